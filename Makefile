@@ -21,8 +21,11 @@ help:
 	@echo "make demo    train a small language model over several workers"
 	@echo "make demo-meta        learn to learn, over workers (ARGS=digits for images)"
 	@echo "make demo-pipeline    train a network in stages on workers (ARGS='--schedule zbv' for another order)"
+	@echo "make demo-embedding   train a click-through model, its tables on servers (ARGS='--staleness 2' for a bound)"
+	@echo "make demo-rl          learn to balance a pole, its environments on workers (ARGS=dqn for another algorithm)"
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make end-to-end       whole programs, tests of the tools, a sample of PyTorch's own tests"
+	@echo "make test-launchers   starts by ssh, SLURM, mpirun, torchrun: those that are installed"
 	@echo "make thorough         all random programs and seeds, of which make test tries a few"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
@@ -52,8 +55,18 @@ demo-meta: $(VENV)/.installed-meta
 
 .PHONY: demo-pipeline
 demo-pipeline: $(VENV)/.installed-pipeline
-	@echo "The demo trains for about half a minute on two cores, and then measures five schedules."
+	@echo "The demo trains for about half a minute on two cores, and then measures six schedules."
 	@$(PY) examples/pipeline/train.py $(ARGS)
+
+.PHONY: demo-embedding
+demo-embedding: $(VENV)/.installed-embedding
+	@echo "The demo trains for about half a minute on two cores."
+	@$(PY) examples/embedding/train.py $(ARGS)
+
+.PHONY: demo-rl
+demo-rl: $(VENV)/.installed-demo-rl
+	@echo "The demo trains for about ten seconds on two cores."
+	@$(PY) examples/reinforcement_learning/train.py $(or $(ARGS),a2c)
 
 .PHONY: test
 test: $(VENV)/.installed-test
@@ -76,7 +89,14 @@ thorough: $(VENV)/.installed-test
 end-to-end: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/end_to_end -n 2
 	@$(PY) -m pytest tests/tools -n 2
+	@$(PY) -m pytest tests/launchers
 	@$(PY) -m pytest tests/conformance
+
+# Each test is skipped, with the reason, where its system is missing (Debian: openssh-server,
+# slurm-wlm, munge, openmpi-bin).
+.PHONY: test-launchers
+test-launchers: $(VENV)/.installed-test
+	@$(PY) -m pytest tests/launchers $(ARGS)
 
 # Unit and simulation tests, and of the process tests those of each area that end soon.
 QUICK := tests/unit tests/simulation tests/tools $(addprefix tests/processes/test_,$(addsuffix .py,\
@@ -158,9 +178,11 @@ EXTRAS_core :=
 EXTRAS_demo := [demo]
 EXTRAS_meta := [meta]
 EXTRAS_pipeline := [pipeline]
-EXTRAS_test := [demo,meta,pipeline]
-EXTRAS_fuzz := [demo,meta,pipeline]
-EXTRAS_dev := [demo,meta,pipeline]
+EXTRAS_embedding := [embedding]
+EXTRAS_demo-rl := [demo-rl]
+EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl]
+EXTRAS_fuzz := [demo,meta,pipeline,embedding,demo-rl]
+EXTRAS_dev := [demo,meta,pipeline,embedding,demo-rl]
 GROUPS := conformance test fuzz docs dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.torch

@@ -15,23 +15,14 @@ from torchweft.pipeline import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleNaive,
+    SchedulePipeDream,
     ScheduleZBVZeroBubble,
 )
-from torchweft.pipeline.schedules import Schedule
+from torchweft.pipeline.schedules import Schedule, Weights
 
 Checkpoint = Literal["never", "except_last", "always"]
-
-SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "naive": lambda microbatches, stages: ScheduleNaive(microbatches),
-    "gpipe": lambda microbatches, stages: ScheduleGPipe(microbatches),
-    "1f1b": lambda microbatches, stages: Schedule1F1B(microbatches),
-    "interleaved": ScheduleInterleaved1F1B,
-    "zbv": lambda microbatches, stages: ScheduleZBVZeroBubble(microbatches),
-}
-"""By name, makes a schedule from the micro-batches of a step and the stages of a worker.
-
-A further schedule needs an entry here: it is then an option, and measured after the training.
-"""
+AnySchedule = Schedule | SchedulePipeDream
+MEASURED_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -45,9 +36,12 @@ class Options:
         microbatches: Micro-batches of a step.
         checkpoint: The micro-batches whose activations are dropped and computed again.
         freeze: How many of the first blocks are not trained.
+        shrink: Which share of the layers that still train is frozen from time to time; 0 for none.
         blocks: Residual blocks of the network.
         epochs: Passes over the images.
         batch: Images of a step.
+        replicas: Workers of each stage; None for one each.
+        weights: Which versions of the weights PipeDream uses.
         seed: Seed of the weights and of the order of the images.
         out: Folder for the results; None for one named after the time.
     """
@@ -58,11 +52,44 @@ class Options:
     microbatches: int
     checkpoint: Checkpoint
     freeze: int
+    shrink: float
     blocks: int
     epochs: int
     batch: int
+    replicas: tuple[int, ...] | None
+    weights: str
     seed: int
     out: Path | None
+
+    @property
+    def images_of_a_step(self) -> int:
+        """Images for each step of the optimizers.
+
+        A minibatch of PipeDream is as large as a micro-batch of the others: its steps use weights
+        that are a few steps old, so they have to be short.
+        """
+        is_cut = self.schedule != "pipedream"
+        return self.batch if is_cut else self.batch // self.microbatches
+
+
+SCHEDULES: dict[str, Callable[[Options, int], AnySchedule]] = {
+    "naive": lambda options, stages: ScheduleNaive(options.microbatches),
+    "gpipe": lambda options, stages: ScheduleGPipe(options.microbatches, options.replicas),
+    "1f1b": lambda options, stages: Schedule1F1B(options.microbatches, options.replicas),
+    "interleaved": lambda options, stages: ScheduleInterleaved1F1B(options.microbatches, stages),
+    "zbv": lambda options, stages: ScheduleZBVZeroBubble(options.microbatches),
+    "pipedream": lambda options, stages: SchedulePipeDream(
+        MEASURED_STEPS * options.microbatches, options.weights, options.replicas
+    ),
+}
+"""By name, makes a schedule from the options and the number of stages of a worker.
+
+A further schedule needs an entry here: it is then an option, and measured after the training.
+"""
+SHRINKING = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+"""The schedules of a pipeline that becomes shorter, with more replicas, as layers freeze."""
+REPLICATED = ("gpipe", "1f1b", "pipedream")
+"""The schedules in which several workers may hold one stage."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -84,9 +111,15 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     text = "micro-batches whose activations are computed again (default: never)"
     add("--checkpoint", choices=kinds, default="never", help=text)
     _add_number(parser, "--freeze", 0, 0, "how many of the first blocks not to train")
+    text = "after 3, 5, 7, ... epochs, freeze this share of the layers that still train"
+    add("--shrink", type=share, default=0.0, metavar="SHARE", help=text)
     _add_number(parser, "--blocks", 1, 8, "residual blocks of the network")
     _add_number(parser, "--epochs", 1, 10, "passes over the images")
     _add_number(parser, "--batch", 1, 128, "images of a step")
+    text = "workers of each stage, such as 2,1,1 (default: one each)"
+    add("--replicas", type=whole_numbers, metavar="N,N", help=text)
+    rules = [rule.value for rule in Weights]
+    add("--weights", choices=rules, default=rules[0], help=f"for pipedream (default: {rules[0]})")
     _add_number(parser, "--seed", 0, 0, "where random numbers start")
     add("--out", type=Path, metavar="DIR", help="folder for the results (default: runs/TIME)")
     options = Options(**vars(parser.parse_args(arguments)))
@@ -109,14 +142,18 @@ def check(options: Options) -> None:
         )
     if options.freeze > options.blocks:
         raise ConfigurationError(f"--freeze {options.freeze}: there are {options.blocks} blocks")
+    if options.shrink and options.schedule not in SHRINKING:
+        raise ConfigurationError(f"--shrink is for {' and '.join(SHRINKING)}")
+    if options.shrink and (options.freeze or options.replicas):
+        raise ConfigurationError("--shrink chooses frozen layers and replicas itself")
     make_schedule(options, options.schedule, options.stages)
 
 
-def make_schedule(options: Options, name: str, stages: int | None = None) -> Schedule:
+def make_schedule(options: Options, name: str, stages: int | None = None) -> AnySchedule:
     """Makes a schedule.
 
     Args:
-        options: The workers, the micro-batches and the blocks.
+        options: The workers, their stages, the micro-batches and the blocks.
         name: Its name, a key of ``SCHEDULES``.
         stages: Stages of the model; None for as few as the schedule has.
 
@@ -124,9 +161,13 @@ def make_schedule(options: Options, name: str, stages: int | None = None) -> Sch
         ConfigurationError: There is none for these numbers.
     """
     workers, layers = options.workers, options.blocks + 2
+    if options.replicas and name not in REPLICATED:
+        raise ConfigurationError(f"{name} has no replicas; {', '.join(REPLICATED)} have")
+    if name == "pipedream" and options.checkpoint == "except_last":
+        raise ConfigurationError("pipedream has no last micro-batch; pass --checkpoint always")
     if stages is not None and stages % workers:
         raise ConfigurationError(f"--stages {stages} is no multiple of {workers} workers")
-    schedule = SCHEDULES[name](options.microbatches, max(2, (stages or 0) // workers))
+    schedule = SCHEDULES[name](options, max(2, (stages or 0) // workers))
     found = schedule.table(workers).n_stages
     if stages not in (None, found):
         raise ConfigurationError(f"{name} has {found} stages on {workers} workers, not {stages}")
@@ -148,6 +189,19 @@ def whole_number(least: int) -> Callable[[str], int]:
         raise argparse.ArgumentTypeError(f"{text} is not a whole number from {least} up")
 
     return read
+
+
+def share(text: str) -> float:
+    """Parses a number from 0 up and below 1."""
+    with contextlib.suppress(ValueError):
+        if 0 <= (number := float(text)) < 1:
+            return number
+    raise argparse.ArgumentTypeError(f"{text} is not a number from 0 up and below 1")
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Parses whole numbers from 1 up, separated by commas."""
+    return tuple(map(whole_number(1), text.split(",")))
 
 
 def _add_number(

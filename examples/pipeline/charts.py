@@ -16,11 +16,14 @@ COLORS = {
     Kind.BACKWARD: "#e3a35c",
     Kind.BACKWARD_INPUT: "#df7f93",
     Kind.BACKWARD_WEIGHT: "#74bf8a",
+    Kind.UPDATE: "#5b4a8a",
 }
 
 
 def draw_timelines(trials: Sequence[Trial], path: Path) -> None:
     """Draws one step of each schedule, all on one axis of time.
+
+    Of an asynchronous one, whose run has no steps, as much as fits into the longest step.
 
     Raises:
         ImportError: matplotlib is missing.
@@ -37,7 +40,10 @@ def draw_timelines(trials: Sequence[Trial], path: Path) -> None:
     )
     for place, trial in zip(axes[:, 0], trials, strict=True):
         _draw(place, trial)
-    axes[-1, 0].set(xlabel="milliseconds", xlim=(0, None))
+    timelines = [each.recording.timeline for each in trials]
+    steps_s = [each.makespan_s for each in timelines if not each.table.is_asynchronous]
+    longest_s = max(steps_s, default=timelines[0].makespan_s)
+    axes[-1, 0].set(xlabel="milliseconds", xlim=(0, 1000 * longest_s))
     for place in axes[:-1, 0]:
         place.spines["bottom"].set_visible(False)
         place.tick_params(axis="x", length=0)
@@ -73,7 +79,8 @@ def _draw(axes: Any, trial: Trial) -> None:
 
 def _title(name: str, timeline: Timeline) -> str:
     stages = timeline.table.n_stages
+    batches = "minibatches without a break" if timeline.table.is_asynchronous else "micro-batches"
     return (
         f"{name}: {stages} stage{'s' if stages > 1 else ''}, {timeline.table.n_microbatches} "
-        f"micro-batches, {100 * timeline.idle_share:.0f} % idle"
+        f"{batches}, {100 * timeline.idle_share:.0f} % idle"
     )

@@ -23,7 +23,7 @@ from charts import draw_timelines
 from numerals import Images, load_images
 from residual import make_network
 from torch import nn
-from training import History, Trial, measure, train
+from training import History, Trial, measure, train, train_shrinking
 
 import torchweft as weft
 from torchweft import rpc
@@ -73,7 +73,8 @@ def run(options: Options, history: History) -> None:
     torch.manual_seed(options.seed)
     model = make_network(options.blocks, options.freeze)
     with started_workers(options.workers) as workers:
-        train(model, trained, tested, options, workers, history)
+        trains = train_shrinking if options.shrink else train
+        trains(model, trained, tested, options, workers, history)
         print(training_summary(options, history))
         trials = compare(model, trained, options, workers)
     write_figures(options, history, trials, folder / "figures.json")
@@ -82,10 +83,15 @@ def run(options: Options, history: History) -> None:
 
 def training_summary(options: Options, history: History) -> str:
     """Returns the result of the training as text."""
-    return (
-        f"{len(history.losses):,} steps of {options.batch} images in {history.seconds:.0f} s "
+    size = options.images_of_a_step
+    text = (
+        f"{len(history.losses):,} steps of {size} images in {history.seconds:.0f} s "
         f"({options.schedule}); {100 * history.accuracies[-1]:.1f} % of the test images recognised"
     )
+    if options.shrink:
+        text += f"\nstages by epoch: {listed(history.stages)}"
+        text += f"\nfrozen layers:   {listed(history.frozen)}"
+    return text
 
 
 def compare(
@@ -98,7 +104,8 @@ def compare(
             f"{options.workers} workers share {cores} core{'s' if cores > 1 else ''}: "
             "a worker that waits for a core counts as busy"
         )
-    print(f"{'schedule':12} {'idle':>8} {'predicted':>10} {'steps/s':>8}  activations held")
+    held = "activations held"
+    print(f"{'schedule':12} {'idle':>8} {'predicted':>10} {'steps/s':>8}  {held:16}  versions held")
     trials = []
     for trial in measure(model, images, options, workers):
         if isinstance(trial, Trial):
@@ -107,12 +114,17 @@ def compare(
             print(
                 f"{trial.schedule:12} {100 * figures['idle_share']:6.1f} % "
                 f"{100 * figures['predicted_idle_share']:8.1f} % {trial.steps_per_s:8.2f}  "
-                + " ".join(map(str, trial.recording.peak_held))
+                f"{listed(trial.recording.peak_held):16}  {listed(trial.versions_held)}"
             )
         else:
             name, reason = trial
             print(f"{name:12} left out: {reason}")
     return trials
+
+
+def listed(counts: Sequence[int]) -> str:
+    """Returns the figures of all workers as text."""
+    return " ".join(map(str, counts))
 
 
 def trial_figures(trial: Trial) -> dict[str, Any]:
@@ -125,18 +137,21 @@ def trial_figures(trial: Trial) -> dict[str, Any]:
         "predicted_idle_share": recording.predicted.idle_share,
         "idle_share_by_worker": [fmean(column) for column in by_worker],
         "peak_activations": list(recording.peak_held),
+        "versions_held": list(trial.versions_held),
         "steps_per_s": trial.steps_per_s,
     }
 
 
 def write_figures(options: Options, history: History, trials: Sequence[Trial], path: Path) -> None:
-    """Writes all figures as JSON."""
+    """Writes all figures as JSON; the schedule that was trained with has the accuracy, too."""
+    schedules = {each.schedule: trial_figures(each) for each in trials}
+    schedules[options.schedule]["accuracy"] = history.accuracies[-1]
     figures = {
         "options": {**asdict(options), "out": None if options.out is None else str(options.out)},
         "cores": len(usable_cores()),
         "accuracy": history.accuracies[-1],
         **asdict(history),
-        "schedules": {each.schedule: trial_figures(each) for each in trials},
+        "schedules": schedules,
     }
     path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
 

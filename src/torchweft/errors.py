@@ -20,6 +20,7 @@
     │   ├── CallRefused                        the callee would not start it
     │   │   ├── QueueFull                      too many calls of this worker wait there already
     │   │   └── NotAllowed                     a message names what its receiver does not allow
+    │   ├── BatchError (ValueError)            a batch cannot be stacked, or its result split
     │   ├── SerializationError (TypeError)     an argument or result cannot travel
     │   ├── UnknownFunction (AttributeError)   the callee has no function of that name
     │   └── RemoteError                        the callee raised a type that cannot be rebuilt here
@@ -36,8 +37,12 @@
     │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
     │   ├── SnapshotCorrupt                    a file is not as written; names the other snapshots
     │   └── StateMismatch (ValueError)         it does not match the state; says what differs
+    ├── ObserveError (RuntimeError)            a group cannot be observed; says what to do
+    │   ├── GroupNotFound (LookupError)        no such group runs here, or several do; lists them
+    │   └── ObserverRefused (PermissionError)  its workers have another secret than this observer
     ├── ShutdownError (RuntimeError)           a graceful shutdown failed; names workers and cause
     └── LaunchError (RuntimeError)             worker processes could not be started, or one died
+        └── HostError (ConnectionError)        a host cannot be reached, or cannot start workers
 
 Each is also a subclass of the built-in exception that users of ``torch.distributed.rpc``
 catch. Data that a program may want to act on is in fields, not only in the text.
@@ -182,6 +187,20 @@ class NotAllowed(CallRefused):
     """
 
     refused: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class BatchError(CallError, ValueError):
+    """The arguments of batched calls cannot be stacked, or their common result cannot be split.
+
+    Attributes:
+        callers: Names of the workers whose calls are concerned, one for each call.
+        shapes: Dtypes and shapes for each of these calls: of its arguments if they cannot be
+            stacked, else of the result.
+    """
+
+    callers: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
 
 
 class SerializationError(CallError, TypeError):
@@ -344,6 +363,18 @@ class StateMismatch(CheckpointError, ValueError):
     differing: tuple[str, ...] = ()
 
 
+class ObserveError(WeftError, RuntimeError):
+    """The workers of a group cannot be observed."""
+
+
+class GroupNotFound(ObserveError, LookupError):
+    """There is no group of that name on this host, or several could be meant."""
+
+
+class ObserverRefused(ObserveError, PermissionError):
+    """The workers of a group do not take the secret of this observer."""
+
+
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class ShutdownError(WeftError, RuntimeError):
     """A graceful shutdown failed; the worker is shut down nevertheless.
@@ -366,6 +397,17 @@ class LaunchError(WeftError, RuntimeError):
 
     worker: str = ""
     exit_code: int | None = None
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class HostError(LaunchError, ConnectionError):
+    """A host cannot be reached, cannot start workers, or was lost with its workers.
+
+    Attributes:
+        host: Name of the host.
+    """
+
+    host: str = ""
 
 
 def _rebuild_with_fields(

@@ -252,7 +252,7 @@ def _unknown(
 _OTHERS = frozenset(
     (
         "WEFT_SECRET WEFT_WORKER_NAME WEFT_INIT_METHOD WEFT_RESTART_COUNT WEFT_DEVICE "
-        "WEFT_DEATH_NOTE"
+        "WEFT_DEATH_NOTE WEFT_NOTICE_FILE"
     ).split()
 )
 """Variables that are not knobs: the secret itself, and what launchers tell their workers."""
@@ -329,6 +329,13 @@ WAIT_NOTICE_S = Knob("WAIT_NOTICE_S", 10.0)
 STACKS_SIGNAL = Knob("STACKS_SIGNAL", "SIGUSR1")
 """Signal on which a worker writes the stacks of its threads to standard error, where the program
 has not set a handler for it; empty for none."""
+COUNTERS = Knob("COUNTERS", 0)
+"""1 to count the calls of each function at all times, 0 only while ``torchweft top`` watches."""
+DUMP_DIR = Knob("DUMP_DIR", "")
+"""Folder in which each worker writes what it does, on SIGQUIT or after a long wait; empty for one
+of this user and group among the temporary files."""
+DUMP_AFTER_S = Knob("DUMP_AFTER_S", 0.0)
+"""Time after which a wait for other workers makes all workers write what they do; 0 for never."""
 TRACEBACKS = Knob("TRACEBACKS", "short")
 """``short`` for tracebacks without the frames of Weft itself, ``full`` for all frames."""
 

@@ -29,6 +29,7 @@ MOST_BYTES = 4096
 _NEW_BYTES = 32
 _SIGN = b"weft sign\0"
 _DERIVE = b"weft derive\0"
+_OBSERVERS = b"observers of the group"
 _LENGTH_BYTES = 8
 
 _ADVICE = "make one with: torchweft secret new FILE"
@@ -142,6 +143,16 @@ class Secret:
             "a Secret cannot be pickled: it would be readable wherever the pickle goes; "
             f"give the other process the path of its file, in {knobs.SECRET_FILE.variable}"
         )
+
+
+def key_of_observers(secret: Secret | None) -> Secret:
+    """Returns the key by which observers and workers of a group prove themselves to each other.
+
+    Args:
+        secret: The secret of the group. Without one, the key is known to everybody, and the kernel
+            must tell that the other end belongs to the same user.
+    """
+    return Secret(_OBSERVERS) if secret is None else secret.derive(_OBSERVERS.decode())
 
 
 def write_new(path: str | os.PathLike[str]) -> None:

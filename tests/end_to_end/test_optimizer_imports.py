@@ -48,5 +48,5 @@ print(*added)
 def test_a_program_imports_little_until_its_first_step(tmp_path: Path) -> None:
     added = run("-c", UNTIL_THE_FIRST_STEP, str(tmp_path / "store")).split()
     # Needed by Weft and not by PyTorch. Weft imports everything else on first use.
-    needed = {"cloudpickle", "faulthandler", "hmac", "ipaddress", "secrets", "numpy"}
+    needed = {"cloudpickle", "faulthandler", "hmac", "ipaddress", "resource", "secrets", "numpy"}
     assert {name.partition(".")[0] for name in added} <= needed, added

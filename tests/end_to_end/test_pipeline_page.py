@@ -68,6 +68,41 @@ def test_skip_connections_and_tied_weights_compute_the_same(guide: Path) -> None
     assert found == pytest.approx(expected, abs=2e-4)
 
 
+def losses_alone(guide: Path, steps: int) -> list[float]:
+    names = runpy.run_path(str(guide / "alone.py"))
+    model = names["build_model"]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    found = []
+    for step in range(steps):
+        x, y = names["draw_batch"](step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_training_survives_a_worker(guide: Path) -> None:
+    expected = losses_alone(guide, 12)
+    lines = run(guide / "surviving.py")
+    lost = lines.index("lost worker1: step 5 again, on worker0 and worker2")
+    steps = [figure_of(line) for line in lines if line.startswith("step ")]
+    assert steps[:lost] == pytest.approx(expected[:lost], abs=2e-4)
+    assert steps[lost:] == pytest.approx(expected[5:], abs=2e-4)
+
+
+def test_layers_freeze(guide: Path) -> None:
+    lines = run(guide / "freezing.py")
+    shapes = [line.partition(", ")[2] for line in lines]
+    assert shapes == [
+        "Shape(n_frozen=0, cuts=(4,), replicas=(1, 1))",
+        "Shape(n_frozen=4, cuts=(), replicas=(2,))",
+        "Shape(n_frozen=6, cuts=(), replicas=(2,))",
+        "Shape(n_frozen=7, cuts=(), replicas=(2,))",
+    ]
+
+
 def test_the_timeline_is_reported_and_drawn(guide: Path) -> None:
     lines = run(guide / "timeline.py")
     shown = next(block for block in text_blocks() if "activations held" in block)

@@ -11,12 +11,14 @@ from torch import nn
 
 import torchweft
 from tests.end_to_end.sleeping_stages import Sleeping
+from tests.processes.pipeline_models import Descent
 from torchweft.pipeline import (
     Pipe,
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleNaive,
+    SchedulePipeDream,
     ScheduleZBVZeroBubble,
 )
 
@@ -26,6 +28,7 @@ WORKERS = ["worker0", "worker1", "worker2", "worker3"]
 UNIT_S = 0.03
 """Long beside the time to send a value and to wake up, also on busy cores."""
 STEPS = 3
+MINIBATCHES = 80
 POINTS = 0.05
 
 
@@ -66,3 +69,24 @@ def test_idle_shares_of_sleeping_stages(
     assert measured.makespan_s == pytest.approx(predicted.makespan_s, rel=0.15)
     assert recording.peak_held == held == predicted.peak_activations
     assert recording.clock_error_s == 0
+
+
+def test_the_idle_share_of_a_run_without_a_break() -> None:
+    batch = torch.zeros(1, 4)
+    stages = [Sleeping(UNIT_S) for _ in WORKERS]
+    schedule = SchedulePipeDream()
+    descent: Any = Descent
+    with Pipe(stages, WORKERS, schedule, nn.functional.mse_loss, optimizer=descent) as pipe:
+        for _ in pipe.run([(batch, batch)]):  # Workers connect on first use.
+            pass
+        with pipe.recording() as recording:
+            assert len(list(pipe.run([(batch, batch)] * MINIBATCHES))) == MINIBATCHES
+        held = pipe.versions_held()
+    print(f"\n{recording.report()}")
+    measured, predicted = recording.timeline, recording.predicted
+    # 3 units for each minibatch, and 9 until the first of them is back.
+    assert measured.idle_share == pytest.approx(9 / (3 * MINIBATCHES + 9), abs=POINTS)
+    assert predicted.idle_share == pytest.approx(0.036, abs=POINTS)
+    assert measured.makespan_s == pytest.approx(predicted.makespan_s, rel=0.15)
+    assert recording.peak_held == (4, 3, 2, 1) == predicted.peak_activations
+    assert tuple(held) == (4, 3, 2, 1) == predicted.peak_versions

@@ -1,4 +1,4 @@
-"""Counts the work of two workers for small calls; ``test_counted_work.py`` starts one each.
+"""Counts the work of two workers for small calls and passes; ``test_counted_work.py`` starts them.
 
     python -m tests.processes.counting RANK FILE
 
@@ -23,7 +23,10 @@ import torch
 
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.autograd import context
+from torchweft.autograd import backward, context
+from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
+from torchweft.rpc.node import current_node
 
 ROUNDS = 3
 CALLS = 100
@@ -57,6 +60,10 @@ def echo(value: object) -> object:
     return value
 
 
+def double(value: torch.Tensor) -> torch.Tensor:
+    return value * 2
+
+
 def take() -> dict[str, int]:
     """Returns the counts of this worker since the last ``take``."""
     taken = dict(_counted)
@@ -64,11 +71,27 @@ def take() -> dict[str, int]:
     return taken
 
 
+def count_calls() -> None:
+    """Has this worker count its calls, as if it was observed."""
+    current_node().counting.extend(3600.0)
+
+
 def kinds() -> dict[str, Callable[[], object]]:
     """Returns the calls that are counted."""
     one, sixteen = torch.ones(2), [torch.ones(2) for _ in range(16)]
     needs_grad = torch.ones(2, requires_grad=True)
     large = torch.ones(1 << 20)
+    module = RemoteModule("callee", torch.nn.Linear, (2, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
+
+    def hop() -> None:
+        with context() as context_id:
+            backward(context_id, [rpc.rpc_sync("callee", double, args=(needs_grad,)).sum()])
+
+    def training_step() -> None:
+        with context() as context_id:
+            backward(context_id, [module(one).sum()])
+            optimizer.step(context_id)
 
     return {
         "nothing": lambda: rpc.rpc_sync("callee", echo, args=(None,)),
@@ -77,6 +100,8 @@ def kinds() -> dict[str, Callable[[], object]]:
         "sixteen tensors": lambda: rpc.rpc_sync("callee", echo, args=(sixteen,)),
         "a tensor in a context": lambda: rpc.rpc_sync("callee", echo, args=(needs_grad,)),
         "4 MiB": lambda: rpc.rpc_sync("callee", echo, args=(large,)),
+        "a hop of backward": hop,
+        "a training step": training_step,
     }
 
 
@@ -145,10 +170,13 @@ def main(rank: int, file: str) -> None:
     if not rank:
         report = {}
         for kind, call in kinds().items():
-            with context() if "context" in kind else contextlib.nullcontext():
+            with context() if "in a context" in kind else contextlib.nullcontext():
                 counted: dict[str, Any] = count(call)
                 counted["caller"]["bytes of Python"] = peak_bytes(call)
             report[kind] = counted
+        for worker in ("caller", "callee"):
+            rpc.rpc_sync(worker, count_calls)
+        report["nothing, observed"] = count(kinds()["nothing"])
         print(json.dumps(report), flush=True)
     rpc.shutdown()
 

@@ -148,13 +148,19 @@ class Slow(nn.Module):
         return inputs
 
 
-class Descent:
-    """Gradient descent. The first optimizer of torch.optim imports its compiler for a second."""
+class Descent(torch.optim.Optimizer):
+    """Gradient descent.
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.weights = weights
+    Args:
+        weights: The weights.
+        rate: The learning rate.
+    """
 
-    def step(self) -> None:
-        for weight in self.weights:
+    def __init__(self, weights: Sequence[Tensor], rate: float = 0.01) -> None:
+        super().__init__(weights, {})
+        self.rate = rate
+
+    def step(self) -> None:  # type: ignore[override]
+        for weight in self.param_groups[0]["params"]:
             assert weight.grad is not None
-            weight.data.sub_(weight.grad, alpha=0.01)
+            weight.data.sub_(weight.grad, alpha=self.rate)

@@ -15,6 +15,7 @@ from tests.processes.weft_run import (
     Start,
     finish,
     is_running,
+    read_line,
     read_pids,
     running,
     wait_until_gone,
@@ -229,3 +230,17 @@ def test_workers_meet_at_the_port_of_the_environment(start: Start) -> None:
                 time.sleep(0.01)
     """
     assert finish(start(body, count=2))[0] == 0
+
+
+def test_a_request_for_reports_reaches_every_worker_and_ends_none(start: Start) -> None:
+    body = """
+    signal.signal(signal.SIGQUIT, lambda *_: sys.exit(0))
+    print("ready", flush=True)
+    while True: signal.pause()
+    """
+    run = start(body, count=2)
+    assert [read_line(run), read_line(run)] == ["ready", "ready"]
+    run.send_signal(signal.SIGQUIT)
+    status, _, err = finish(run)
+    assert status == 0
+    assert err[0] == "torchweft run: SIGQUIT, each worker writes what it does to a file"

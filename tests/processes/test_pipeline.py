@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as torch_schedules
 
 import torchweft
 from tests.processes.pipeline_models import (
@@ -39,9 +42,10 @@ from torchweft.pipeline import (
     ScheduleZBVZeroBubble,
     Table,
     cut_sequential,
+    deployment,
     host,
+    weights,
 )
-from torchweft.pipeline import pipe as pipe_module
 from torchweft.pipeline.schedules import Kind
 
 # The tests share workers, which connect to one another on first use.
@@ -115,7 +119,7 @@ def test_gradients_of_a_chain_are_those_of_one_process(
 
 def states(pipe: Pipe) -> list[dict[str, Tensor]]:
     """Returns the weights of each worker."""
-    return pipe._all(host.state_dict, pipe.stages.has_names)
+    return pipe._deployment.call_named(weights.values)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +135,7 @@ def test_replicas_stay_equal_and_get_only_their_own_microbatches(
             sent.append(kwargs["args"][-2:])
         return rpc.rpc_async(info, function, **kwargs)
 
-    monkeypatch.setattr(pipe_module, "rpc_async", note)
+    monkeypatch.setattr(deployment, "rpc_async", note)
     model = layers(4)
     alone = copy.deepcopy(model)
     own = torch.optim.Adam(alone.parameters(), lr=0.05)
@@ -258,19 +262,45 @@ def test_activations_held(schedule: Any, held: list[int]) -> None:
         assert pipe.peak_held() == held
 
 
-def test_a_table_from_elsewhere() -> None:
-    table = Table.from_csv("0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1B0,1F1,1B1\n")
+def csv_of_torch(kind: Any, ranks: int, n_microbatches: int, path: Path) -> str:
+    """Returns the table of a schedule of torch with two stages on each rank, as torch writes it."""
+    facts = {"num_stages": 2 * ranks, "group_size": ranks, "group_rank": 0, "is_last": False}
+    stages = [SimpleNamespace(**facts, submod=nn.Identity()) for _ in range(2)]
+    kind(stages, n_microbatches)._dump_csv(path, "compute_only")
+    return path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "n_microbatches", "ours"),
+    [
+        ("ScheduleDualPipeV", 4, 10, ScheduleDualPipeV(10)),
+        ("ScheduleInterleavedZeroBubble", 2, 6, ScheduleInterleavedZeroBubble(6)),
+        ("", 2, 2, None),
+    ],
+)
+def test_a_table_from_elsewhere(
+    name: str, ranks: int, n_microbatches: int, ours: Any, tmp_path: Path
+) -> None:
+    text = "0F0,0F1,0I0,0W0,0I1,0W1\n1F0,1B0,1F1,1B1\n"
+    if name:
+        kind = getattr(torch_schedules, name, None)
+        if kind is None:
+            pytest.skip(f"this version of torch has no {name}")
+        text = csv_of_torch(kind, ranks, n_microbatches, tmp_path / "table.csv")
+    table = Table.from_csv(text)
+    if ours is not None:
+        assert table.rows == ours.table(ranks).rows
 
     class Given:
         def table(self, n_workers: int) -> Table:
-            assert n_workers == 2
+            assert n_workers == ranks
             return table
 
-    model = layers(4)
+    model = layers(8)
     alone = copy.deepcopy(model)
-    inputs, target = regression()
+    inputs, target = regression(n_microbatches * 4)
     mse(alone(inputs), target).backward()
-    with Pipe(model, WORKERS[:2], Given(), mse) as pipe:
+    with Pipe(model, WORKERS[:ranks], Given(), mse) as pipe:
         pipe.step(inputs, target)
         assert distance(pipe.gradients(), alone) < TINY
 
@@ -350,3 +380,25 @@ def test_the_driver_may_hold_a_stage_and_keeps_its_own_model() -> None:
         optimizer.step()
         assert not torch.equal(pipe.state_dict()["0.weight"], before["0.weight"])
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class ThreadsOf(nn.Module):
+    """Returns the number of threads that operations use where it runs."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return torch.full_like(inputs, torch.get_num_threads())
+
+
+def test_a_number_of_threads_set_by_a_call_is_that_of_the_stages() -> None:
+    stages = [nn.Sequential(ThreadsOf(), nn.Linear(4, 4).double()), nn.Identity()]
+    nn.init.eye_(stages[0][1].weight)  # type: ignore[index,arg-type]
+    nn.init.zeros_(stages[0][1].bias)  # type: ignore[index,arg-type]
+    before = rpc.rpc_sync("worker0", torch.get_num_threads)
+    with Pipe(stages, WORKERS[:2], ScheduleGPipe(2), mse) as pipe:
+        try:
+            for count in (1, 2, 1):
+                rpc.rpc_sync("worker0", torch.set_num_threads, args=(count,))
+                found = pipe(torch.zeros(2, 4, dtype=torch.float64))
+                assert torch.equal(found, torch.full((2, 4), float(count), dtype=torch.float64))
+        finally:
+            rpc.rpc_sync("worker0", torch.set_num_threads, args=(before,))

@@ -26,9 +26,10 @@ from tests.processes.pipeline_models import (
     transformer,
 )
 from tests.processes.pipeline_replay import Rule, Version, replay, replay_without_versions
+from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError, PipelineError
 from torchweft.launch import Nursery
-from torchweft.pipeline import Pipe, Schedule1F1B, SchedulePipeDream, Table, host
+from torchweft.pipeline import Pipe, Schedule1F1B, SchedulePipeDream, Table, host, weights
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -36,7 +37,6 @@ WORKERS = ["worker0", "worker1", "worker2", "worker3"]
 TINY = 1e-12
 RATE = 0.02
 SGD = functools.partial(torch.optim.SGD, lr=RATE)
-DESCENT: Any = Descent
 mse = nn.functional.mse_loss
 cross_entropy = nn.functional.cross_entropy
 Minibatch = tuple[Tensor, Tensor]
@@ -104,7 +104,7 @@ def distance(state: dict[str, Tensor], versions: Sequence[Version]) -> float:
 
 def states(pipe: Pipe) -> list[dict[str, Tensor]]:
     """Returns the weights of each worker."""
-    return pipe._all(host.state_dict, False)
+    return pipe._deployment.call_named(weights.values)
 
 
 # With four stages and no replicas: the rule, the minibatches of an update, the versions held.
@@ -324,6 +324,17 @@ def test_a_source_that_raises_ends_the_run() -> None:
         assert len(list(pipe.run(regression(6)))) == 6
 
 
+def test_the_end_of_a_run_may_overtake_its_start() -> None:
+    with Pipe(layers(4), WORKERS, SchedulePipeDream(), mse, optimizer=Descent) as pipe:
+        # Calls to a worker run side by side, so a source that raises at once may bring this about.
+        rpc.rpc_sync(
+            "worker2", host.abort, args=(pipe._deployment.number, pipe._deployment.step + 1)
+        )
+        with pytest.raises(PipelineError, match="the step was ended by its driver"):
+            list(pipe.run(regression(6)))
+        assert len(list(pipe.run(regression(6)))) == 6
+
+
 @pytest.mark.parametrize("number", [0, 7])
 def test_a_stage_that_fails_is_named_and_the_next_run_works(number: int) -> None:
     stages = [nn.Identity(), Failing(), nn.Linear(4, WIDTH).double()]
@@ -354,7 +365,7 @@ def test_a_stage_that_takes_too_long_is_named() -> None:
     stages = [Slow(1.5), nn.Linear(4, WIDTH).double()]
     text = r"stage 1 on worker 'worker1' waited 0.5 s for the values of minibatch 0 from stage 0"
     with (
-        Pipe(stages, WORKERS[:2], SchedulePipeDream(), mse, optimizer=DESCENT, timeout=0.5) as pipe,
+        Pipe(stages, WORKERS[:2], SchedulePipeDream(), mse, optimizer=Descent, timeout=0.5) as pipe,
         pytest.raises(PipelineError, match=text),
     ):
         list(pipe.run(regression(3)))
@@ -368,7 +379,7 @@ def test_stages_wait_for_a_program_that_takes_longer_than_they_wait_for_each_oth
             yield each
 
     schedule = SchedulePipeDream(replicas=(2, 1))
-    with Pipe(layers(2), WORKERS[:3], schedule, mse, optimizer=DESCENT, timeout=0.5) as pipe:
+    with Pipe(layers(2), WORKERS[:3], schedule, mse, optimizer=Descent, timeout=0.5) as pipe:
         assert len(list(pipe.run(source()))) == 6
 
 

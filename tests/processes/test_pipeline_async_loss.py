@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -50,8 +49,7 @@ def until_the_kill(pid: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def pipe_on(workers: Sequence[str]) -> Pipe:
     stages = [nn.Linear(3, 3) for _ in workers]
-    descent: Any = Descent
-    return Pipe(stages, workers, SchedulePipeDream(), nn.functional.mse_loss, optimizer=descent)
+    return Pipe(stages, workers, SchedulePipeDream(), nn.functional.mse_loss, optimizer=Descent)
 
 
 def drive(workers: Sequence[str]) -> None:

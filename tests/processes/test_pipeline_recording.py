@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import WIDTH, Failing, layers
+from tests.processes.pipeline_models import WIDTH, Descent, Failing, layers
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, PipelineError
 from torchweft.launch import Nursery
-from torchweft.pipeline import Pipe, Schedule1F1B, ScheduleZBVZeroBubble, recording
+from torchweft.pipeline import (
+    Pipe,
+    Schedule1F1B,
+    SchedulePipeDream,
+    ScheduleZBVZeroBubble,
+    recording,
+)
 from torchweft.pipeline.schedules import Kind
 
 # The tests share workers, which connect to one another on first use.
@@ -66,6 +73,42 @@ def test_a_recording_has_the_steps_of_its_block() -> None:
 
 def has_whole_backward(pipe: Pipe, stage: int) -> bool:
     return any(a.kind is Kind.BACKWARD and a.stage == stage for row in pipe.table.rows for a in row)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1, 1), (2, 1)])
+def test_a_recording_has_the_runs_of_its_block(replicas: tuple[int, ...]) -> None:
+    def batches(count: int) -> list[tuple[Tensor, Tensor]]:
+        inputs, target = example()
+        return [(inputs[:4], target[:4])] * count
+
+    descent: Any = Descent
+    schedule = SchedulePipeDream(replicas=replicas)
+    stages = [
+        nn.Linear(4 if stage == 0 else WIDTH, WIDTH).double() for stage in range(len(replicas))
+    ]
+    with Pipe(stages, WORKERS, schedule, mse, optimizer=descent) as pipe:
+        with pipe.recording() as recorded:
+            for count in (7, 5, 0):
+                assert len(list(pipe.run(batches(count)))) == count
+            running = pipe.run(batches(40))
+            next(running)
+            running.close()  # type: ignore[attr-defined]
+        assert len(list(pipe.run(batches(3)))) == 3
+    assert [each.table for each in recorded.steps] == [schedule.table(3, n) for n in (7, 5)]
+    for timeline in recorded.steps:
+        for row, spans in zip(timeline.table.rows, timeline.spans, strict=True):
+            assert tuple(span.action for span in spans) == row
+            ends = [0.0]
+            for span in spans:
+                assert ends[-1] <= span.start_s <= span.end_s
+                ends.append(span.end_s)
+    assert {kind for _, kind in recorded.costs.duration_s} == {
+        Kind.FORWARD,
+        Kind.BACKWARD,
+        Kind.UPDATE,
+    }
+    assert recorded.predicted.table == recorded.timeline.table
+    assert recorded.report().startswith("SchedulePipeDream, 2 runs measured")
 
 
 def test_an_action_begins_after_those_whose_values_it_waits_for() -> None:

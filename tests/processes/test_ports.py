@@ -48,10 +48,10 @@ def read(count: int) -> list[Any]:
     return [ports().read(*_mail.get(timeout=LIMIT_S)) for _ in range(count)]
 
 
-def forward(to: str, values: Any) -> None:
+def forward(to: str, values: Any, head: bytes = b"") -> None:
     """Sends values on to the port of another worker."""
     agent = current()
-    agent.slots[PORTS].post(agent.find(to), PORT, values)
+    agent.slots[PORTS].post(agent.find(to), PORT, head, values)
 
 
 @pytest.fixture
@@ -68,18 +68,25 @@ VALUES: list[tuple[Any, ...]] = [
     (torch.arange(6.0).reshape(2, 3).T, [torch.ones(2), {"a": torch.zeros(1)}]),
     (torch.arange(300_000.0), "tables"),
     (torch.eye(3).to_sparse(),),
+    (torch.arange(6.0).reshape(2, 3),),
+    (torch.arange(6.0).reshape(2, 3).T, torch.ones(()), torch.zeros(0)),
+    (torch.arange(300_000.0),),
+    (torch.ones(2, requires_grad=True),),
 ]
 
 
 @pytest.mark.usefixtures("port")
 def test_values_of_one_sender_arrive_in_order_as_they_were() -> None:
-    for values in VALUES:
-        forward("worker1", values)
-    for found, values in zip(rpc.rpc_sync("worker1", read, (len(VALUES),)), VALUES, strict=True):
+    for number, values in enumerate(VALUES):
+        forward("worker1", values, bytes(number))
+    all_found = rpc.rpc_sync("worker1", read, (len(VALUES),))
+    for number, ((head, found), values) in enumerate(zip(all_found, VALUES, strict=True)):
+        assert head == bytes(number)
         assert len(found) == len(values)
         for one, other in zip(found, values, strict=True):
             if isinstance(other, torch.Tensor):
                 assert torch.equal(one.to_dense(), other.to_dense())
+                assert one.requires_grad == other.requires_grad
             elif not isinstance(other, list):
                 assert one == other
 
@@ -89,7 +96,7 @@ def test_values_of_a_worker_to_itself_and_between_others() -> None:
     rpc.rpc_sync("worker1", forward, ("worker1", (torch.ones(3), "own")))
     rpc.rpc_sync("worker0", forward, ("worker1", (torch.ones(3), "other")))
     found = rpc.rpc_sync("worker1", read, (2,))
-    assert sorted(text for _, text in found) == ["other", "own"]
+    assert sorted(text for _, (_, text) in found) == ["other", "own"]
 
 
 def test_values_for_a_port_that_is_not_open_are_dropped() -> None:

@@ -5,7 +5,7 @@ A line with ``type: ignore`` has an error that mypy must find: an ignore without
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 from torchweft import rpc
-from torchweft.rpc import Future, RRef
+from torchweft.rpc import Future, RRef, functions
 
 T = TypeVar("T")
 
@@ -152,3 +152,33 @@ def methods_are_known_behind_on(model: RRef[Model]) -> None:
     rpc.on(model).rpc_async(Model.loss, X, 1.0, 2.0)  # type: ignore  # too many
     rpc.on(model).rpc_sync(Model.lose, X)  # type: ignore  # misspelt
     rpc.on(model).rpc_sync(str.upper)  # type: ignore  # a method of another class
+
+
+@functions.batched
+def classified(images: Tensor) -> Tensor:
+    return images
+
+
+class Sampler:
+    def __init__(self, seed: int, *, size: int = 1) -> None: ...
+
+    @functions.batched(largest=8)
+    def act(self, states: Tensor) -> Tensor:
+        return states
+
+    def samples(self, count: int) -> Iterator[Tensor]:
+        raise NotImplementedError(count)
+
+
+def batched_calls_actors_and_streams(x: Tensor) -> None:
+    assert_type(rpc.rpc_sync("a", classified, (x,)), Tensor)
+    rpc.rpc_sync("a", classified, ("x",))  # type: ignore[arg-type]
+    samplers = rpc.actors(["a", "b"], Sampler, 7, size=2)
+    assert_type(samplers, rpc.Actors[Sampler])
+    rpc.actors(["a"], Sampler, "7")  # type: ignore[arg-type]
+    assert_type(samplers[0], RRef[Sampler])
+    assert_type(samplers.rpc_sync(Sampler.act, x), list[Tensor])
+    assert_type(samplers.rpc_async(Sampler.act, x), list[Future[Tensor]])
+    samplers.rpc_sync(Sampler.act, 5)  # type: ignore[arg-type]
+    for value in rpc.stream(samplers[0], Sampler.samples, (3,)):
+        assert_type(value, Tensor)

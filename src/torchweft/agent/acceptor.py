@@ -23,12 +23,14 @@ from torchweft.protocol.connecting.failures import TAKEN
 from torchweft.protocol.connecting.hello import POSITION
 from torchweft.protocol.connecting.strangers import Admission, Admissions, Strangers
 from torchweft.protocol.membership.registration import Registration
+from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.link import shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import secure_server
+from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
 
@@ -49,6 +51,7 @@ class Acceptor:
         lookup: Finds the worker that connects.
         begin: Has another thread call ``greet`` with a connection.
         dial: Has another thread dial a worker whose connection cannot be accepted.
+        observers_key: The key of observers, which open connections for one question each.
     """
 
     def __init__(
@@ -57,7 +60,11 @@ class Acceptor:
         lookup: Lookup,
         begin: Callable[[socket.socket], None],
         dial: Callable[[Peer], None],
+        observers_key: Secret,
     ) -> None:
+        self.answer: Callable[[str], bytes] | None = None
+        """Returns the answer to an observer's question; a layer above sets it."""
+        self._observers_key = observers_key
         self._connector = connector
         self._lookup = lookup
         self._acts = {
@@ -107,7 +114,7 @@ class Acceptor:
         if connection.family != socket.AF_UNIX and connector.tls is not None:
             connection = secure_server(connection, connector.tls, connector.timeout_s)
         try:
-            handshake = Handshake.accept(connection, connector.key, deadline_s)
+            handshake = Handshake.accept(connection, connector.key, deadline_s, self._observers_key)
             return connection, handshake, handshake.receive(Kind.HELLO)
         except NotProven:
             with connection:
@@ -119,6 +126,9 @@ class Acceptor:
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
         said = Hello.from_facts(greeting.facts)
+        if handshake.is_observer or said.purpose is Purpose.OBSERVE:
+            self._inform(connection, handshake, said)
+            return
         answer = said.stray_answer(
             self._connector.worker, is_unix=connection.family == socket.AF_UNIX
         )
@@ -156,6 +166,19 @@ class Acceptor:
     def _answer(self, connection: socket.socket, handshake: Handshake, refusal: str) -> None:
         with connection, contextlib.suppress(OSError):
             handshake.send(Kind.WELCOME, Greeting(self._connector.worker, refusal))
+
+    def _inform(self, connection: socket.socket, handshake: Handshake, said: Hello) -> None:
+        """Answers the question of an observer, and closes the connection."""
+        if not handshake.is_observer or said.purpose is not Purpose.OBSERVE:
+            raise ProtocolError("observers and members have different keys")
+        if self.answer is None:
+            self._answer(connection, handshake, "this worker is about to join its group, or leaves")
+            return
+        with connection:
+            told = self.answer(said.question)
+            handshake.send(Kind.WELCOME, Greeting(self._connector.worker))
+            connection.settimeout(self._connector.timeout_s)
+            connection.sendall(b"".join(encode_frame(Kind.REPORT, 0, 0, told)))
 
     # The first connection
 

@@ -39,10 +39,11 @@ from torchweft.protocol.connecting import Patience
 from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
 from torchweft.runtime.contention import ShortSwitches
+from torchweft.runtime.events import Events
 from torchweft.runtime.fair_queue import OWN, FairQueue
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.timers import ReactorChecks, Timers
-from torchweft.secret import Secret
+from torchweft.secret import Secret, key_of_observers
 from torchweft.transport.link import Link
 from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
@@ -64,11 +65,13 @@ class Protection(NamedTuple):
         has_secret: Whether the key was made with a secret of the group; if not, every reader of
             the rendezvous store has the key.
         tls: How TCP connections are secured; None for no TLS.
+        observers_key: The key of observers, which are no workers.
     """
 
     key: Secret
     has_secret: bool = False
     tls: TlsOptions | None = None
+    observers_key: Secret = key_of_observers(None)
 
     @classmethod
     def of_run(
@@ -76,7 +79,7 @@ class Protection(NamedTuple):
     ) -> Protection:
         """Returns the protection for the run with a token; its key uses the secret, if any."""
         key = Secret(token.encode()) if secret is None else secret.derive(token)
-        return cls(key, secret is not None, tls)
+        return cls(key, secret is not None, tls, key_of_observers(secret))
 
 
 class Slot(Generic[T]):
@@ -142,6 +145,7 @@ class Agent:
         self.offered_bytes = 0
         self.default_timeout_s = default_timeout_s
         self.slots = Slots()
+        self.events = Events()
         self.lifetime = Lifetime(self.info.name)
         self._watchers: list[PeerCallback] = []
         self._when_lost: PeerCallback = self.tell_watchers
@@ -197,6 +201,7 @@ class Agent:
             self._lookup,
             functools.partial(self.reactor.submit, self._greet),
             self.first_contacts.connect_soon,
+            protection.observers_key,
         )
         self.memory = self._connector.memory
         self.receiver.on(Kind.PULLED, _on_pulled, inline=True)
@@ -217,6 +222,10 @@ class Agent:
         """Schedules the callbacks of ``on_lost``; does not wait for them."""
         for callback in list(self._watchers):
             self._submit(callback, peer)
+
+    def answer_observers(self, answer: Callable[[str], bytes] | None) -> None:
+        """Has ``answer`` make the answers to questions of observers; None to refuse them."""
+        self._acceptor.answer = answer
 
     def start(
         self,
@@ -248,6 +257,11 @@ class Agent:
         """Returns the bytes exchanged with all other workers so far."""
         sent, received = self.links.traffic()
         return Traffic(sent + self.offered_bytes, received + self.pulled_bytes)
+
+    def note_pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
+        """Counts the bytes of tensors that were fetched over a channel."""
+        self.pulled_bytes += size_bytes
+        peer.moved[f"received {channel}"] += size_bytes
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
@@ -344,6 +358,7 @@ class Agent:
             self._submit(self._when_disconnected, peer)
         if not is_news:
             return
+        self.events.note("worker %r is lost: %s", peer.name, cause)
         self.calls.fail_of_worker(peer)
         self._submit(self._when_lost, peer)
 

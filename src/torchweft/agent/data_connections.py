@@ -233,7 +233,7 @@ class DataConnections:
             return ask_for_supply(self._agent, peer, token, STRIPED, list(sizes.values()), error)
         finally:
             arrivals.forget(sizes)
-        self._agent.pulled_bytes += sum(sizes.values())
+        self._agent.note_pulled(peer, "striped", sum(sizes.values()))
         self._agent.sender.post_ints(peer, Kind.ARRIVED, token)
         return buffers
 

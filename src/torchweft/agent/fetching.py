@@ -93,7 +93,7 @@ class Borrowing:
     def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
         borrowed = peer.channels.borrowed()
         buffers = [borrowed.take(entry) for entry in table.of_kind(SHM)]
-        self._agent.pulled_bytes += sum(len(buffer) for buffer in buffers)
+        self._agent.note_pulled(peer, "shm", sum([len(buffer) for buffer in buffers]))
         return buffers
 
     def drop(self, peer: Peer, table: BufferTable) -> None:
@@ -122,7 +122,7 @@ class Pulling:
         except PullError as error:
             sizes = [entry.size_bytes for entry in table.of_kind(CMA)]
             return ask_for_supply(self._agent, peer, table.token, CMA, sizes, error)
-        self._agent.pulled_bytes += sum(len(buffer) for buffer in pulled)
+        self._agent.note_pulled(peer, "cma", sum([len(buffer) for buffer in pulled]))
         self.drop(peer, table)
         return pulled
 

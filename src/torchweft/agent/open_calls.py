@@ -7,11 +7,9 @@ already does. The answer then needs no hand-over between threads.
 from __future__ import annotations
 
 import math
-import sys
 import time
 from _thread import get_ident
 from collections.abc import Callable, Mapping, Set
-from traceback import walk_stack
 
 from torchweft.agent.calls import MainReader, PendingCall
 from torchweft.agent.peers import Peer
@@ -31,6 +29,7 @@ from torchweft.protocol.calls import (
 from torchweft.protocol.connecting import Outgoing
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.stacks import all_stacks
 from torchweft.runtime.timers import Timers
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
@@ -83,6 +82,10 @@ class OpenCalls:
 
     def __len__(self) -> int:
         return len(self._client)
+
+    def all(self) -> list[PendingCall]:
+        """Returns the calls that have not ended."""
+        return self._client.all()
 
     @property
     def total(self) -> int:
@@ -420,8 +423,8 @@ def is_waiting(reader: PendingCall | MainReader) -> bool:
     """Whether some thread waits for ``reader``, and will give back the links that it reads."""
     return any(
         step.f_code in WAITING and any(each is reader for each in step.f_locals.values())
-        for thread in sys._current_frames().values()
-        for step, _ in walk_stack(thread)
+        for stack in all_stacks().values()
+        for step in stack
     )
 
 

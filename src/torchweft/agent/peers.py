@@ -8,6 +8,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from torchweft import knobs
@@ -56,6 +57,8 @@ class Peer:
         self.accept_data: Callable[[socket.socket, int], None] | None = None
         self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
+        self.moved: Counter[str] = Counter()
+        """Bytes of tensors that did not go over the link, as ``"sent shm"``."""
         self.served: dict[int, ServedCall] = {}
         """Calls of the peer that this worker has received and not ended, by their numbers."""
         limits = knobs.CODE_LIMIT.get(), knobs.CODE_LIMIT_BYTES.get()

@@ -80,6 +80,10 @@ class Receiver:
         self._routes[Kind.CALL] = _Route(handler, False, call)
         self._refuse = refuse
 
+    def take_up_as(self, call: type[ServedCall]) -> None:
+        """Has objects of another type made of the calls that are read from now on."""
+        self._routes[Kind.CALL] = self._routes[Kind.CALL]._replace(take_up=call)
+
     def on_replies(self, take: TakeReply) -> None:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.
 

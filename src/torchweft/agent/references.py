@@ -307,6 +307,23 @@ class ReferenceKeeper:
             held = sum(1 for leak in self._machine.leaks() if leak.reference.owner != self._me)
             return {"owned": len(self._values), "held": held}
 
+    def reference_of(self, owned: OwnedValue) -> ReferenceId | None:
+        """Returns the reference to a value that this worker owns; None if it was released."""
+        with self._lock:
+            found = [each for each, value in self._values.items() if value is owned]
+        return found[0] if found else None
+
+    def inventory(self) -> tuple[dict[ReferenceId, OwnedValue], list[ReferenceId]]:
+        """Returns the values that this worker owns, and the references that it holds to others'."""
+        with self._lock:
+            held = [each for each in self._handles if each.owner != self._me]
+            return dict(self._values), held
+
+    def site(self, reference: ReferenceId) -> str:
+        """Returns where a reference was made, and by what; empty if on another worker."""
+        site = self._sites.get(reference)
+        return f"{self._site(reference)} by {site[2] or 'RRef'}" if site else ""
+
     def census(self) -> protocol.Census:
         """Returns how many references there are, by their states in the protocol."""
         with self._lock:

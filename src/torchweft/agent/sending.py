@@ -10,7 +10,8 @@ Answers of one batch of calls are written together.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from time import monotonic
 
 from torchweft import knobs
@@ -282,6 +283,7 @@ class Answers:
         self._sender = sender
         self._lifetime = lifetime
         self._lose = lose
+        self._together: deque[None] = deque()
         reactor.on_pause = self.write_held
 
     def send(self, peer: Peer, part: Buffer) -> None:
@@ -297,18 +299,31 @@ class Answers:
             return
         reactor = self._reactor
         try:
-            if not reactor.tasks.ready:
+            if not (reactor.tasks.ready or self._together):
                 link.send([part], may_block=True)
                 return
             count = link.hold(part)
             reactor.held[link] = peer
             if count >= _MOST_HELD:
                 link.write_held()
-            elif count == 1:
+            elif count == 1 and not self._together:
                 self._arm_soon()  # The timer thread writes held answers, too.
         except LinkClosed as error:
             self._lose(peer, str(error))
             raise self._lifetime.error_of(peer) from error
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Writes the answers of a block together, at its end; meanwhile those of others wait."""
+        self._together.append(None)
+        try:
+            yield
+        finally:
+            self._together.pop()
+            if self._reactor.tasks.ready:
+                self._arm_soon()
+            else:
+                self.write_held()
 
     def write_held(self) -> None:
         """Writes all held answers; never blocks."""

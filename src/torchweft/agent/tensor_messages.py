@@ -18,7 +18,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.data_connections import DataConnections
 from torchweft.agent.fetching import Borrowing, Pulling, Source, read_request
 from torchweft.agent.peers import Peer
-from torchweft.channel.buffers import in_order, prepare
+from torchweft.channel.buffers import Prepared, in_order, prepare
 from torchweft.channel.copying import Copier
 from torchweft.channel.shm.borrowed import end_dead_loans
 from torchweft.channel.table import CMA, SHM, STRIPED, BufferTable, ChannelKind, decode_table
@@ -188,8 +188,7 @@ class TensorMessages:
         buffers = [tensor_table.as_memory(tensor) for tensor in flat]
         prepared = prepare(buffers, peer.channels, peer.held, self._copier, peer.reach_data)
         if prepared.table:
-            self._agent.offered_bytes += sum(buffer.nbytes for buffer in buffers)
-            self._agent.offered_bytes -= sum(buffer.nbytes for buffer in prepared.following)
+            self._note_offered(peer, buffers, prepared)
         control = b"".join((front, encode_tables(table, prepared.table)))
         try:
             frame = encode_frame(kind, flags | TABLES, number, control, prepared.following)
@@ -200,6 +199,19 @@ class TensorMessages:
             # Last: no tensor may begin to arrive of a message that cannot be sent after all.
             self._data.send(peer, prepared.token, prepared.striped, waits=kind == Kind.REPLY)
         return frame
+
+    def _note_offered(self, peer: Peer, buffers: Sequence[memoryview], prepared: Prepared) -> None:
+        offered = sum([each.nbytes for each in buffers])
+        if prepared.following:
+            offered -= sum([each.nbytes for each in prepared.following])
+        self._agent.offered_bytes += offered
+        lent, striped = [each.size_bytes for each in prepared.lent], 0
+        if prepared.striped:
+            striped = sum([each.nbytes for each in prepared.striped])
+        moved, shared = peer.moved, sum(lent)
+        moved["sent shm"] += shared
+        moved["sent striped"] += striped
+        moved["sent cma"] += offered - shared - striped
 
     def read(self, frame: Frame) -> TensorMessage:
         """Decodes the tables of a received message, without fetching tensors.

@@ -121,7 +121,7 @@ def backward(
         roots, context_id = _only_roots(context_id), current_id()
     check_context_id(context_id)  # type: ignore[arg-type]
     engine = current_engine()
-    how = PassMode(retain_graph or create_graph, create_graph)
+    how = PassMode(bool(retain_graph or create_graph), bool(create_graph))
     if is_anywhere and not context_id:
         if create_graph:
             raise ConfigurationError(
@@ -129,10 +129,8 @@ def backward(
                 "`with torchweft.autograd.context() as context_id:` around the calls"
             )
         engine.run_into_grad(roots_of(roots, grad_tensors), how)
-    elif create_graph or grad_tensors is not None:
-        engine.run(context_id, roots_of(roots, grad_tensors), how)  # type: ignore[arg-type]
     else:
-        engine.backward(context_id, roots, retain_graph=retain_graph)  # type: ignore[arg-type]
+        engine.run(context_id, roots_of(roots, grad_tensors), how)  # type: ignore[arg-type]
 
 
 def _only_roots(given: int | Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
@@ -200,7 +198,7 @@ def grad(
     engine = current_engine()
     roots = roots_of(outputs, grad_outputs, what="output")
     retain = create_graph if retain_graph is None else retain_graph
-    mode = PassMode(retain, create_graph, for_inputs=True)
+    mode = PassMode(bool(retain), bool(create_graph), for_inputs=True)
     wanted = checked_inputs(inputs)
     return all_used(engine.gradients_of(context_id, roots, wanted, mode), allow_unused)
 

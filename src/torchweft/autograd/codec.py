@@ -2,8 +2,8 @@
 
 The number of a frame is the number of its pass, and its flags hold the mode of the pass. A
 message of gradients is a head, the payload of a list of gradients, and their tensors; see
-``wire.messages``. All other messages are a tag and 64-bit integers. In ``Failed`` two byte strings
-follow, whose lengths are among the integers.
+``wire.messages``. Without a payload, the gradients are the tensors. All other messages are a tag
+and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths are among the integers.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ CREATE_GRAPH = 4
 FOR_INPUTS = 8
 INTO_GRAD = 16
 """Flags of a frame: the mode of its pass."""
+_FLAGS = (RETAIN_GRAPH, CREATE_GRAPH, FOR_INPUTS, INTO_GRAD)
 
 
 class PassMode(NamedTuple):
@@ -54,22 +55,19 @@ class PassMode(NamedTuple):
     @property
     def flags(self) -> int:
         """The flags of its frames."""
-        return (
-            (RETAIN_GRAPH if self.retain_graph else 0)
-            | (CREATE_GRAPH if self.create_graph else 0)
-            | (FOR_INPUTS if self.for_inputs else 0)
-            | (INTO_GRAD if self.into_grad else 0)
-        )
+        return _FLAGS_OF[self]
+
+
+_MODE_FLAGS = RETAIN_GRAPH | CREATE_GRAPH | FOR_INPUTS | INTO_GRAD
+_MODE_OF = {
+    flags: PassMode(*[bool(flags & flag) for flag in _FLAGS]) for flags in range(_MODE_FLAGS + 1)
+}
+_FLAGS_OF = {mode: flags & _MODE_FLAGS for flags, mode in _MODE_OF.items()}
 
 
 def mode_of(flags: int) -> PassMode:
     """Returns the mode that the flags of a frame encode."""
-    return PassMode(
-        bool(flags & RETAIN_GRAPH),
-        bool(flags & CREATE_GRAPH),
-        bool(flags & FOR_INPUTS),
-        bool(flags & INTO_GRAD),
-    )
+    return _MODE_OF[flags & _MODE_FLAGS]
 
 
 _HEAD = struct.Struct("<qqqqIIIII")
@@ -106,11 +104,10 @@ def encode_head(
             of the context; 0 if they have no graph.
         payload_bytes: Size of the payload.
     """
-    progress = message.progress
     ids = (name.context_id, name.oldest_id, message.message_id, recorded_id)
-    if progress is None:
+    if message.progress is None:
         return _HEAD.pack(*ids, 0, 0, 0, 0, payload_bytes)
-    counts, told = _parts_of(progress)
+    counts, told = _parts_of(message.progress)
     return _HEAD.pack(*ids, *counts, payload_bytes) + encode_ints(*told)
 
 
@@ -118,7 +115,7 @@ def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]
     walked, executed = progress.walked, progress.executed
     answered, reached = progress.answered, progress.reached
     counts = (len(walked), len(executed), len(answered), len(reached))
-    return counts, walked + executed + answered + reached
+    return counts, [*walked, *executed, *answered, *reached]
 
 
 def decode_head(
@@ -135,29 +132,27 @@ def decode_head(
     """
     if len(data) < _HEAD.size:
         raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
-    context_id, oldest_id, message_id, recorded_id, *counts, size = _HEAD.unpack_from(data)
+    context_id, oldest_id, message_id, recorded_id, walked, executed, answered, reached, size = (
+        _HEAD.unpack_from(data)
+    )
     name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
-    count = sum(counts)
+    count = walked + executed + answered + reached
     start = _HEAD.size + 8 * count
     if len(data) < start + size:
         raise ProtocolError("the head of gradients does not add up to its length")
-    if not count:
-        return name, Gradients(message_id, ()), recorded_id, start, start + size
-    progress = _progress_of(counts, struct.unpack_from(f"<{count}q", data, _HEAD.size))
-    return name, Gradients(message_id, (), progress), recorded_id, start, start + size
+    message = Gradients(message_id, ())
+    if count:
+        ids = struct.unpack_from(f"<{count}q", data, _HEAD.size)
+        message.progress = _progress_of(walked, executed, answered, ids)
+    return name, message, recorded_id, start, start + size
 
 
-def _progress_of(counts: list[int] | tuple[int, ...], ids: tuple[int, ...]) -> Progress:
-    lists: list[list[int]] = []
-    at = 0
-    for count in counts:
-        if not 0 <= count <= len(ids) - at:
-            raise ProtocolError("the progress of a backward pass does not add up to its length")
-        lists.append(list(ids[at : at + count]))
-        at += count
-    if at != len(ids):
-        raise ProtocolError("the progress of a backward pass does not add up to its length")
-    return Progress(*lists)
+def _progress_of(walked: int, executed: int, answered: int, numbers: tuple[int, ...]) -> Progress:
+    """Returns the progress of ``numbers``, given how many of them are of each kind."""
+    ids = list(numbers)
+    executed += walked
+    answered += executed
+    return Progress(ids[:walked], ids[walked:executed], ids[executed:answered], ids[answered:])
 
 
 def encode(name: PassName, message: Message) -> bytes:
@@ -207,7 +202,9 @@ def _read_report(integers: tuple[int, ...], _: Buffer) -> Report:
     if len(integers) < _PROGRESS_INTEGERS:
         raise ProtocolError("the report of a backward pass is too short")
     counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
-    return Report(_progress_of(counts, ids))
+    if min(counts) < 0 or sum(counts) != len(ids):
+        raise ProtocolError("the progress of a backward pass does not add up to its length")
+    return Report(_progress_of(counts[0], counts[1], counts[2], ids))
 
 
 _DISCOVER, _SETTLED, _REPORT, _FAILED, _ABORT = range(1, 6)

@@ -1,14 +1,14 @@
 """Runs the graph behind live sends, as far as their gradients have arrived.
 
-``SingleSend`` is the usual and fastest case, a send that shares no node with another send.
+``run_alone`` is for the usual and fastest case, a send that shares no node with another send.
 ``Component`` runs the sends that share nodes. The rules and their proofs are in
 ``docs/protocols/autograd.md``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
@@ -17,23 +17,22 @@ from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import ReceiveRecord
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink, sum_of
 from torchweft.autograd.local_engine import gradients_at, run_node
-from torchweft.autograd.walk import End, Group, Partition, Reached, receives_behind, targets_of
+from torchweft.autograd.walk import (
+    End,
+    Group,
+    Leaf,
+    Partition,
+    Reached,
+    Stop,
+    has_hooks,
+    receives_behind,
+    targets_of,
+)
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import Progress
 
-
-class Live(NamedTuple):
-    """A send, or the roots (number 0), with the places in the graph where its gradients go."""
-
-    message_id: int
-    edges: tuple[GradientEdge, ...]
-
-
-class Answer(NamedTuple):
-    """The complete gradients of a received message."""
-
-    receive: ReceiveRecord
-    gradients: list[Gradient]
+Answer = tuple[ReceiveRecord, list[Gradient]]
+"""The complete gradients of a received message."""
 
 
 class Component:
@@ -43,8 +42,7 @@ class Component:
     all its sends are known to be live, or the pass has settled that the others are not.
 
     Args:
-        sends: The sends, live or not.
-        reached: The leaves and receives that they reach together.
+        reached: The sends, live or not, and the leaves and receives that they reach together.
         ends: Where the graph ends, by node.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
@@ -52,13 +50,12 @@ class Component:
 
     def __init__(
         self,
-        sends: Sequence[Live],
         reached: Reached,
         ends: Mapping[Node, End],
         sink: Sink,
         mode: PassMode,
     ) -> None:
-        self._sends = sends
+        self._sends = sends = reached.sends
         self._reached = reached
         self._ends = ends
         self._sink = sink
@@ -97,7 +94,7 @@ class Component:
         """
         place = self._place_of[message_id]
         if self._arrived >> place & 1:
-            raise ProtocolError(f"gradients of message {message_id} came without being due")
+            raise not_due(message_id)
         self.announce(message_id)
         self._arrived |= 1 << place
         for edge, gradient in zip(self._sends[place].edges, gradients, strict=True):
@@ -125,7 +122,7 @@ class Component:
 
         Args:
             is_settled: Whether all live sends have been announced.
-            progress: Receives the progress of messages that results.
+            progress: Receives the progress of messages that results, except the answers.
         """
         if self._has_run:
             return []
@@ -138,7 +135,6 @@ class Component:
             self._has_run = True
             progress.executed += self._live_sends()
         answered = [receive.message_id for receive, _ in answers]
-        progress.answered += answered
         progress.reached += [number for number in newly_reached if number not in answered]
         return answers
 
@@ -235,14 +231,16 @@ class Component:
         for edge, _ in roots:
             if edge.node in self._reached.leaves:  # A parameter that was itself sent.
                 ready.leaves[edge.node] = self._reached.leaves[edge.node]
-        targets, variables = targets_of(ready.leaves, self._reached.passed)
-        targets += [GradientEdge(node, 0) for node in ready.receives]
+        targets, variables = targets_of(ready.leaves, ready.receives, self._reached.passed)
         captured = self._grad(roots, targets)
         for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
         borrowed = [gradient for _, gradient in roots]
         borrowed += [gradient for gradient in for_messages if gradient is not None]
         self._sink(pairs_of(variables, for_leaves), borrowed)
-        return answers_of(ready.receives, for_messages, self._used)
+        answers, without = answers_of(ready.receives, for_messages)
+        if without:
+            mark_used(answers, without, ready.receives, self._used())
+        return list(answers.values())
 
     def _used(self) -> Collection[Node]:
         """Returns the placeholders that gradients lead to, including undefined gradients."""
@@ -280,16 +278,13 @@ def pairs_of(
 
 
 def answers_of(
-    receives: Mapping[Node, ReceiveRecord],
-    gradients: Iterable[Tensor | None],
-    used: Callable[[], Collection[Node]],
-) -> list[Answer]:
-    """Returns the gradients of messages.
+    receives: Mapping[Node, ReceiveRecord], gradients: Iterable[Tensor | None]
+) -> tuple[dict[int, Answer], list[Node]]:
+    """Returns the gradients of messages by their numbers, and the placeholders without a gradient.
 
     Args:
         receives: The messages by their placeholders.
         gradients: The gradient at each placeholder, if any.
-        used: Called if some placeholders have no gradient; returns the placeholders that were used.
     """
     answers: dict[int, Answer] = {}
     without: list[Node] = []
@@ -297,114 +292,102 @@ def answers_of(
         if gradient is None:
             without.append(node)
         if len(receive.nodes) == 1:
-            answers[receive.message_id] = Answer(receive, [gradient])
+            answers[receive.message_id] = (receive, [gradient])
             continue
         answer = answers.get(receive.message_id)
         if answer is None:
-            nothing: list[Gradient] = [None] * len(receive.nodes)
-            answer = answers[receive.message_id] = Answer(receive, nothing)
-        answer.gradients[receive.nodes.index(node)] = gradient
-    if without:
-        used_nodes = used()
-        for node in without:
-            if node in used_nodes:
-                receive = receives[node]
-                gradients_of = answers[receive.message_id].gradients
-                gradients_of[receive.nodes.index(node)] = UNDEFINED
-    return list(answers.values())
+            answer = answers[receive.message_id] = (receive, [None] * len(receive.nodes))
+        answer[1][receive.nodes.index(node)] = gradient
+    return answers, without
 
 
-class SingleSend:
-    """A send that shares no node with another send, and the graph that it reaches.
+def mark_used(
+    answers: Mapping[int, Answer],
+    without: Iterable[Node],
+    receives: Mapping[Node, ReceiveRecord],
+    used: Container[Node],
+) -> None:
+    """Marks the gradients of tensors that were used as undefined, where there is none."""
+    for node in without:
+        if node in used:
+            receive = receives[node]
+            _, gradients = answers[receive.message_id]
+            gradients[receive.nodes.index(node)] = UNDEFINED
 
-    The arrival of its gradients shows that it is live, and its nodes wait for nothing else. So it
-    takes one walk and one engine call.
+
+def not_due(message_id: int) -> ProtocolError:
+    """Returns the error for gradients that came before."""
+    return ProtocolError(f"gradients of message {message_id} came without being due")
+
+
+def run_alone(
+    reached: Reached,
+    gradients: Sequence[Gradient],
+    ends: Mapping[Node, End],
+    sink: Sink,
+    mode: PassMode,
+) -> Collection[Answer]:
+    """Runs the graph behind a send that shares no node with another send.
+
+    Its nodes wait for nothing but its gradients. So one engine call does, or none at all where the
+    sent tensors are leaves.
 
     Args:
-        send: The send.
-        reached: The leaves and receives that it reaches.
+        reached: The send, and the leaves and receives that it reaches.
+        gradients: The gradients of the send.
         ends: Where the graph ends, by node.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
     """
-
-    __slots__ = (
-        "_ends", "_gradients", "_is_live", "_mode", "_reached", "_send", "_sink", "is_finished",
-    )  # fmt: skip
-
-    def __init__(
-        self, send: Live, reached: Reached, ends: Mapping[Node, End], sink: Sink, mode: PassMode
-    ) -> None:
-        self.is_finished = False
-        self._send = send
-        self._reached = reached
-        self._ends = ends
-        self._sink = sink
-        self._mode = mode
-        self._is_live = False
-        self._gradients: Sequence[Gradient] | None = None
-
-    def announce(self, _: int) -> None:
-        """Does nothing: the next ``advance`` treats the send as live."""
-
-    def arrive(self, message_id: int, gradients: Sequence[Gradient]) -> None:
-        """Takes the gradients.
-
-        Raises:
-            ProtocolError: They came before.
-        """
-        if self._gradients is not None or self.is_finished:
-            raise ProtocolError(f"gradients of message {message_id} came without being due")
-        self._gradients = gradients
-
-    def advance(self, _: bool, progress: Progress) -> list[Answer]:
-        """Runs the graph if the gradients have come; see ``Component.advance``."""
-        if self.is_finished:
-            return []
-        message_id, gradients = self._send.message_id, self._gradients
-        answerable = self._reached.message_ids()
-        if not self._is_live:
-            self._is_live = True
-            progress.walked.append(message_id)
-            if gradients is None:
-                progress.reached += answerable
-        if gradients is None:
-            return []
-        answers = self._run(gradients)
-        self._gradients = None
-        self.is_finished = True
-        progress.executed.append(message_id)
-        progress.answered += answerable
-        return answers
-
-    def _run(self, gradients: Sequence[Gradient]) -> list[Answer]:
-        leaves, receives = self._reached.leaves, self._reached.receives
-        targets, variables = targets_of(leaves, self._reached.passed)
-        targets += [GradientEdge(node, 0) for node in receives]
-        edges = self._send.edges
-        given = tuple([gradient for gradient in gradients if isinstance(gradient, Tensor)])
-        if len(given) < len(edges):
-            if any(gradient is UNDEFINED for gradient in gradients):
-                return self._run_in_pieces(gradients)
-            both = zip(edges, gradients, strict=True)
-            edges = tuple([edge for edge, gradient in both if gradient is not None])
-
-        def used() -> Collection[Node]:
-            is_whole = len(edges) == len(self._send.edges)
-            return receives if is_whole else receives_behind(edges, self._ends, set())
-
-        if not given or not targets:
-            return answers_of(receives, [None] * len(receives), used)
-        retain, create = self._mode.retain_graph, self._mode.create_graph
+    (send,), leaves, receives, passed, _ = reached
+    edges = send.edges
+    given = tuple([gradient for gradient in gradients if isinstance(gradient, Tensor)])
+    is_whole = len(given) == len(edges)
+    if not is_whole:
+        if any(gradient is UNDEFINED for gradient in gradients):
+            # The engine does not start at nodes without a gradient.
+            whole = Component(reached, ends, sink, mode)
+            whole.arrive(send.message_id, gradients)
+            return whole.advance(True, Progress())
+        both = zip(edges, gradients, strict=True)
+        edges = tuple([edge for edge, gradient in both if gradient is not None])
+    if not receives and len(leaves) <= len(edges) <= _FEW_LEAVES:
+        pairs = _pairs_at_leaves(leaves, edges, given)
+        if pairs is not None:
+            sink(pairs, given)
+            return ()
+    targets, variables = targets_of(leaves, receives, passed)
+    captured: Sequence[Tensor | None] = [None] * len(targets)
+    if given and targets:
+        retain, create = mode.retain_graph, mode.create_graph
         captured = gradients_at(targets, edges, given, retain_graph=retain, create_graph=create)
-        for_messages = captured[len(variables) :]
-        if variables:
-            borrowed = [*given, *[gradient for gradient in for_messages if gradient is not None]]
-            self._sink(pairs_of(variables, captured[: len(variables)]), borrowed)
-        return answers_of(receives, for_messages, used)
+    if variables:
+        for_leaves, captured = captured[: len(variables)], captured[len(variables) :]
+        borrowed = [*given, *[gradient for gradient in captured if gradient is not None]]
+        sink(pairs_of(variables, for_leaves), borrowed)
+    if not receives:
+        return ()
+    answers, without = answers_of(receives, captured)
+    if without:
+        used = receives if is_whole else receives_behind(edges, ends, set())
+        mark_used(answers, without, receives, used)
+    return answers.values()
 
-    def _run_in_pieces(self, gradients: Sequence[Gradient]) -> list[Answer]:
-        """Also runs nodes without a gradient, at which the engine does not start."""
-        whole = Component([self._send], self._reached, self._ends, self._sink, self._mode)
-        whole.arrive(self._send.message_id, gradients)
-        return whole.advance(True, Progress())
+
+_FEW_LEAVES = 8
+"""Up to so many sent leaves, a call of the engine takes longer than to look at each of them."""
+
+
+def _pairs_at_leaves(
+    leaves: Mapping[Node, Leaf], edges: Iterable[GradientEdge], gradients: Iterable[Tensor]
+) -> list[tuple[Tensor, Tensor]] | None:
+    """Returns the leaves at ``edges``; None if the engine has to convert or run something."""
+    pairs = []
+    for edge, gradient in zip(edges, gradients, strict=True):
+        leaf = leaves.get(edge.node)
+        if type(leaf) is Stop or leaf is None or has_hooks(leaf, edge.node):
+            return None
+        if leaf.dtype != gradient.dtype or leaf.shape != gradient.shape:
+            return None
+        pairs.append((leaf, gradient))
+    return pairs

@@ -327,11 +327,12 @@ class Context:
 
 def send_record(message_id: int, to_worker: int, tensors: Sequence[Tensor]) -> SendRecord:
     """Returns the record of a message with ``tensors``, which require grad."""
-    edges, owners = _edges_of(tensors)
+    edges, owners = edges_of(tensors)
     return SendRecord(message_id, to_worker, edges, metas_of(tensors), owners)
 
 
-def _edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Node, ...]]:
+def edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Node, ...]]:
+    """Returns the gradient edges of tensors, and nodes that keep the graph alive beside them."""
     edges: list[GradientEdge] = []
     owners: list[Node] = []
     for tensor in tensors:

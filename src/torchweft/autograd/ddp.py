@@ -28,7 +28,7 @@ import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +39,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torchweft import knobs
-from torchweft.autograd.component import Live
 from torchweft.autograd.gradients import Gradients, Sink, is_private, sum_of
 from torchweft.autograd.local_engine import accumulate
 from torchweft.autograd.walk import Reached
@@ -56,6 +55,7 @@ _lock = threading.Lock()
 _watching: RemovableHandle | None = None
 # In order of construction, which is the same on all ranks since construction is collective.
 _lock_of: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_has_known = False
 
 
 def watch() -> None:
@@ -71,6 +71,11 @@ def watch() -> None:
         for found in gc.get_objects():
             if issubclass(type(found), DistributedDataParallel):
                 _note(found)
+
+
+def is_any_known() -> bool:
+    """Returns whether there has been a module under DDP."""
+    return _has_known
 
 
 def known_modules() -> list[tuple[Any, threading.Lock]]:
@@ -89,6 +94,8 @@ def _on_registration(module: Module, _: str, __: object) -> None:
 
 
 def _note(module: DistributedDataParallel) -> None:
+    global _has_known
+    _has_known = True
     release_groups()
     with _lock:
         if module not in _lock_of:
@@ -309,17 +316,15 @@ def _call_unless(total: Tensor, hook: Hook, gradient: Tensor) -> Tensor | None:
 
 # All modules of a pass
 
-Components = Iterable[tuple[Reached, Sequence[Live]]]
-
 
 def find_averaging(
-    components: Components, gradients: Gradients, sink: Sink | None = None
+    components: Iterable[Reached], gradients: Gradients, sink: Sink | None = None
 ) -> Averaging | None:
     """Returns the averaging that a pass needs on this worker; None if it needs none.
 
     Args:
         components: An item for each message sent from here, live or not, and for the roots: its
-            component. Items of one component hold the same objects.
+            component, the same object for messages of one component.
         gradients: Receives the averages.
         sink: Receives the gradients of all other leaves; by default ``gradients`` does.
 
@@ -329,7 +334,7 @@ def find_averaging(
     known = known_modules()
     if not known:
         return None
-    components = list({id(sends): (reached, sends) for reached, sends in components}.values())
+    components = list({id(reached): reached for reached in components}.values())
     # The module that was constructed last usually has all its gradients first.
     turns = [_Turn(Replica(module, lock), components) for module, lock in reversed(known)]
     turns = [turn for turn in turns if turn.open]
@@ -368,7 +373,7 @@ class Averaging:
         self._sums.add_all(kept, borrowed)
         self._sink(others, [*borrowed, *[gradient for _, gradient in kept]])
 
-    def hold_back(self, progress: Progress, is_settled: bool, live: Mapping[int, object]) -> None:
+    def hold_back(self, progress: Progress, is_settled: bool, live: Collection[int]) -> None:
         """Removes executed messages from ``progress`` while they lead to unaveraged modules.
 
         Args:
@@ -426,18 +431,16 @@ class _Turn:
         open: The same by component, for components that may still yield gradients.
     """
 
-    def __init__(self, replica: Replica, components: Components) -> None:
+    def __init__(self, replica: Replica, components: Iterable[Reached]) -> None:
         self.replica = replica
         self.open = [
-            frozenset([send.message_id for send in sends])
-            for reached, sends in components
+            frozenset([send.message_id for send in reached.sends])
+            for reached in components
             if not replica.parameters.isdisjoint(reached.leaves.values())
         ]
         self.message_ids = frozenset().union(*self.open)
 
-    def close_components(
-        self, executed: set[int], is_settled: bool, live: Mapping[int, object]
-    ) -> None:
+    def close_components(self, executed: set[int], is_settled: bool, live: Collection[int]) -> None:
         """Closes components that have run, and once settled, those without a live message."""
         self.open = [
             message_ids

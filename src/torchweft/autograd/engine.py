@@ -15,6 +15,7 @@ from _thread import get_ident
 from collections.abc import Iterable, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ class Engine:
         self._release_due_s = math.inf
         self._timer = agent.timers.add(self.tick)
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
+        self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
         self._agent = agent
         self._envelopes = Envelopes(agent, tensor_messages, self.contexts, reader)
         self._listener = Listener(agent)
@@ -101,7 +103,7 @@ class Engine:
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
     ) -> None:
         """Runs a pass from scalars into the context; see ``torchweft.autograd.backward``."""
-        self.run(context_id, roots, PassMode(retain_graph))
+        self.run(context_id, roots, PassMode(bool(retain_graph)))
 
     def run(
         self,
@@ -129,7 +131,7 @@ class Engine:
         local.start(roots)
         led = self._begin_to_lead(context_id, mode, local)
         try:
-            self._lead(led, [self._agent.peers[worker] for worker in context.known_workers])
+            self._lead(led, [*map(self._agent.peers.__getitem__, context.known_workers)])
         except BaseException as error:
             self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
             raise
@@ -229,7 +231,7 @@ class Engine:
                 if other.name.context_id == context_id:
                     oldest_id = min(oldest_id, other.pass_id)
             name = PassName(context_id, pass_id, oldest_id, mode)
-            led = LedPassState(self._me, name, local)
+            led = LedPassState(self._me, name, local, self._timeout_s)
             self._led[pass_id] = self._states[pass_id] = led
             return led
 
@@ -244,7 +246,8 @@ class Engine:
             else:
                 self._send_and_wait(led, sends, others)
             sends = self._follow_up(led, self._work_off(led, led.take_all()))
-        self._send_all(led, sends)
+        if sends:
+            self._send_all(led, sends)
         if isinstance(led.outcome, Fail):
             raise self._failure(led.outcome)
 
@@ -279,19 +282,18 @@ class Engine:
             if is_counted:
                 self._agent.reactor.end_wait()
 
-    def _follow_up(self, led: LedPassState, actions: Iterable[protocol.Action]) -> list[Send]:
+    def _follow_up(self, led: LedPassState, actions: list[protocol.Action]) -> list[Send]:
         """Carries out actions for this worker; returns the messages for other workers."""
-        todo = list(actions)
         sends: list[Send] = []
-        for action in todo:  # The body appends to it.
-            if isinstance(action, Tell):
-                todo += led.driver.progressed(action.progress)
-            elif isinstance(action, Send):
+        for action in actions:  # The body appends to it.
+            if type(action) is Send:
                 if action.to_worker == self._me:
-                    todo += led.to_itself(self._agent.me, action.message)
+                    actions += led.to_itself(self._agent.me, action.message)
                 else:
                     sends.append(action)
-            elif isinstance(action, (Complete, Fail)):
+            elif type(action) is Tell:
+                actions += led.driver.progressed(action.progress)
+            elif type(action) is Complete or type(action) is Fail:
                 led.outcome = action
         return sends
 
@@ -362,24 +364,20 @@ class Engine:
     def _receive(self, state: PassState, peer: Peer, item: object) -> list[protocol.Action]:
         if item is LOST:
             return state.worker_lost(peer)
-        message = self._read(state, peer, item) if isinstance(item, Frame) else item
-        if isinstance(message, Failed):
+        message: Any = item
+        if type(item) is Frame:
+            name, message = self._envelopes.open(peer, item)
+            if state.name is None:
+                state.name = name
+        if type(message) is Failed:
             return state.driver.failed(message) if isinstance(state, LedPassState) else []
-        if state.local is None and not isinstance(message, Abort):
+        if state.local is None and type(message) is not Abort:
             self._begin(state)
-        others: list[protocol.Action] = []
-        for action in state.machine.receive(peer.id, message):  # type: ignore[arg-type]
-            if type(action) is Apply:
-                state.apply(action.message)
-            else:
-                others.append(action)
-        return others
-
-    def _read(self, state: PassState, peer: Peer, frame: Frame) -> protocol.Message:
-        name, message = self._envelopes.open(peer, frame)
-        if state.name is None:
-            state.name = name
-        return message
+        actions = state.machine.receive(peer.id, message)
+        if actions and type(actions[0]) is Apply:  # It comes alone.
+            state.apply(actions[0].message)
+            return []
+        return actions
 
     def _begin(self, state: PassState) -> None:
         """Prepares for the first message of a pass that another worker leads."""
@@ -388,14 +386,15 @@ class Engine:
         context = self.contexts.get_or_create(name.context_id)
         state.local = LocalPass(context, name.mode, outside=self.outside)
         with self._lock:
-            self._forget_older(name)
-            self._passes_of.setdefault(name.context_id, []).append(name.pass_id)
+            passes = self._passes_of.setdefault(name.context_id, [])
+            if passes:
+                self._forget_older(name, passes)
+            passes.append(name.pass_id)
         # Raises if the context was released in between: nothing would close this part then.
         self.contexts.get(name.context_id)
 
-    def _forget_older(self, name: PassName) -> None:
+    def _forget_older(self, name: PassName, passes: list[int]) -> None:
         """Drops parts in passes that have ended, as implied by a later pass of their leader."""
-        passes = self._passes_of.get(name.context_id, [])
         for pass_id in list(passes):
             if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
                 passes.remove(pass_id)

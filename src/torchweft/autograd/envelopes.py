@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import TABLES, Kind
 
 _SMALL_NUMEL = 1024
+_ONLY_TENSORS = frozenset({Tensor})
 
 
 class Envelopes:
@@ -65,17 +66,19 @@ class Envelopes:
     def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
         flags = name.mode.flags
         gradients = [_plain(gradient) for gradient in message.gradients]
-        tensors: list[Tensor] = []
-        inlined = None
-        payload = encode_simple(gradients, tensors, main_by_name=True)
-        if payload is not None:
-            inlined = inline.encode(tensors)
-        if payload is None or inlined is None:
+        payload: bytes | None = b""
+        tensors: list[Any] = gradients
+        if not _ONLY_TENSORS.issuperset(map(type, gradients)) or any(map(vars, gradients)):
+            tensors = []
+            payload = encode_simple(gradients, tensors, main_by_name=True)
+        inlined = None if payload is None else inline.encode(tensors)
+        if inlined is None:
             is_strict = peer.registration.is_strict
             packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
             payload, tensors = packed.payload, packed.tensors
             inlined = inline.encode(tensors)
-        recorded_id = self._record(name, tensors, peer)
+        assert payload is not None
+        recorded_id = self._record(name, tensors, peer) if name.mode.create_graph else 0
         front = codec.encode_head(name, message, recorded_id, len(payload)) + payload
         if inlined is None:
             return self._tensor_messages.encode(
@@ -84,8 +87,6 @@ class Envelopes:
         return encode_frame(Kind.GRADIENTS, flags, name.pass_id, front + inlined[0])
 
     def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
-        if not name.mode.create_graph:
-            return 0
         return self._contexts.get_or_create(name.context_id).record_send(tensors, peer.id)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
@@ -108,8 +109,10 @@ class Envelopes:
         if recorded_id and tensor_flags:
             context = self._contexts.get_or_create(name.context_id)
             tensors = context.record_receive(recorded_id, peer.id, tensors, tensor_flags)
-        gradients = self._reader.unpack(control[start:end], tensors, ())
-        message.gradients = cast(list[Gradient], gradients)
+        message.gradients = tensors
+        if start < end:
+            gradients = self._reader.unpack(control[start:end], tensors, ())
+            message.gradients = cast(list[Gradient], gradients)
         return name, message
 
     def error_of(self, content: bytes) -> BaseException:
@@ -124,10 +127,7 @@ class Envelopes:
 
 def _plain(gradient: Gradient) -> Gradient:
     """Returns a small gradient as contiguous; the gradient of a sum is one expanded number."""
-    if (
-        not isinstance(gradient, Tensor)
-        or gradient.layout is not torch.strided
-        or gradient.is_contiguous()
-    ):
+    if not isinstance(gradient, Tensor) or gradient.layout is not torch.strided:
         return gradient
+    # For a contiguous tensor this returns the tensor itself.
     return gradient.contiguous() if gradient.numel() <= _SMALL_NUMEL else gradient

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, Literal, Protocol
 
 import torch
@@ -61,6 +61,8 @@ def owned(gradient: Tensor) -> Tensor:
     """Returns a gradient in memory of its own; copies only the shared parts."""
     if gradient.requires_grad:
         return gradient.clone()  # Its graph may have kept it.
+    if gradient.layout is torch.strided:
+        return gradient if _is_alone(gradient, _UNSHARED_USES) else gradient.clone()
     if is_private(gradient):
         return gradient
     if gradient.layout is torch.sparse_coo:
@@ -84,14 +86,19 @@ def _with_own_indices(gradient: Tensor, values: Tensor) -> Tensor:
 def _is_alone(tensor: Tensor, unshared_uses: int) -> bool:
     if _storage_use_count is None or (not tensor.is_contiguous() and 0 in tensor.stride()):
         return False
-    return _uses_of(tensor) <= unshared_uses
+    # As in ``_uses_of``: it runs for each leaf of each pass.
+    uses: int = _storage_use_count(tensor.untyped_storage()._cdata)
+    return uses <= unshared_uses
 
 
-def _repeated(ids: list[int]) -> set[int]:
-    """Returns the ids that occur more than once."""
-    if len(set(ids)) == len(ids):
-        return set()
-    return {each for each, count in Counter(ids).items() if count > 1}
+def _used_elsewhere(pairs: Sequence[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> set[int]:
+    """Returns the ids of gradients that are borrowed, or occur more than once."""
+    used = set(map(id, borrowed))
+    if len(pairs) > 1:
+        ids = [id(gradient) for _, gradient in pairs]
+        if len(set(ids)) < len(ids):
+            used |= {each for each, count in Counter(ids).items() if count > 1}
+    return used
 
 
 class Sink(Protocol):
@@ -125,21 +132,18 @@ class Gradients:
                 is a gradient that occurs for several tensors.
         """
         pairs = list(pairs)
-        used = {id(gradient) for gradient in borrowed}
-        used |= _repeated([id(gradient) for _, gradient in pairs])
+        used = _used_elsewhere(pairs, borrowed)
         with self._lock:
             for tensor, gradient in pairs:
-                self._add(tensor, gradient, id(gradient) in used)
-
-    def _add(self, tensor: Tensor, gradient: Tensor, is_used: bool) -> None:
-        previous = self._sums.get(tensor)
-        if previous is None:
-            self._sums[tensor] = gradient.clone() if is_used else owned(gradient)
-        elif tensor in self._made_here and not previous.is_sparse:
-            previous += gradient
-        else:
-            self._sums[tensor] = sum_of(previous, gradient)
-            self._made_here.add(tensor)
+                previous = self._sums.get(tensor)
+                if previous is None:
+                    is_used = id(gradient) in used
+                    self._sums[tensor] = gradient.clone() if is_used else owned(gradient)
+                elif tensor in self._made_here and not previous.is_sparse:
+                    previous += gradient
+                else:
+                    self._sums[tensor] = sum_of(previous, gradient)
+                    self._made_here.add(tensor)
 
     def snapshot(self) -> dict[Tensor, Tensor]:
         """Returns the sums so far; later additions do not change the returned tensors."""
@@ -185,8 +189,7 @@ def add_to_grad(
         create_graph: Whether the gradients have a graph that ``.grad`` must keep.
     """
     pairs = list(pairs)
-    used = {id(gradient) for gradient in borrowed}
-    used |= _repeated([id(gradient) for _, gradient in pairs])
+    used = _used_elsewhere(pairs, borrowed)
     with torch.set_grad_enabled(create_graph):
         with _accumulating:
             for tensor, gradient in pairs:

@@ -7,33 +7,34 @@ and runs the ready nodes. One thread at a time may use it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import Component, Live, SingleSend
+from torchweft.autograd.component import Answer, Component, not_due, run_alone
 from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
-from torchweft.autograd.ddp import Averaging, find_averaging
+from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
 from torchweft.autograd.local_engine import with_leaf_hooks
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
-from torchweft.autograd.walk import End, Place, Reached, SentGraph, reached_by_one, writes_to_views
+from torchweft.autograd.walk import (
+    End,
+    Live,
+    Place,
+    Reached,
+    Sent,
+    SentGraph,
+    writes_to_views,
+)
 from torchweft.errors import AutogradError, ProtocolError
 from torchweft.protocol.backward import ROOTS, Progress
 
-
-class Outgoing(NamedTuple):
-    """Gradients to be sent."""
-
-    to_worker: int
-    message_id: int
-    gradients: Sequence[Gradient]
+Outgoing = tuple[int, int, Sequence[Gradient]]
+"""Gradients to be sent: the worker that gets them, the number of its message, and the gradients."""
 
 
 class LocalPass:
@@ -46,6 +47,13 @@ class LocalPass:
         input_gradients: Captures gradients at places on this worker, if it leads the pass.
         outside: This worker's records outside of contexts.
     """
+
+    _passed: Sequence[Place] = ()
+    _cuts: Collection[Node] = ()
+    _skipped = 0
+    _roots: Roots | None = None
+    _is_settled = False
+    _averaging: Averaging | None = None
 
     def __init__(
         self,
@@ -61,9 +69,6 @@ class LocalPass:
         self._ends: Mapping[Node, End] = context.receive_of
         if outside is not None and input_gradients is None:
             self._ends = outside.ends_beside(context.receive_of, context.add_known_worker)
-        self._passed: Sequence[Place] = ()
-        self._cuts: Collection[Node] = ()
-        self._skipped = 0
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         self._sink = with_leaf_hooks(add_to_grad if mode.into_grad else self._gradients.add_all)
@@ -75,18 +80,17 @@ class LocalPass:
                 self._skipped = input_gradients.first_send
                 self._sink = _nowhere
             self._sink = input_gradients.sink_beside(self._sink)
-        recording = functools.partial(_recorded_in, context.id)
-        self._recording = recording if mode.create_graph else contextlib.nullcontext
         self._is_of_higher_order = context.is_differentiated_twice
         if mode.create_graph:
             context.is_differentiated_twice = True
-        self._roots: Roots | None = None
-        self._reached_of: dict[int, tuple[Reached, Sequence[Live]]] | None = None
-        self._component_of: dict[int, Component | SingleSend] = {}
-        self._touched: dict[int, Component | SingleSend] = {}
-        self._unfinished: dict[int, Component | SingleSend] = {}
-        self._is_settled = False
-        self._averaging: Averaging | None = None
+        self._reached_of: dict[int, Reached] | None = None
+        self._alone: dict[int, bool] = {}
+        """Live sends that are a component of their own, and whether their gradients have come."""
+        self._due: list[tuple[int, Reached, Sequence[Gradient] | None, bool]] = []
+        """Those with news: the gradients, if they came, and whether the send is live only now."""
+        self._component_of: dict[int, Component] = {}
+        self._touched: dict[int, Component] = {}
+        self._unfinished: dict[int, Component] = {}
 
     def start(self, roots: Roots | Iterable[Tensor]) -> None:
         """Makes the roots live.
@@ -99,12 +103,16 @@ class LocalPass:
             AutogradError: If a root cannot be backpropagated from.
         """
         self._roots = roots = roots if isinstance(roots, Roots) else roots_of(roots)
-        gradients = roots.gradients
-        if not self._mode.create_graph:
-            gradients = tuple([gradient.detach() for gradient in gradients])
-        component = self._touch(ROOTS)
-        with self._recording():
-            component.arrive(ROOTS, gradients)
+        reached = self._reached_by(ROOTS)
+        if self._mode.create_graph:
+            with _recorded_in(self._context.id):
+                self._arrived(ROOTS, reached, roots.gradients)
+        else:
+            self._arrived(
+                ROOTS,
+                reached,
+                [each.detach() if each.requires_grad else each for each in roots.gradients],
+            )
 
     def announce(self, message_ids: Iterable[int]) -> None:
         """Notes that messages sent by this worker are live.
@@ -113,7 +121,12 @@ class LocalPass:
             ProtocolError: If this worker sent no such message in the context.
         """
         for message_id in message_ids:
-            self._touch(message_id).announce(message_id)
+            reached = self._reached_by(message_id)
+            if len(reached.sends) > 1 or reached.cuts:
+                self._touch(message_id, reached).announce(message_id)
+            elif message_id not in self._alone:
+                self._alone[message_id] = False
+                self._due.append((message_id, reached, None, True))
 
     def arrive(self, message_id: int, gradients: Sequence[Gradient]) -> None:
         """Takes the gradients of a message that this worker sent; does not write to them.
@@ -121,9 +134,22 @@ class LocalPass:
         Raises:
             ProtocolError: If they do not belong to a message that this worker sent.
         """
-        component = self._touch(message_id)
-        with self._recording():
-            component.arrive(message_id, self._placed(message_id, gradients))
+        reached = self._reached_by(message_id)
+        if self._mode.create_graph:
+            with _recorded_in(self._context.id):
+                self._arrived(message_id, reached, self._placed(message_id, gradients))
+        else:
+            self._arrived(message_id, reached, self._placed(message_id, gradients))
+
+    def _arrived(self, message_id: int, reached: Reached, gradients: Sequence[Gradient]) -> None:
+        if len(reached.sends) > 1 or reached.cuts:
+            self._touch(message_id, reached).arrive(message_id, gradients)
+            return
+        had_come = self._alone.get(message_id)
+        if had_come:
+            raise not_due(message_id)
+        self._alone[message_id] = True
+        self._due.append((message_id, reached, gradients, had_come is None))
 
     def settle(self) -> None:
         """Notes that all live messages have been announced."""
@@ -139,26 +165,55 @@ class LocalPass:
         """
         progress = Progress()
         outgoing: list[Outgoing] = []
+        if self._mode.create_graph:
+            with _recorded_in(self._context.id):
+                self._run(progress, outgoing)
+        else:
+            self._run(progress, outgoing)
+        if self._averaging is not None:
+            live = self._alone.keys() | self._component_of.keys()
+            self._averaging.hold_back(progress, self._is_settled, live)
+        return outgoing, progress
+
+    def _run(self, progress: Progress, outgoing: list[Outgoing]) -> None:
+        due, self._due = self._due, []
+        for message_id, reached, gradients, is_live_now in due:
+            if is_live_now:
+                progress.walked.append(message_id)
+            if gradients is None:
+                progress.reached += reached.message_ids()
+                continue
+            mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
+            answers = run_alone(reached, gradients, self._ends, self._sink, mode)
+            progress.executed.append(message_id)
+            self._answer(answers, progress, outgoing)
+        if self._touched:
+            self._advance(progress, outgoing)
+
+    def _advance(self, progress: Progress, outgoing: list[Outgoing]) -> None:
         touched, self._touched = self._touched, {}
         for key, component in touched.items():
-            with self._recording():
-                answers = component.advance(self._is_settled, progress)
-            for receive, gradients in answers:
-                if not self._mode.for_inputs:
-                    gradients = with_zeros(gradients, receive.metas)
-                outgoing.append(Outgoing(receive.from_worker, receive.message_id, gradients))
+            answers = component.advance(self._is_settled, progress)
+            self._answer(answers, progress, outgoing)
             if component.is_finished:
                 self._unfinished.pop(key, None)
             else:
                 self._unfinished[key] = component
-        if self._averaging is not None:
-            self._averaging.hold_back(progress, self._is_settled, self._component_of)
-        return outgoing, progress
+
+    def _answer(
+        self, answers: Iterable[Answer], progress: Progress, outgoing: list[Outgoing]
+    ) -> None:
+        for receive, gradients in answers:
+            if _sends_zeros and not self._mode.for_inputs:
+                gradients = with_zeros(gradients, receive.metas)
+            progress.answered.append(receive.message_id)
+            outgoing.append((receive.from_worker, receive.message_id, gradients))
 
     @property
     def is_waiting(self) -> bool:
         """Whether some part of the pass has not run yet."""
-        return bool(self._touched or self._unfinished) or self.is_averaging_due
+        is_any_due = bool(self._due or self._touched or self._unfinished)
+        return is_any_due or not all(self._alone.values()) or self.is_averaging_due
 
     @property
     def is_averaging_due(self) -> bool:
@@ -176,47 +231,48 @@ class LocalPass:
             self._averaging.close()
             self._averaging = None
         self._reached_of = {}
+        self._alone, self._due = {}, []
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = None
 
-    def _touch(self, message_id: int) -> Component | SingleSend:
-        component = self._component_of.get(message_id)
-        if component is None:
-            component = self._make_component(message_id)
-        self._touched[id(component)] = component
-        return component
+    def _reached_by(self, message_id: int) -> Reached:
+        """Returns the component of a send, or of the roots.
 
-    def _make_component(self, message_id: int) -> Component | SingleSend:
+        Raises:
+            ProtocolError: If this worker sent no such message in the context.
+        """
         if self._reached_of is None:
             self._reached_of = self._walk_all()
-            if not self._mode.for_inputs:
+            if is_any_known() and not self._mode.for_inputs:
                 self._find_averaging(self._reached_of.values())
-        if message_id not in self._reached_of:
+        try:
+            return self._reached_of[message_id]
+        except KeyError:
             raise ProtocolError(
                 f"message {message_id} is not among those sent in autograd context "
                 f"{self._context.id} by worker {self._context.worker}"
-            )
-        reached, sends = self._reached_of[message_id]
-        component: Component | SingleSend
-        mode = self._mode_for(sends)
-        if len(sends) == 1 and not reached.cuts:
-            component = SingleSend(sends[0], reached, self._ends, self._sink, mode)
-        else:
-            component = Component(sends, reached, self._ends, self._sink, mode)
-        for send in sends:
-            self._component_of[send.message_id] = component
+            ) from None
+
+    def _touch(self, message_id: int, reached: Reached) -> Component:
+        component = self._component_of.get(message_id)
+        if component is None:
+            mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
+            component = Component(reached, self._ends, self._sink, mode)
+            for send in reached.sends:
+                self._component_of[send.message_id] = component
+        self._touched[id(component)] = component
         return component
 
-    def _mode_for(self, sends: Sequence[Live]) -> PassMode:
+    def _mode_for(self, reached: Reached) -> PassMode:
         """Returns the mode of a component; see docs/protocols/autograd.md on memory of graphs."""
         mode = self._mode
-        if self._is_of_higher_order and not mode.retain_graph:
-            edges = [edge for send in sends for edge in send.edges]
+        if not mode.retain_graph:
+            edges = [edge for send in reached.sends for edge in send.edges]
             if writes_to_views(edges, self._ends):
                 return mode._replace(retain_graph=True)
         return mode
 
-    def _find_averaging(self, components: Iterable[tuple[Reached, Sequence[Live]]]) -> None:
+    def _find_averaging(self, components: Iterable[Reached]) -> None:
         self._averaging = find_averaging(components, self._gradients, self._sink)
         if self._averaging is None:
             return
@@ -233,30 +289,23 @@ class LocalPass:
             )
         self._sink = self._averaging.add_all
 
-    def _walk_all(self) -> dict[int, tuple[Reached, Sequence[Live]]]:
+    def _walk_all(self) -> dict[int, Reached]:
         """Walks from all sends, used or not; sends that share nodes form a component."""
-        sends = [Live(record.message_id, record.edges) for record in self._context.sends()]
-        found: dict[int, tuple[Reached, Sequence[Live]]] = {}
-        for send in sends[: self._skipped]:  # They lead to no wanted tensor.
-            found[send.message_id] = (Reached([0], {}, {}), [send])
-        sends = sends[self._skipped :]
-        if self._outside is not None and not self._mode.for_inputs:
-            sends += [Live(each.message_id, each.edges) for each in self._outside.sends()]
-        if self._roots is not None:
-            sends.append(Live(ROOTS, self._roots.edges))
-        if len(sends) == 1:
-            only = sends[0]
-            reached = self._as_wanted(reached_by_one(only.edges, self._ends))
-            found[only.message_id] = (reached, sends)
-            return found
+        sends: list[Sent] = self._context.sends()  # type: ignore[assignment]
         graph = SentGraph(self._ends)
-        for send in sends:
-            graph.add(send.edges)
-        for component in graph.components():
-            reached = self._as_wanted(component)
-            members = [sends[member] for member in reached.members]
-            for send in members:
-                found[send.message_id] = (reached, members)
+        for send in sends[self._skipped :]:
+            graph.add(send)
+        if self._outside is not None and not self._mode.for_inputs:
+            for send in self._outside.sends():
+                graph.add(send)
+        if self._roots is not None:
+            graph.add(Live(ROOTS, self._roots.edges))
+        found = graph.components()
+        if self._wanted is not None or self._cuts:
+            wanted = {id(each): self._as_wanted(each) for each in found.values()}
+            found = {number: wanted[id(each)] for number, each in found.items()}
+        for send in sends[: self._skipped]:  # They lead to no wanted tensor.
+            found[send.message_id] = Reached([send], {}, {})
         return found
 
     def _as_wanted(self, reached: Reached) -> Reached:
@@ -291,7 +340,7 @@ class LocalPass:
                 f"{len(gradients)} gradients came for message {message_id}, "
                 f"which had {len(metas)} tensors that require grad"
             )
-        return [_placed_as(meta, gradient) for meta, gradient in zip(metas, gradients, strict=True)]
+        return [*map(_placed_as, metas, gradients)]
 
 
 @contextlib.contextmanager
@@ -305,9 +354,9 @@ def _recorded_in(context_id: int) -> Iterator[None]:
 
 
 def _placed_as(meta: TensorMeta, gradient: Gradient) -> Gradient:
-    if gradient is None or gradient is UNDEFINED:
-        return gradient
     if not isinstance(gradient, Tensor):
+        if gradient is None or gradient is UNDEFINED:
+            return gradient
         raise ProtocolError(f"a {type(gradient).__name__} came for a gradient")
     if gradient.shape != meta.shape:
         raise ProtocolError(
@@ -336,9 +385,7 @@ def enable_zeros(enabled: bool = True) -> None:
 
 
 def with_zeros(gradients: list[Gradient], metas: tuple[TensorMeta, ...]) -> list[Gradient]:
-    """Returns the gradients of a message; if enabled, with zeros for missing gradients."""
-    if not _sends_zeros:
-        return gradients
+    """Returns the gradients of a message with zeros for missing gradients."""
     return [
         torch.zeros(meta.shape, dtype=meta.dtype, device=meta.device)
         if gradient is None or gradient is UNDEFINED

@@ -15,6 +15,7 @@ from __future__ import annotations
 import select
 import time
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import MainReader
@@ -48,7 +49,7 @@ class PassReader(MainReader):
     def owns(self, frames: Sequence[Frame]) -> bool:
         """Whether all of ``frames`` are messages of the pass."""
         pass_id = self.led.pass_id
-        return all(frame.id == pass_id and frame.kind in _KINDS for frame in frames)
+        return not [each for each in frames if each.id != pass_id or each.kind not in _KINDS]
 
 
 class Listener:
@@ -127,7 +128,7 @@ class Listener:
             led: The pass, which gets the messages.
         """
         agent, reader = self._agent, PassReader(led)
-        links: list[Link] = []
+        pairs: Reading = []
         try:
             for peer in peers[: _MOST_READ + 1]:
                 link = peer.link
@@ -135,47 +136,47 @@ class Listener:
                     break
                 if link.readers.setdefault(0, reader) is not reader:
                     break
-                links.append(link)
+                pairs.append((peer, link))
                 link.taken_by = reader
                 agent.reactor.pause_reading(link.read_fd)
             send()
-            if 0 < len(links) == len(peers) <= _MOST_READ and led.outcome is None:
-                self._read_own(peers, links, reader)
+            if 0 < len(pairs) == len(peers) <= _MOST_READ and led.outcome is None:
+                self._read_own(pairs, reader)
         finally:
             for peer in peers:
                 if peer.link is not None:
                     agent.receiver.give_back(peer, peer.link, reader)
                     peer.link.wake_writer()
 
-    def _read_own(self, peers: Sequence[Peer], links: list[Link], reader: PassReader) -> None:
+    def _read_own(self, pairs: Reading, reader: PassReader) -> None:
         """Reads until there is a message of the pass, or a message for another thread."""
-        led = reader.led
-        spinning = self._spinning_of(peers[0])
+        led, is_only = reader.led, len(pairs) == 1
+        inbox, deadline_s = led.inbox, led.deadline_s()
+        spinning = self._spinning_of(pairs[0][0])
         look = spinning.begin() if spinning.is_worthwhile() else None
         if self._agent.reactor.unarmed:
             self._agent.reactor.arm_unarmed()
         poll = None
-        while not led.inbox and time.monotonic() < led.deadline_s():
-            for peer, link in zip(peers, links, strict=True):
-                frames = link.receive_own(may_block=look is None and len(links) == 1)
+        while not inbox:
+            for peer, link in pairs:
+                frames = link.receive_own(may_block=look is None and is_only)
                 if frames:
                     if not reader.owns(frames):
                         return  # The next reader handles all of them.
-                    led.inbox += [(peer, frame) for frame in frames]
+                    inbox.extend(zip(repeat(peer), frames))
                     link.end_own([])
                 elif frames is None or peer.lost is not None:
                     return
-            if led.inbox:
-                if look is not None:
+            if look is not None:
+                if inbox:
                     spinning.succeeded()
-            elif look is not None and not look.goes_on():
-                look = None
-                if len(links) > 1:
-                    poll = select.poll()
-                    for link in links:
-                        poll.register(link.read_fd, select.POLLIN)
-            elif poll is not None:
+                elif not look.goes_on():
+                    look = None
+            elif not (inbox or is_only):
+                poll = poll or _poll_of(pairs)
                 poll.poll(READ_TICK_S * 1e3)
+            if not inbox and time.monotonic() > deadline_s:
+                return
 
     def _wake_for_tasks(self) -> None:
         reactor = self._agent.reactor
@@ -196,10 +197,8 @@ class Listener:
 
     def _read_any(self, reading: Reading) -> Callable[[Spinning | None], object]:
         """Returns a function that reads those of several connections that have data."""
-        poll = select.poll()
+        poll = _poll_of(reading)
         by_fd = {link.read_fd: (peer, link) for peer, link in reading}
-        for fd in by_fd:
-            poll.register(fd, select.POLLIN)
 
         def read(spinning: Spinning | None) -> None:
             ready = poll.poll(READ_TICK_S * 1e3) if spinning is None else _spin(poll, spinning)
@@ -209,6 +208,13 @@ class Listener:
                 self._agent.receiver.read(peer, link, may_block=link.is_broken)
 
         return read
+
+
+def _poll_of(reading: Reading) -> select.poll:
+    poll = select.poll()
+    for _, link in reading:
+        poll.register(link.read_fd, select.POLLIN)
+    return poll
 
 
 def _spin(poll: select.poll, spinning: Spinning) -> list[tuple[int, int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import threading
 from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +19,16 @@ from torchweft.autograd.gradients import Sink
 # torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
 # and the check takes half the time of a small call. Here the shapes are known to be right.
 _engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+
+
+_new_edge: Any = functools.partial(tuple.__new__, GradientEdge)
+_FIRST_OUTPUT = [itertools.repeat(each) for each in (0, *GradientEdge._field_defaults.values())]
+
+
+def edges_at(nodes: Iterable[Node]) -> list[GradientEdge]:
+    """Returns the edges to the first output of each node."""
+    # Without a step of Python for each: a module may have a thousand leaves.
+    return list(map(_new_edge, zip(nodes, *_FIRST_OUTPUT, strict=False)))
 
 
 def gradients_at(
@@ -54,15 +66,19 @@ def gradients_at(
     return captured
 
 
-def accumulate(leaves: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
-    """Adds gradients to ``.grad`` of leaves, as a pass through their graph would.
+def accumulate(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+    """Runs the graph behind tensors, and adds to ``.grad`` of its leaves. The graph is freed.
 
     Runs the hooks of the leaves and of the accumulating nodes; the latter wait for collectives.
+
+    Args:
+        tensors: Tensors at which the run starts; a leaf gets its gradient itself.
+        gradients: The gradients there, of the right shapes.
     """
     if _engine is None:
-        torch.autograd.backward(leaves, gradients)
+        torch.autograd.backward(tensors, gradients)
         return
-    _engine.run_backward(leaves, gradients, False, False, (), True, accumulate_grad=True)
+    _engine.run_backward(tensors, gradients, False, False, (), True, accumulate_grad=True)
 
 
 # Single nodes. The engine stops at a node only if no requested target lies behind it; weights that

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.arguments import kind_of
-from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
+from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord, edges_of
 from torchweft.autograd.gradients import Sink, sum_of
 from torchweft.autograd.walk import End, Place, Stop
 from torchweft.errors import ArgumentTypeError, AutogradError
@@ -61,8 +61,11 @@ def roots_of(
         AutogradError: A tensor cannot be backpropagated from, or a gradient does not fit.
     """
     checked = _checked(tensors, what)
-    given = _checked_gradients(checked, gradients, what)
-    return Roots(tuple([get_gradient_edge(tensor) for tensor in checked]), given, checked)
+    if gradients is None:
+        given = tuple([_one_at(place, tensor, what) for place, tensor in enumerate(checked)])
+    else:
+        given = _checked_gradients(checked, gradients, what)
+    return Roots(edges_of(checked)[0], given, checked)
 
 
 def _checked(tensors: Iterable[Tensor], what: str) -> tuple[Tensor, ...]:
@@ -92,10 +95,8 @@ def _checked(tensors: Iterable[Tensor], what: str) -> tuple[Tensor, ...]:
 
 
 def _checked_gradients(
-    tensors: Sequence[Tensor], gradients: Sequence[Tensor | None] | None, what: str
+    tensors: Sequence[Tensor], gradients: Sequence[Tensor | None], what: str
 ) -> tuple[Tensor, ...]:
-    if gradients is None:
-        gradients = [None] * len(tensors)
     try:
         gradients = list(gradients)
     except TypeError as error:
@@ -112,14 +113,18 @@ def _checked_gradients(
     return tuple([_gradient(place, *pair, what) for place, pair in enumerate(pairs)])
 
 
+def _one_at(place: int, tensor: Tensor, what: str) -> Tensor:
+    if tensor.numel() != 1:
+        raise AutogradError(
+            f"{what} {place} has shape {tuple(tensor.shape)}; it is not a scalar, all {what}s "
+            "need to be scalar: take a sum() or mean() first, or pass the gradient there"
+        )
+    return torch.ones_like(tensor)
+
+
 def _gradient(place: int, tensor: Tensor, gradient: Tensor | None, what: str) -> Tensor:
     if gradient is None:
-        if tensor.numel() != 1:
-            raise AutogradError(
-                f"{what} {place} has shape {tuple(tensor.shape)}; it is not a scalar, all {what}s "
-                "need to be scalar: take a sum() or mean() first, or pass the gradient there"
-            )
-        return torch.ones_like(tensor)
+        return _one_at(place, tensor, what)
     if not isinstance(gradient, Tensor):
         raise ArgumentTypeError(
             f"the gradient for {what} {place} is a {type(gradient).__name__}, not a tensor"

@@ -8,7 +8,6 @@ import time
 from collections import deque
 from typing import Final
 
-from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.graph import LocalPass
@@ -40,14 +39,15 @@ class PassState:
         pass_id: The pass.
     """
 
+    name: PassName | None = None
+    local: LocalPass | None = None
+    _is_at_work = False
+
     def __init__(self, machine: Participant, pass_id: int) -> None:
         self.machine = machine
         self.pass_id = pass_id
-        self.name: PassName | None = None
-        self.local: LocalPass | None = None
-        self.inbox: deque[Item] = deque()
+        self.inbox: list[Item] = []
         self._lock = threading.Lock()
-        self._is_at_work = False
 
     def put(self, item: Item) -> bool:
         """Puts an item into the inbox; returns whether the caller must schedule its handling."""
@@ -59,8 +59,7 @@ class PassState:
     def take_all(self) -> list[Item]:
         """Empties the inbox. After an empty result the next ``put`` must schedule the handling."""
         with self._lock:
-            items = list(self.inbox)
-            self.inbox.clear()
+            items, self.inbox = self.inbox, []
             self._is_at_work = bool(items)
         return items
 
@@ -92,21 +91,25 @@ class LedPassState(PassState):
         worker: This worker.
         name: The pass.
         local: This worker's graphs, with the roots.
+        timeout_s: How long it may wait for other workers.
     """
 
     name: PassName
     local: LocalPass
+    inbox: deque[Item]  # type: ignore[assignment]
+    outcome: Complete | Fail | None = None
+    waits_since_s = math.inf
+    """When this worker first had to wait, by ``time.monotonic``."""
+    _signal: threading.Event | None = None
+    _deadline_s: float | None = None
 
-    def __init__(self, worker: int, name: PassName, local: LocalPass) -> None:
+    def __init__(self, worker: int, name: PassName, local: LocalPass, timeout_s: float) -> None:
         super().__init__(Participant(worker, worker), name.pass_id)
+        self.inbox = deque()
         self.name = name
         self.local = local
         self.driver = Driver(worker)
-        self.outcome: Complete | Fail | None = None
-        self._signal: threading.Event | None = None
-        self._deadline_s: float | None = None
-        self.waits_since_s = math.inf
-        """When this worker first had to wait, by ``time.monotonic``."""
+        self._timeout_s = timeout_s
 
     @property
     def is_under_way(self) -> bool:
@@ -129,7 +132,7 @@ class LedPassState(PassState):
         """Returns the deadline by ``time.monotonic``; the first call starts the timeout."""
         if self._deadline_s is None:
             self.waits_since_s = time.monotonic()
-            self._deadline_s = self.waits_since_s + knobs.BACKWARD_TIMEOUT_S.get()
+            self._deadline_s = self.waits_since_s + self._timeout_s
         return self._deadline_s
 
     def wait(self, limit_s: float) -> bool:

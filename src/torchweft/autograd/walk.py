@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, final
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from torchweft.autograd.contexts import ReceiveRecord
-from torchweft.autograd.local_engine import has_leaf_hooks
+from torchweft.autograd.contexts import ReceiveRecord, SendRecord
+from torchweft.autograd.local_engine import edges_at, has_leaf_hooks
 
 Next = tuple[Node | None, int]
 Place = tuple[Node, int]
@@ -47,10 +47,21 @@ End = ReceiveRecord | Stop
 Leaf = Tensor | Stop
 
 
-class Reached(NamedTuple):
-    """What the sends of one component reach; ``members`` are numbers that ``add`` returned."""
+class Live(NamedTuple):
+    """A send, or the roots (number 0), with the places in the graph where its gradients go."""
 
-    members: list[int]
+    message_id: int
+    edges: tuple[GradientEdge, ...]
+
+
+Sent = Live | SendRecord
+"""A send, whose gradients go to its ``edges``."""
+
+
+class Reached(NamedTuple):
+    """What the sends of one component reach."""
+
+    sends: list[Sent]
     leaves: dict[Node, Leaf]
     receives: dict[Node, ReceiveRecord]
     """Received messages by their reached placeholders."""
@@ -65,14 +76,21 @@ class Reached(NamedTuple):
 
 
 def targets_of(
-    leaves: Mapping[Node, Leaf], passed: Sequence[Place]
+    leaves: Mapping[Node, Leaf], receives: Iterable[Node], passed: Sequence[Place]
 ) -> tuple[list[GradientEdge], list[Any]]:
-    """Returns the edges at which to capture gradients, and a key for each.
+    """Returns the edges at which to capture gradients, and a key for each before those of receives.
 
     The key of a leaf is the leaf. The key of a stop's output, or of a passed output, is its place.
+
+    Args:
+        leaves: The leaves.
+        receives: The placeholders.
+        passed: Further outputs.
     """
-    targets = [GradientEdge(*place) for place in passed]
+    if not passed and Stop not in map(type, leaves.values()):
+        return edges_at([*leaves, *receives]), list(leaves.values())
     variables: list[Any] = [*passed]
+    targets = [GradientEdge(*place) for place in passed]
     for node, leaf in leaves.items():
         if type(leaf) is Stop:
             targets += [GradientEdge(*place) for place in leaf.places]
@@ -80,7 +98,7 @@ def targets_of(
         else:
             targets.append(GradientEdge(node, 0))
             variables.append(leaf)
-    return targets, variables
+    return targets + edges_at(receives), variables
 
 
 class SentGraph:
@@ -92,91 +110,90 @@ class SentGraph:
 
     def __init__(self, ends: Mapping[Node, End]) -> None:
         self._ends = ends
-        self._visitor: dict[Node, int] = {}
-        self._leaf_variables: dict[Node, Leaf] = {}
-        self._leaves: list[dict[Node, Leaf]] = []
-        self._receives: list[dict[Node, ReceiveRecord]] = []
-        self._member_of: dict[int, int] = {}
-        self._parents: list[int] = []
+        # By node, the send from which it was visited. No node counts as visited, from no send.
+        self._visitor: dict[Node | None, int] = {None: _NO_SEND}
+        self._reached_of: dict[int, Reached] = {}
+        self._first_to: dict[int, int] = {}
+        # For sends that share something with an earlier one: an earlier send of the component.
+        self._parents: dict[int, int] = {}
 
-    def add(self, edges: Iterable[GradientEdge]) -> tuple[int, dict[Node, ReceiveRecord]]:
+    def add(self, send: Sent) -> Reached:
         """Walks from the edges of one send.
 
         Returns:
-            The member number of this send, and the placeholders that no earlier walk reached.
+            What no earlier walk reached, and the leaves without hooks that earlier walks reached.
         """
-        member = len(self._parents)
-        self._parents.append(member)
-        self._leaves.append({})
-        self._receives.append({})
-        self._walk([(edge.node, edge.output_nr) for edge in edges], member)
-        return member, self._receives[member]
-
-    def _walk(self, seeds: Iterable[Next], member: int) -> None:
+        number = send.message_id
+        leaves: dict[Node, Leaf] = {}
+        receives: dict[Node, ReceiveRecord] = {}
+        reached = self._reached_of[number] = Reached([send], leaves, receives)
         visitor, ends = self._visitor, self._ends
-        stack: list[Node] = []
-        push, pop, visitor_of = stack.append, stack.pop, visitor.get
-        edges = seeds
-        while True:
-            for node, _ in edges:
-                if node is None:
+        stack: list[Iterable[Any]] = [send.edges]
+        while stack:
+            for edge in stack.pop():
+                node = edge[0]
+                if node in visitor:
+                    if visitor[node] != number and node is not None:
+                        self._meet(node, number)
                     continue
-                earlier = visitor_of(node)
-                if earlier is None:
-                    visitor[node] = member
-                    push(node)
-                elif earlier != member:
-                    self._meet(node, earlier, member)
-            if not stack:
-                return
-            node = pop()
-            edges = node.next_functions
-            if not edges:
-                variable = leaf_variable(node)
-                if variable is not None:
-                    self._visit_leaf(node, variable, member)
-            elif node in ends:
-                end = ends[node]
-                if type(end) is Stop:
-                    self._visit_leaf(node, end, member)
+                visitor[node] = number
+                nexts = node.next_functions
+                if not nexts:
+                    variable = getattr(node, "variable", None)
+                    if variable is not None:
+                        leaves[node] = variable
+                elif node not in ends:
+                    stack.append(nexts)
+                elif type(end := ends[node]) is Stop:
+                    leaves[node] = end
                 else:
-                    self._receives[member][node] = end
-                    self._join(self._member_of.setdefault(end.message_id, member), member)
-                edges = ()
+                    receives[node] = end
+                    first = self._first_to.setdefault(end.message_id, number)
+                    if first != number:
+                        self._join(first, number)
+        return reached
 
-    def _visit_leaf(self, node: Node, leaf: Leaf, member: int) -> None:
-        self._leaf_variables[node] = leaf
-        self._leaves[member][node] = leaf
-
-    def _meet(self, node: Node, earlier: int, member: int) -> None:
+    def _meet(self, node: Node, number: int) -> None:
         """Notes that two sends reach ``node``; leaves without hooks do not connect them."""
-        variable = self._leaf_variables.get(node)
-        if variable is not None and not has_hooks(variable, node):
-            self._leaves[member][node] = variable
+        earlier = self._visitor[node]
+        leaf = self._reached_of[earlier].leaves.get(node)
+        if leaf is not None and not has_hooks(leaf, node):
+            self._reached_of[number].leaves[node] = leaf
             return
-        self._join(earlier, member)
+        self._join(earlier, number)
 
-    def _join(self, earlier: int, member: int) -> None:
-        first, second = self._root_of(earlier), self._root_of(member)
+    def _join(self, earlier: int, number: int) -> None:
+        first, second = self._root_of(earlier), self._root_of(number)
         if first != second:
-            self._parents[max(first, second)] = min(first, second)
+            self._parents[second] = first
 
-    def _root_of(self, member: int) -> int:
-        parents = self._parents
-        while parents[member] != member:
-            parents[member] = parents[parents[member]]
-            member = parents[member]
-        return member
+    def _root_of(self, number: int) -> int:
+        parents, root = self._parents, number
+        while (parent := parents.get(root)) is not None:
+            root = parent
+        if root != number:
+            parents[number] = root
+        return root
 
-    def components(self) -> list[Reached]:
-        """Returns the groups of sends that share nodes or received messages, even indirectly."""
-        by_root: dict[int, Reached] = {}
-        for member in range(len(self._parents)):
-            reached = by_root.setdefault(self._root_of(member), Reached([], {}, {}))
-            reached.members.append(member)
-            reached.leaves.update(self._leaves[member])
-            reached.receives.update(self._receives[member])
-        return list(by_root.values())
+    def components(self) -> dict[int, Reached]:
+        """Returns the component of each send, by its number.
+
+        Sends that share nodes or received messages, even indirectly, are one component. No send can
+        be added afterwards.
+        """
+        wholes: dict[int, Reached] = {}
+        if self._parents:
+            for number, reached in self._reached_of.items():
+                root = self._root_of(number)
+                whole = self._reached_of[number] = wholes.setdefault(root, reached)
+                if whole is not reached:
+                    whole.sends.extend(reached.sends)
+                    whole.leaves.update(reached.leaves)
+                    whole.receives.update(reached.receives)
+        return self._reached_of
+
+
+_NO_SEND = -1
 
 
 def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
@@ -196,33 +213,6 @@ def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> 
     return False
 
 
-def reached_by_one(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> Reached:
-    """Walks from the edges of a single send."""
-    leaves: dict[Node, Leaf] = {}
-    receives: dict[Node, ReceiveRecord] = {}
-    seen = {edge.node for edge in edges}
-    stack = list(seen)
-    while stack:
-        node = stack.pop()
-        nexts = node.next_functions
-        if not nexts:
-            variable = leaf_variable(node)
-            if variable is not None:
-                leaves[node] = variable
-        elif node in ends:
-            end = ends[node]
-            if type(end) is Stop:
-                leaves[node] = end
-            else:
-                receives[node] = end
-        else:
-            for target, _ in nexts:
-                if target is not None and target not in seen:
-                    seen.add(target)
-                    stack.append(target)
-    return Reached([0], leaves, receives)
-
-
 def receives_behind(
     edges: Iterable[GradientEdge], ends: Mapping[Node, End], visited: set[Node]
 ) -> dict[Node, ReceiveRecord]:
@@ -240,12 +230,6 @@ def receives_behind(
         elif end is None:
             stack.extend([target for target, _ in node.next_functions if target is not None])
     return found
-
-
-def leaf_variable(node: Node) -> Tensor | None:
-    """Returns the leaf that ``node`` accumulates into; None for any other kind of node."""
-    variable: Tensor | None = getattr(node, "variable", None)
-    return variable
 
 
 def has_hooks(leaf: Leaf, node: Node) -> bool:

@@ -16,11 +16,14 @@ from torchweft.checkpoint.restoring import restore_snapshot
 from torchweft.checkpoint.saving import Workers, check_keep, save_async
 from torchweft.checkpoint.snapshots import Snapshot
 from torchweft.errors import ConfigurationError, SnapshotCorrupt
-from torchweft.rpc import UNSET_RPC_TIMEOUT
+from torchweft.rpc import UNSET_RPC_TIMEOUT, notice
 
 _log = logging.getLogger("torchweft")
 RESTART_COUNT = "WEFT_RESTART_COUNT"
 """How often a supervisor has restarted this program; for the message."""
+
+GIVEN_UP_STATUS = 75
+"""Exit status of a program that has saved a snapshot to be started again (``EX_TEMPFAIL``)."""
 
 
 class Resumable:
@@ -84,11 +87,21 @@ class Resumable:
         for step in range(self.first_step, self._steps):
             yield step
             self._raise_earlier()
-            if self._is_due(step + 1):
+            is_given_up = notice.is_given()
+            if is_given_up or self._is_due(step + 1):
                 self._begin_save(step + 1)
+            if is_given_up and step + 1 < self._steps:
+                self._give_up(step + 1)
         if self._saved_step < self._steps:
             self._begin_save(self._steps)
         self._await_save()
+
+    def _give_up(self, done: int) -> None:
+        """Ends the program, which has saved its state, so that its launcher starts it again."""
+        self._await_save()
+        assert self.snapshot is not None
+        _log.warning("saved step %d in %s, as this host is given up", done, self.snapshot.path)
+        raise SystemExit(GIVEN_UP_STATUS)
 
     def _is_due(self, done: int) -> bool:
         if done == self._steps:
@@ -142,7 +155,9 @@ def resumable(
             loss = train_one_step(batches[step])
             state["losses"].append(loss)
 
-    Leaving the loop by ``break`` saves nothing.
+    Leaving the loop by ``break`` saves nothing. If the launcher has notice that this host will be
+    given up, as when SLURM pre-empts a job, the current step is finished and saved, and the program
+    ends by ``SystemExit`` with status 75, for the launcher to start it again.
 
     Args:
         steps: How many steps the whole training has.

@@ -116,11 +116,11 @@ class Plan:
 def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:
     if random_of is False:
         return set()
-    infos = (
-        get_worker_infos() if random_of is True else [get_worker_info(each) for each in random_of]
-    )
     agent = current()
-    return {agent.find(info).id for info in infos}
+    if random_of is True:
+        peers = [agent.find(info) for info in get_worker_infos()]
+        return {peer.id for peer in peers if peer.lost is None}
+    return {agent.find(get_worker_info(each)).id for each in random_of}
 
 
 def leaves(state: object) -> list[Leaf]:

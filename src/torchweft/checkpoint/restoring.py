@@ -141,7 +141,8 @@ class Restoring:
         self._with_random = with_random
         self._deadline = deadline
         self._ticket = secrets.token_hex(8)
-        self._ids = {info.name: self._agent.find(info).id for info in get_worker_infos()}
+        peers = [self._agent.find(info) for info in get_worker_infos()]
+        self._ids = {peer.name: peer.id for peer in peers if peer.lost is None}
         self._manifest = self._read_manifest()
         self._content: parts.Content = {}
         self._remote: list[int] = []

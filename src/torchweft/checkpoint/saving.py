@@ -237,7 +237,7 @@ def save(
             complete. None keeps all.
         gate: Is closed while the owners copy, so that no step through the gate is half done.
         random_states: The workers whose random number generators are saved as well: all workers of
-            the group, some, or none.
+            the group that are not lost, some, or none.
         timeout: Seconds it may take; 0 for no limit, and by default ``WEFT_CHECKPOINT_TIMEOUT_S``.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Reads the command line of ``torchweft`` and hands it to a subcommand: ``run`` or ``secret``.
+"""Reads the command line of ``torchweft`` and hands it to a subcommand, like ``run`` or ``top``.
 
 A subcommand is a function that adds its part of the command line. The default ``execute`` of that
 part is a function that does the work and returns the exit status.
@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
-from torchweft.cli import run
+from torchweft.cli import doctor, run, top
 from torchweft.errors import ConfigurationError
 from torchweft.secret import write_new
 
@@ -40,7 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    options = _build_parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        options = _build_parser(given).parse_args(given)
+    except ConfigurationError as error:
+        print(f"torchweft run: {error}", file=sys.stderr)
+        return USAGE_STATUS
     try:
         status: int = options.execute(options)
     except ConfigurationError as error:
@@ -49,13 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def _build_parser() -> argparse.ArgumentParser:
+def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="torchweft", description="Distributed training for PyTorch by remote calls."
     )
     parser.add_argument("--version", action="version", version=f"torchweft {_version()}")
     subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
-    run.add_parser(subcommands)
+    run.add_parser(subcommands, arguments)
+    top.add_parsers(subcommands)
+    doctor.add_parser(subcommands)
     _add_secret_parser(subcommands)
     return parser
 

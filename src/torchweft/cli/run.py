@@ -1,4 +1,4 @@
-"""``torchweft run``: one script in several worker processes on this machine."""
+"""``torchweft run``: one script in several worker processes, on this machine or on others."""
 
 from __future__ import annotations
 
@@ -6,24 +6,28 @@ import argparse
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchweft import knobs
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import command_console
 from torchweft.launch.job import Job, module_job, program_job, script_job
+from torchweft.launch.launchers import OWN, Order, load
 from torchweft.launch.restarts import GROUP, SCOPES, RestartPolicy
-from torchweft.launch.run import run_workers
 from torchweft.launch.worker import worker_names
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
+LOCAL = "local"
+INTERRUPTED_STATUS = 130
+
 DESCRIPTION = """\
-Starts workers on this machine, each running the same script. A script joins its group with
-torchweft.init_rpc(), which finds RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and WEFT_WORKER_NAME in
-the environment. Output lines are marked with the worker's name. When a worker fails, the others
-are stopped, and its last lines are printed at the end.
+Starts workers, each running the same script: on this machine or, with --on, on others. A script
+joins its group with torchweft.init_rpc(), which finds RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+and WEFT_WORKER_NAME in the environment. Output lines are marked with the worker's name. When a
+worker fails, the others are stopped, and its last lines are printed at the end.
 
 With --restarts, workers that die are started again; WEFT_RESTART_COUNT tells them how often that
 was. Of a group (the default), all are: when one has died, the others are ended, and the whole
@@ -37,19 +41,53 @@ examples:
   torchweft run --names ps,trainer0,trainer1 train.py
   torchweft run -n 2 -m package.train
   torchweft run -n 4 --restarts 3 train.py
-  torchweft run -n 4 --restarts 10 --restart worker serve.py"""
+  torchweft run -n 4 --restarts 10 --restart worker serve.py
+  torchweft run --on ssh --hosts a:4,b:4 train.py
+  torchweft run --on slurm --nodes 2 --workers-per-node 4 train.py"""
 
 
-def add_parser(subcommands: Subparsers) -> None:
-    """Adds the command line of ``torchweft run``."""
+def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
+    """Adds the command line of ``torchweft run``.
+
+    Args:
+        subcommands: Where it is added.
+        arguments: The arguments of ``torchweft``; ``--on`` among them decides which options exist.
+    """
     parser = subcommands.add_parser(
         "run",
-        help="run a script in several worker processes on this machine",
+        help="run a script in several worker processes",
         usage="torchweft run [-n N] [options] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+    )
+    _add_options(parser)
+    if (on := _launcher_named(arguments)) != LOCAL:
+        load(on).add_options(parser.add_argument_group(f"options of --on {on}"))
+    parser.set_defaults(execute=execute, arguments=arguments)
+
+
+def _launcher_named(arguments: Sequence[str]) -> str:
+    """Returns the launcher that the command line names, before its options are known."""
+    if arguments[:1] != ["run"]:
+        return LOCAL
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    _add_options(parser)
+    try:
+        found: str = parser.parse_known_args(list(arguments[1:]))[0].on
+    except argparse.ArgumentError:  # the complete parser reports it
+        return LOCAL
+    return found
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--on",
+        default=LOCAL,
+        metavar="LAUNCHER",
+        help=f"where to start them: {', '.join(OWN)}, or a package's launcher (default: {LOCAL}); "
+        "before the launcher's own options, which --on LAUNCHER --help shows",
     )
     parser.add_argument("-n", "--workers", type=int, metavar="N", help="how many workers to start")
     parser.add_argument("--names", help="the workers' names, separated by commas, by rank")
@@ -79,7 +117,6 @@ def add_parser(subcommands: Subparsers) -> None:
     _add_restarts(parser)
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    parser.set_defaults(execute=execute)
 
 
 def _add_restarts(parser: argparse.ArgumentParser) -> None:
@@ -113,7 +150,8 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
 
 def execute(options: argparse.Namespace) -> int:
     """Runs the workers and returns the exit status."""
-    names = _names(options)
+    launcher = load(options.on).from_options(options)
+    names = _names(options, launcher.count(options.workers))
     if not 0 <= options.master_port < 1 << 16:
         raise ConfigurationError(
             f"--master-port is {options.master_port}; a port is a number from 1 to 65535"
@@ -123,15 +161,23 @@ def execute(options: argparse.Namespace) -> int:
             "--seed is for workers that are forked: add --warm, or have the script seed itself, "
             "for instance by torch.manual_seed(1000 * SEED + int(os.environ['RANK']))"
         )
-    return run_workers(
+    order = Order(
         names,
         _job(options),
-        console=command_console(),
-        master_port=options.master_port,
-        is_warm=options.warm,
-        restarts=_restarts(options),
-        seed=options.seed,
+        command_console(),
+        _restarts(options),
+        options.master_port,
+        options.warm,
+        options.seed,
+        options.arguments,
     )
+    try:
+        return launcher.run(order)
+    except LaunchError as error:
+        order.console.announce(f"torchweft run: {error}")
+        return 1
+    except KeyboardInterrupt:  # while hosts were being reached
+        return INTERRUPTED_STATUS
 
 
 def _restarts(options: argparse.Namespace) -> RestartPolicy:
@@ -146,13 +192,14 @@ def _restarts(options: argparse.Namespace) -> RestartPolicy:
     return RestartPolicy(limit=options.restarts or 0, **chosen)
 
 
-def _names(options: argparse.Namespace) -> list[str]:
+def _names(options: argparse.Namespace, workers: int | None) -> list[str]:
     names = None if options.names is None else options.names.split(",")
-    if options.workers is None and names is None:
+    if workers is None and names is None:
         raise ConfigurationError(
             "say how many workers to start, for instance: torchweft run -n 2 ..."
         )
-    count = len(names) if options.workers is None and names is not None else options.workers
+    count = len(names) if options.workers is None and names is not None else workers
+    assert count is not None
     return worker_names(count, names, options.name_prefix)
 
 

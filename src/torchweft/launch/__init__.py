@@ -4,10 +4,49 @@ Importing this package does not import torch. So the command line answers at onc
 ``torchweft run`` that do not need torch start without it.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torchweft.launch.launchers import Launcher, Order
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.making import cluster
 from torchweft.launch.nursery import Nursery
 from torchweft.launch.restarts import RestartPolicy
 from torchweft.launch.run import run_workers
 
-__all__ = ["Cluster", "Nursery", "RestartPolicy", "cluster", "run_workers"]
+if TYPE_CHECKING:
+    from torchweft.launch.host_connection import Host
+    from torchweft.launch.hosts_launcher import HostsLauncher
+    from torchweft.launch.slurm import Slurm
+    from torchweft.launch.ssh import Ssh
+
+__all__ = [
+    "Cluster",
+    "Host",
+    "HostsLauncher",
+    "Launcher",
+    "Nursery",
+    "Order",
+    "RestartPolicy",
+    "Slurm",
+    "Ssh",
+    "cluster",
+    "run_workers",
+]
+
+_BY_NEED = {
+    "Host": "host_connection",
+    "HostsLauncher": "hosts_launcher",
+    "Slurm": "slurm",
+    "Ssh": "ssh",
+}
+"""What only runs over hosts need, by module."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _BY_NEED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"{__name__}.{_BY_NEED[name]}"), name)

@@ -1,14 +1,15 @@
-"""The store in which the workers of a cluster meet: a file in a private directory."""
+"""The store in which the workers of a cluster meet: a file in a private directory, on one host."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 # PyTorch's own types leave these out, as a build may lack them.
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from torchweft.errors import LaunchError
 
@@ -67,12 +68,22 @@ class ClusterStore(Store):
                 raise failure
             step_s = min(WATCH_S, left_s)
             try:
-                self._store.wait(plain, timedelta(seconds=max(step_s, 0.001)))
+                self._wait_a_step(plain, max(step_s, 0.001))
                 return
             except RuntimeError:
                 left_s -= step_s
                 if left_s <= 0:
                     raise
+
+    def _wait_a_step(self, keys: list[str], step_s: float) -> None:
+        """Waits until all keys exist; raises RuntimeError if they do not in time."""
+        if not isinstance(self._store, TCPStore):
+            self._store.wait(keys, timedelta(seconds=step_s))
+            return
+        # PyTorch's client logs a warning for each wait that ends without the keys.
+        if not self._store.check(keys):
+            time.sleep(step_s)
+            raise RuntimeError(f"{', '.join(keys)} not set within {step_s:.3f} s")
 
 
 def _plain(key: str) -> str:

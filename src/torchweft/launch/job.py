@@ -24,8 +24,10 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NoReturn
+from urllib.parse import urlsplit
 
 from torchweft.errors import RendezvousTimeout, ShutdownError
 from torchweft.launch.signals import AwaitedSignal
@@ -69,7 +71,8 @@ def serve_job(
         rank: Its rank.
         world_size: Workers in the group.
         options: Options of the worker, without init method and store.
-        rendezvous: Path of the file at which the group meets.
+        rendezvous: Path of the file at which the group meets; or ``tcp://host:port`` of the store
+            in the caller, for a worker of another host.
     """
     return {
         "kind": "serve",
@@ -168,13 +171,10 @@ def _run_module(job: dict[str, Any], own_path: Sequence[str]) -> None:
 
 def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
     options = _prepare_to_serve(job)
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
     from torchweft import rpc
-    from torchweft.launch.cluster_store import ClusterStore
     from torchweft.rpc.joining import leave
 
-    options.store = ClusterStore(FileStore(job["rendezvous"], job["world_size"]))
+    _meet(options, job)
     try:
         rpc.init_rpc(
             job["name"],
@@ -189,6 +189,27 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
     with contextlib.suppress(ShutdownError):
         leave(0.0, contextlib.nullcontext)
     _end_at_once()
+
+
+def _meet(options: RpcBackendOptions, job: dict[str, Any]) -> None:
+    """Sets the store, and in a worker of another host the secret and the address, of a worker."""
+    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+
+    from torchweft.launch.cluster_store import ClusterStore
+    from torchweft.secret import Secret
+    from torchweft.transport.addresses import own_address_towards
+
+    place = urlsplit(job["rendezvous"])
+    if place.scheme != "tcp":
+        options.store = ClusterStore(FileStore(job["rendezvous"], job["world_size"]))
+        return
+    assert place.hostname is not None
+    assert place.port is not None
+    limit = timedelta(seconds=options.init_timeout)
+    store = TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
+    options.store = ClusterStore(store)
+    options.secret = Secret.from_environment()
+    options.listen = own_address_towards(place.hostname)
 
 
 def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:

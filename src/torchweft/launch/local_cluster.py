@@ -39,7 +39,7 @@ from torchweft.launch.console import session_console
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import furnished, serve_job, setup_error
 from torchweft.launch.leave_watch import LeaveWatch
-from torchweft.launch.nursery import Nursery
+from torchweft.launch.nursery import Nursery, WorkerSource
 from torchweft.launch.report import describe_death, describe_worker
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
@@ -76,7 +76,7 @@ class Cluster:
         self.names = terms.names
         self.name = terms.name
         self._terms = terms
-        self._nursery: Nursery | None = None
+        self._nursery: WorkerSource | None = None
         self._console = session_console()
         self._supervisor: Supervisor | None = None
         self._follower: threading.Thread | None = None
@@ -292,14 +292,9 @@ class Cluster:
         self._console.announce(f"weft: {text}")
 
     def _start_workers(self) -> None:
-        environment = compute_environment(self._terms.environment(os.environ), len(self.names))
-        if self._terms.nursery is None:
-            self._nursery = Nursery(environment=environment)
-        self._environment = environment
+        nursery = self._make_nursery()
         self._setup = None if self._terms.setup is None else shipped(self._terms.setup)
         workers = [self._spec(name) for name in self.names]
-        nursery = self._terms.nursery or self._nursery
-        assert nursery is not None
         nursery.remove_at_end(self._directory)
         self._supervisor = Supervisor(
             nursery, self._console, workers, self._worker_ended, self._worker_started
@@ -308,12 +303,24 @@ class Cluster:
         self._follower = threading.Thread(target=self._follow, name="weft-cluster", daemon=True)
         self._follower.start()
 
+    def _make_nursery(self) -> WorkerSource:
+        """Returns the nursery, and sets the workers' environment."""
+        environment = compute_environment(self._terms.environment(os.environ), len(self.names))
+        self._environment = environment
+        if self._terms.nursery is not None:
+            return self._terms.nursery
+        self._nursery = Nursery(environment=environment)
+        return self._nursery
+
     def _spec(self, name: str, restarts: int = 0) -> WorkerSpec:
         rank, terms = self.names.index(name) + 1, self._terms
         seed, device = worker_seed(terms.seed, name), terms.device_of(name)
         job = furnished(self._job(name, rank), seed, self._setup, device, self._report_of(name))
-        environment = terms.environment_of(name, self._environment, restarts)
+        environment = self._environment_of(name, restarts)
         return WorkerSpec(name, rank, job, environment, self._directory)
+
+    def _environment_of(self, name: str, restarts: int) -> dict[str, str]:
+        return self._terms.environment_of(name, self._environment, restarts)
 
     def _report_of(self, name: str) -> str:
         return os.path.join(self._directory, f"setup-{name}")

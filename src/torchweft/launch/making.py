@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.ids import check_worker_name
+from torchweft.launch.launchers import Launcher, launcher_of
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.nursery import Nursery
-from torchweft.launch.restarting_cluster import RestartingCluster
 from torchweft.launch.terms import Terms, check_type
 from torchweft.launch.worker import worker_names
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 def cluster(
     workers: int | None = None,
     *,
+    on: str | Launcher = "local",
     names: Sequence[str] | None = None,
     name: str = "driver",
     rpc_backend_options: RpcBackendOptions | None = None,
@@ -47,11 +48,14 @@ def cluster(
     raises, the workers are ended at once instead.
 
     Args:
-        workers: How many workers; by default as many as ``names``.
+        workers: How many workers; by default as many as ``names``, or as the launcher says.
+        on: Where they start: ``"local"``, this machine; or a launcher like
+            ``torchweft.launch.Ssh("a,b:4")``; or the name of a launcher that needs no options.
         names: Their names; by default ``worker0``, ``worker1``, and so on.
         name: The caller's own name.
         rpc_backend_options: Options for every worker and the caller. The init method, the secret
-            and the address are replaced: no other user and no other machine can join.
+            and the address are replaced: no other user and no other machine can join. Over hosts,
+            a new secret is made and handed out.
         nursery: A warm process to fork from; by default the cluster makes and ends its own.
         check: Whether leaving the block raises if a worker ended within it.
         restarts: How often each worker that dies is restarted, within the window and after the
@@ -87,6 +91,9 @@ def cluster(
             unknown, or cannot be read.
     """
     knobs.check_environment()
+    launcher = launcher_of(on)
+    if workers is None and names is None:
+        workers = launcher.count(None)
     checked = _checked_names(workers, names)
     check_type(name, str, "name", "the caller's own name as a text")
     check_worker_name(name)
@@ -108,7 +115,7 @@ def cluster(
         threads,
         devices,
     )
-    return RestartingCluster(terms) if restarts else Cluster(terms)
+    return launcher.cluster(terms)
 
 
 def _checked_names(workers: int | None, names: Sequence[str] | None) -> list[str]:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from torchweft.errors import LaunchError
 from torchweft.launch.control import ControlSocket, Ladder, Message
@@ -32,6 +33,31 @@ sys.path[:] = loads(sys.argv[1])
 from torchweft.launch.nursery_process import main
 main(own_path)
 """
+
+
+class WorkerSource(Protocol):
+    """Starts workers and reports their ends: a nursery of this host, or those of other hosts."""
+
+    def fileno(self) -> int:
+        """Returns the descriptor that is readable when there are events."""
+
+    def start(self, key: str, worker: WorkerSpec, stdout: int, stderr: int) -> None:
+        """Asks for a worker that writes to the two descriptors; does not wait for it."""
+
+    def stop(self, key: str | None, ladder: Ladder) -> None:
+        """Has one worker, or all workers, signalled until they end; does not wait for that."""
+
+    def remove_at_end(self, directory: str) -> None:
+        """Has a directory of this host removed at the end, also if this process is killed."""
+
+    def receive(self) -> list[Message]:
+        """Returns the next events; raises LaunchError if the workers are lost."""
+
+    def end(self) -> None:
+        """Ends all workers, and waits; the last events can still be read."""
+
+    def close(self) -> None:
+        """Ends all workers and closes the connections; idempotent."""
 
 
 class Nursery:

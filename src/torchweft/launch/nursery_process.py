@@ -163,6 +163,9 @@ class _Nursery:
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if "WEFT_NOTICE_FILE" in os.environ:
+            # SLURM signals all processes of a step; see torchweft.rpc.notice.
+            signal.signal(signal.SIGTERM, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write.fileno(), warn_on_full_buffer=False)
 
     def _clear_wake(self) -> None:
@@ -267,6 +270,7 @@ class _Nursery:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         os.close(stdout)

@@ -7,7 +7,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
 from torchweft import knobs
@@ -16,7 +16,7 @@ from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import Job
 from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
-from torchweft.launch.nursery import WARM_MODULES, Nursery
+from torchweft.launch.nursery import WARM_MODULES, Nursery, WorkerSource
 from torchweft.launch.report import Repeats, RunReport, shell_status, signal_name
 from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
 from torchweft.launch.signals import watched_signals
@@ -82,7 +82,7 @@ def run_workers(
         Nursery(preload=preload, environment=environment) as nursery,
     ):
         nursery.remove_at_end(notes)
-        run = _Run(nursery, console, names, job, environment, meeting, policy, seed, notes)
+        run = Run(nursery, console, names, job, environment, meeting, policy, seed, notes)
         return run.to_the_end()
 
 
@@ -102,12 +102,26 @@ def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
     return StoreMeeting()
 
 
-class _Run:
-    """The state of one run: pending restarts, the failure that ended it, and its exit status."""
+class Run:
+    """The state of one run: pending restarts, the failure that ended it, and its exit status.
+
+    Args:
+        nursery: Starts the workers; this closes it at the end.
+        console: Where the workers' output goes, and messages about them.
+        names: The workers' names, in order of their ranks.
+        job: What each of them does.
+        environment: Their variables, without those of their identity and meeting place.
+        meeting: Where they meet.
+        policy: The policy when a worker dies.
+        seed: The seed of the run, or None.
+        notes: The folder for notes about deaths.
+        locals_: Each worker's number among those of its host, and how many these are; by default,
+            there is one host.
+    """
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: WorkerSource,
         console: Console,
         names: Sequence[str],
         job: Job,
@@ -116,7 +130,9 @@ class _Run:
         policy: RestartPolicy,
         seed: int | None,
         notes: str,
+        locals_: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
+        self._locals = locals_ or {name: (rank, len(names)) for rank, name in enumerate(names)}
         self._nursery = nursery
         self._ranks = {name: rank for rank, name in enumerate(names)}
         self._job = job
@@ -137,8 +153,11 @@ class _Run:
         self._is_ending = False
         self._failure: WorkerExit | None = None
         self._signal_count = 0
+        self.on_terminate: Callable[[], bool] = lambda: False
+        """Called for ``SIGTERM``; returns whether the workers may go on for now."""
 
     def to_the_end(self) -> int:
+        """Follows the workers until the run is over, and returns its exit status."""
         try:
             with watched_signals(self._supervisor.watch, self._signalled):
                 self._supervisor.start()
@@ -146,7 +165,7 @@ class _Run:
                     self._supervisor.poll(self._plan.wait_s(time.monotonic()))
                     self._start_again()
         except BrokenPipeError:
-            return self._output_closed()
+            return output_closed()
         except LaunchError as error:
             self._report.say(str(error))
             return self._status or 1
@@ -160,7 +179,8 @@ class _Run:
 
     def _spec(self, name: str) -> WorkerSpec:
         rank = self._ranks[name]
-        identity = identity_environment(name, rank, len(self._ranks), self._plan.count(name))
+        local_rank, count = self._locals[name]
+        identity = identity_environment(name, rank, count, self._plan.count(name), local_rank)
         environment = self._meeting.environment(self._base) | identity
         job = {**self._job, "seed": worker_seed(self._seed, name)}
         return WorkerSpec(name, rank, job, environment, self._notes)
@@ -176,14 +196,6 @@ class _Run:
             self._meeting.renew()
         for name in due:
             self._supervisor.start_again(self._spec(name))
-
-    def _output_closed(self) -> int:
-        """Ends quietly, like a program whose output goes to ``head``."""
-        # Buffered output cannot be written, and the interpreter would complain about it at exit.
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-        return BROKEN_PIPE_STATUS
 
     def _worker_ended(self, ended: WorkerExit) -> None:
         if ended.exit_code == 0 or self._is_ending or self._plan.is_regrouping:
@@ -206,6 +218,12 @@ class _Run:
         self._supervisor.stop(ladder)
 
     def _signalled(self, number: int) -> None:
+        if number == signal.SIGQUIT:
+            self._report.say("SIGQUIT, each worker writes what it does to a file")
+            self._supervisor.signal_workers(number)
+            return
+        if number == signal.SIGTERM and self.on_terminate():
+            return
         self._signal_count += 1
         is_repeated = self._signal_count > 1
         what = "killing the workers" if is_repeated else "ending the workers"
@@ -217,6 +235,19 @@ class _Run:
         else:
             ladder = INTERRUPT_LADDER if number == signal.SIGINT else _ladder(number)
             self._end(128 + number, ladder)
+
+
+def output_closed() -> int:
+    """Lets this process end quietly, like a program whose output goes to ``head``.
+
+    Returns:
+        The exit status of such a program.
+    """
+    # Buffered output cannot be written, and the interpreter would complain about it at exit.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
+    return BROKEN_PIPE_STATUS
 
 
 def _ladder(number: int) -> Ladder:

@@ -15,14 +15,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 @contextmanager
 def watched_signals(
     watch: Callable[[int, Callable[[], object]], None], on_signal: Callable[[int], None]
 ) -> Iterator[None]:
-    """Handles signals that ask this process to end in its loop, within a ``with`` block.
+    """Handles signals to this process in its loop, within a ``with`` block.
+
+    They ask the process to end, or (``SIGQUIT``) to say what the workers do.
 
     Args:
         watch: Makes the loop call a function when a descriptor is readable.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import selectors
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from torchweft.errors import LaunchError
 from torchweft.launch.console import Console, Label, LineAssembler
 from torchweft.launch.control import Ladder, Message
-from torchweft.launch.nursery import Nursery
+from torchweft.launch.nursery import WorkerSource
 from torchweft.launch.report import ErrorTail, MemoryKills, failure_report
 from torchweft.launch.worker import WorkerExit, WorkerSpec
 
@@ -73,7 +74,7 @@ class Supervisor:
 
     def __init__(
         self,
-        nursery: Nursery,
+        nursery: WorkerSource,
         console: Console,
         workers: Sequence[WorkerSpec],
         on_exit: Callable[[WorkerExit], None],
@@ -153,6 +154,14 @@ class Supervisor:
         for key in list(self._running):
             if self._workers[key].spec.name == name:
                 self._nursery.stop(key, [(number, 0.0)])
+
+    def signal_workers(self, number: int) -> None:
+        """Sends one signal to all workers, and not to the processes that they have started."""
+        for key in list(self._running):
+            pid = self._workers[key].pid
+            if pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def tail(self, name: str) -> str:
         """Returns the last lines that a worker wrote to standard error."""
@@ -278,7 +287,8 @@ class Supervisor:
                 pass
         now_s = time.monotonic()
         self._drain_until_s = None if self._running else now_s + DRAIN_LIMIT_S
-        is_killed = event["exit_code"] == -signal.SIGKILL
+        # The counters of this host say nothing about a worker of another one.
+        is_killed = event["exit_code"] == -signal.SIGKILL and not event.get("is_far")
         self._on_exit(
             WorkerExit(
                 worker.spec.name,

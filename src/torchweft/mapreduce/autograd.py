@@ -73,13 +73,13 @@ def backward(
     check_context_id(context_id)
     wanted = None if inputs is None else _checked_leaves(inputs)
     roots = _roots_of(tensors, grad_tensors, "root")
-    retain = create_graph if retain_graph is None else retain_graph
+    mode = _mode_of(retain_graph, create_graph)
     replay = Replay(current_engine(), context_id, roots)
     if wanted is not None:
-        found = replay.gradients_of(wanted, PassMode(retain, create_graph, for_inputs=True))
+        found = replay.gradients_of(wanted, mode._replace(for_inputs=True))
         gradients = _owned(zip(wanted, found, strict=True), roots, create_graph)
     else:
-        gradients = replay.gradients_of_leaves(PassMode(retain, create_graph))
+        gradients = replay.gradients_of_leaves(mode)
     with torch.set_grad_enabled(create_graph):
         current_engine().contexts.get(context_id).gradients.keep(gradients)
     # The context owns these gradients, and .grad is changed in place: it gets copies.
@@ -125,9 +125,9 @@ def grad(
     check_context_id(context_id)
     wanted = checked_inputs(inputs)
     roots = _roots_of(outputs, grad_outputs, "output")
-    retain = create_graph if retain_graph is None else retain_graph
+    mode = _mode_of(retain_graph, create_graph)
     replay = Replay(current_engine(), context_id, roots)
-    found = replay.gradients_of(wanted, PassMode(retain, create_graph, for_inputs=True))
+    found = replay.gradients_of(wanted, mode._replace(for_inputs=True))
     return all_used(found, allow_unused)
 
 
@@ -136,6 +136,11 @@ def _in_order(
 ) -> tuple[Gradient, bool | None]:
     """Returns both arguments in our order; torchopt passes ``retain_graph`` in the first place."""
     return (None, gradients) if isinstance(gradients, bool) else (gradients, retain_graph)
+
+
+def _mode_of(retain_graph: bool | None, create_graph: bool) -> PassMode:
+    retain_graph = create_graph if retain_graph is None else retain_graph
+    return PassMode(bool(retain_graph), bool(create_graph))
 
 
 def _roots_of(tensors: Tensor | Iterable[Tensor], gradients: Gradient, what: str) -> Roots:

@@ -15,7 +15,7 @@ import functools
 import inspect
 import operator
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -29,6 +29,7 @@ from torchweft.mapreduce.ending import recorded, staying
 from torchweft.protocol.membership.registration import HOST
 from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
 from torchweft.rpc.options import from_tensorpipe
+from torchweft.rpc.placement import find
 
 __all__ = [
     "WorldInfo",
@@ -169,15 +170,22 @@ def _place_in_group(agent: Agent) -> WorldInfo:
     rank, size = agent.info.id, len(members)
     place = _launched_place()
     # A launcher knows best which worker is on which host, if it has started this group.
-    if (place.world_rank, place.world_size) == (rank, size) and "LOCAL_RANK" in os.environ:
+    if (place.world_rank, place.world_size) == (rank, size) and "LOCAL_RANK" in _variables():
         return place
     host = agent.me.registration.facts.get(HOST)
     here = [peer.info.id for peer in members if peer.registration.facts.get(HOST) == host]
     return WorldInfo(rank, size, here.index(rank), len(here))
 
 
+def _variables() -> Mapping[str, str]:
+    """Returns the environment, with ``RANK`` and so on where a launcher names them otherwise."""
+    if "RANK" in os.environ:
+        return os.environ
+    return {**os.environ, **find(os.environ).variables}
+
+
 def _number(variable: str, default: int) -> int:
-    text = os.environ.get(variable)
+    text = _variables().get(variable)
     if text is None:
         return default
     if not text.isdigit():
@@ -405,7 +413,7 @@ def _alone(options: Options | None) -> rpc.RpcBackendOptions:
 
 def _check_launched(place: WorldInfo) -> None:
     """Raises ConfigurationError if this is one of several workers, but rank or size is unknown."""
-    is_told = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    is_told = all(variable in _variables() for variable in ("RANK", "WORLD_SIZE"))
     is_open = INIT_METHOD_VARIABLE in os.environ and "WORLD_SIZE" not in os.environ
     is_alone = place.world_rank == 0 and place.world_size == 1
     if is_open:

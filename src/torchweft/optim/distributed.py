@@ -8,14 +8,11 @@ previous step, usually none or one number.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
@@ -23,13 +20,16 @@ from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 from torchweft.optim import local
+from torchweft.optim.eager import with_hooks
 from torchweft.optim.groups import (
     Group,
     Options,
     Parameter,
     as_state_dict,
+    changed_options,
     check_distinct,
     check_fits,
+    copied_options,
     read_group,
     read_groups,
     read_options,
@@ -135,10 +135,11 @@ class DistributedOptimizer(Optimizer):
             options.update(placed.options)
         for number, group in enumerate(groups, start=len(self.param_groups)):
             self.param_groups.append({"params": group.parameters, **options[number]})
-            self._told.append(_snapshot(options[number]))
+            self._told.append(copied_options(options[number]))
 
     # Steps
 
+    @with_hooks
     @without_own_frames
     def step(self, context_id: int) -> None:  # type: ignore[override]
         """Steps every parameter that has a gradient in a context. Blocks until all are done.
@@ -179,7 +180,7 @@ class DistributedOptimizer(Optimizer):
             "torchweft.autograd.backward(context_id, [loss]) run before, in the same context as "
             "the calls that the loss was computed from?",
             RuntimeWarning,
-            stacklevel=5,  # Outside of step, without_own_frames and PyTorch's profile hook.
+            stacklevel=5,  # Outside of step, without_own_frames and with_hooks.
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -201,13 +202,8 @@ class DistributedOptimizer(Optimizer):
         """Returns the hyper-parameters that the owners do not have yet, by group."""
         changes = {}
         for number, (group, told) in enumerate(zip(self.param_groups, self._told, strict=True)):
-            changed = {
-                key: value
-                for key, value in group.items()
-                if key != "params" and not (key in told and _is_same(value, told[key]))
-            }
-            if changed:
-                changes[number] = _snapshot(changed)
+            if changed := changed_options(group, told):
+                changes[number] = changed
         return changes
 
     def tell_changes(self) -> None:
@@ -284,8 +280,8 @@ class DistributedOptimizer(Optimizer):
         for group, loaded in zip(self.param_groups, options, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update(_snapshot(loaded), params=parameters)
-        self._told = [_snapshot(loaded) for loaded in options]
+            group.update(copied_options(loaded), params=parameters)
+        self._told = [copied_options(loaded) for loaded in options]
 
     def _part_of(self, state: Mapping[Any, Any], owner: int) -> dict[Any, Any]:
         """Returns the state of an owner's parameters, and entries that belong to no parameter."""
@@ -339,14 +335,3 @@ def _check_context_id(context_id: object) -> None:
             f"context_id is {kind_of(context_id)}; pass the number that "
             "'with torchweft.autograd.context() as context_id' gives"
         )
-
-
-def _is_same(first: object, second: object) -> bool:
-    if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return torch.equal(first, second)
-    return type(first) is type(second) and bool(first == second)
-
-
-def _snapshot(options: Mapping[str, Any]) -> Options:
-    """Returns a deep copy: later changes within a tensor or list do not affect it."""
-    return {key: copy.deepcopy(value) for key, value in options.items()}

@@ -6,6 +6,9 @@ second of CPU, and memory, in each process that hosts an optimizer. In a process
 imported the compiler, there is no compiler to tell. There the functions below call the functions
 that PyTorch wrapped. Otherwise, or if this module does not know the wrapper, they call PyTorch's
 functions unchanged.
+
+Each step of PyTorch also names itself to profilers and runs hooks. That takes longer than the step
+of a small layer, also where there is no profiler and no hook. So it is left out then.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from types import CodeType, MethodType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer, optimizer
@@ -23,6 +26,9 @@ from torch.optim import Optimizer, optimizer
 from torchweft.rpc.rref import is_made_plainly
 
 _COMPILER = "torch._dynamo"
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def make(
@@ -61,6 +67,33 @@ def step(optimizer: Optimizer) -> None:
     optimizer.step()
 
 
+def with_hooks(step: Callable[P, T]) -> Callable[P, T]:
+    """Does what PyTorch does to the ``step`` of each class of optimizers, if it has any effect."""
+    seen: Callable[P, T] = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (seen if _is_seen(args[0]) else step)(*args, **kwargs)
+
+    vars(call)["hooked"] = True  # PyTorch's own mark: it does not wrap this function once more.
+    return call
+
+
+def _is_seen(optimizer: Any) -> bool:
+    return bool(
+        torch._C._autograd._profiler_enabled()
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or any(_GLOBAL_HOOKS)
+    )
+
+
+_GLOBAL_HOOKS: list[Any] = [
+    getattr(optimizer, name, ())
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+]
+
+
 def _unmarked(function: Any) -> Callable[..., Any] | None:
     """Returns the function inside a mark for the compiler; None if the mark must stay."""
     if _COMPILER in sys.modules or _code_of(function) is not _MARK:
@@ -78,7 +111,7 @@ def _plain_step(step: Any) -> Callable[[Optimizer], object] | None:
         return None
     known = _plain_steps.get(step)
     if known is None:
-        known = Optimizer.profile_hook_step(_in_its_mode(marked.__wrapped__))
+        known = with_hooks(_in_its_mode(marked.__wrapped__))
         _plain_steps[step] = known
     return known
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,29 @@ from torchweft.serialize.registry import rebuilds_plain
 Reference = RRef[Any]
 Options = dict[str, Any]
 """The hyper-parameters of one group: all its entries except ``params``."""
+
+
+def changed_options(group: Mapping[str, Any], told: Options) -> Options:
+    """Returns copies of a group's hyper-parameters that differ from those told before."""
+    return copied_options(
+        {
+            key: value
+            for key, value in group.items()
+            if key != "params"
+            and (key not in told or (value is not told[key] and not _is_same(value, told[key])))
+        }
+    )
+
+
+def copied_options(options: Mapping[str, Any]) -> Options:
+    """Returns a deep copy: later changes within a tensor or list do not affect it."""
+    return {key: copy.deepcopy(value) for key, value in options.items()}
+
+
+def _is_same(first: object, second: object) -> bool:
+    if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)
 
 
 class Group(NamedTuple):

@@ -7,10 +7,9 @@ that share a parameter would see each other's gradients.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
@@ -138,9 +137,15 @@ class LocalOptimizer:
         """
         with self._lock:
             self._change(changes)
-            with _as_grad(self._numbers, gradients):
+            grads = [parameter.grad for parameter in self._numbers]
+            try:
+                for parameter in self._numbers:
+                    parameter.grad = gradients.get(parameter)
                 eager.step(self._optimizer)
-            return any(parameter in gradients for parameter in self._numbers)
+            finally:
+                for parameter, grad in zip(self._numbers, grads, strict=True):
+                    parameter.grad = grad
+            return not gradients.keys().isdisjoint(self._numbers)
 
     def _change(self, changes: Mapping[int, Options]) -> None:
         if changes:
@@ -195,20 +200,6 @@ class LocalOptimizer:
         """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
         groups = self._optimizer.param_groups
         return [self._numbers[parameter] for group in groups for parameter in group["params"]]
-
-
-@contextlib.contextmanager
-def _as_grad(parameters: Iterable[Tensor], gradients: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Sets ``.grad`` of ``parameters`` to their ``gradients`` within a ``with`` block."""
-    before: list[tuple[Tensor, Tensor | None]] = []
-    try:
-        for parameter in parameters:
-            before.append((parameter, parameter.grad))
-            parameter.grad = gradients.get(parameter)
-        yield
-    finally:
-        for parameter, grad in before:
-            parameter.grad = grad
 
 
 # Functions that a distributed optimizer calls on owners, by name.

@@ -2,8 +2,9 @@
 
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.cutting import Stages, cut_by_plan, cut_evenly, cut_sequential
-from torchweft.pipeline.errors import CutError, StageMismatch
-from torchweft.pipeline.pipe import Pipe, PipeOptimizer
+from torchweft.pipeline.errors import CutError, NotFinite, StageMismatch
+from torchweft.pipeline.optimizer import PipeOptimizer
+from torchweft.pipeline.pipe import Pipe
 from torchweft.pipeline.points import SplitPoint, cut_model
 from torchweft.pipeline.schedules import (
     Schedule1F1B,
@@ -23,6 +24,7 @@ from torchweft.pipeline.wiring import BATCH, Take, Wiring
 __all__ = [
     "BATCH",
     "CutError",
+    "NotFinite",
     "Pipe",
     "PipeOptimizer",
     "Schedule1F1B",

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from torchweft.errors import ArgumentTypeError
+from torchweft.optim import eager
 from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
@@ -82,19 +84,38 @@ def close(pipe: int) -> None:
 
 
 def make_optimizer(
-    pipe: int, optimizer_class: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
-) -> None:
-    """Makes the optimizer of this worker's weights."""
+    pipe: int, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Makes the optimizer of this worker's weights; returns its hyper-parameters."""
     runner = runner_of(pipe)
     weights = [weight for stage in runner.stages.values() for weight in stage.parameters()]
-    runner.optimizer = optimizer_class(weights, **options) if weights else None
+    runner.optimizer = made = _made(optimizer_class, weights, options) if weights else None
+    if made is None:
+        return {}
+    return {name: value for name, value in made.param_groups[0].items() if name != "params"}
 
 
-def step_optimizer(pipe: int) -> None:
-    """Steps this worker's optimizer."""
+def _made(
+    optimizer_class: Callable[..., Optimizer], weights: Sequence[Tensor], options: Mapping[str, Any]
+) -> Optimizer:
+    if isinstance(optimizer_class, type):
+        return eager.make(optimizer_class, weights, (), dict(options))
+    return optimizer_class(weights, **options)
+
+
+def set_options(pipe: int, options: Mapping[str, Any]) -> None:
+    """Sets hyper-parameters of this worker's optimizer."""
+    optimizer = runner_of(pipe).optimizer
+    for group in optimizer.param_groups if optimizer is not None else ():
+        group.update(options)
+
+
+def step_optimizer(pipe: int, changes: Mapping[str, Any]) -> None:
+    """Steps this worker's optimizer, after changes of its hyper-parameters."""
+    set_options(pipe, changes)
     optimizer = runner_of(pipe).optimizer
     if optimizer is not None:
-        optimizer.step()
+        eager.step(optimizer)
 
 
 def first_values(pipe: int, group: int) -> list[Tensor]:
@@ -143,32 +164,6 @@ def set_mode(pipe: int, is_training: bool) -> None:
         stage.module.train(is_training)
 
 
-def state_dict(pipe: int, has_names: bool) -> dict[str, Tensor]:
-    """Returns the weights and buffers of this worker's stages."""
-    return {
-        _prefix(number, has_names) + name: value.detach()
-        for number, stage in runner_of(pipe).stages.items()
-        for name, value in stage.module.state_dict().items()
-    }
-
-
-def gradients(pipe: int, has_names: bool) -> dict[str, Tensor | None]:
-    """Returns the gradients of this worker's weights."""
-    return {
-        _prefix(number, has_names) + name: weight.grad
-        for number, stage in runner_of(pipe).stages.items()
-        for name, weight in stage.module.named_parameters()
-    }
-
-
-def load_state_dict(pipe: int, state: Mapping[str, Tensor], has_names: bool) -> None:
-    """Sets the weights and buffers of this worker's stages."""
-    for number, stage in runner_of(pipe).stages.items():
-        prefix = _prefix(number, has_names)
-        own = {name: state[prefix + name] for name in stage.module.state_dict()}
-        stage.module.load_state_dict(own)
-
-
 def peak_held(pipe: int) -> int:
     """Returns the most micro-batches whose activations this worker held in the last step."""
     return runner_of(pipe).peak_held
@@ -184,7 +179,3 @@ def stop_recording(pipe: int) -> WorkerNotes:
     runner = runner_of(pipe)
     notes, runner.notes = runner.notes or Notes(), None
     return WorkerNotes(clock_id(), notes.steps)
-
-
-def _prefix(stage: int, has_names: bool) -> str:
-    return "" if has_names else f"{stage}."

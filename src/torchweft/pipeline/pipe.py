@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from torchweft import checkpoint as snapshots
 from torchweft.agent.current import current
 from torchweft.arguments import limit_of
-from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.pipeline import host, stream_host
+from torchweft.errors import ConfigurationError
+from torchweft.pipeline import host, moving, stream_host, weights
 from torchweft.pipeline.checking import check_stages
-from torchweft.pipeline.copies import Copies, Tie, find_copies
+from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
+from torchweft.pipeline.deployment import Deployment, Layout, Schedules, Settings
+from torchweft.pipeline.optimizer import PipeOptimizer
 from torchweft.pipeline.recording import Recording, WorkerNotes
-from torchweft.pipeline.runner import Assignment
-from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
-from torchweft.pipeline.streaming import (
-    OptimizerMaker,
-    Run,
-    blame,
-    check_endless,
-    check_updates,
-    iterator_of,
-    short_table,
-)
-from torchweft.pipeline.values import cut_batch, picked_for
-from torchweft.pipeline.wiring import BATCH, Wiring
-from torchweft.rpc import (
-    UNSET_RPC_TIMEOUT,
-    Future,
-    RRef,
-    as_completed,
-    get_worker_info,
-    rpc_async,
-    rpc_sync,
-)
+from torchweft.pipeline.schedules import Table
+from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
+from torchweft.pipeline.wiring import Wiring
+from torchweft.rpc import UNSET_RPC_TIMEOUT
 
 _WAIT_S = 60.0
-_END_S = 5.0
-_numbers = itertools.count(1)
-
-
-class Schedules(Protocol):
-    """Anything that has a table for a number of workers."""
-
-    def table(self, n_workers: int, /) -> Table:
-        """Returns the table."""
 
 
 class Pipe:
@@ -80,6 +57,11 @@ class Pipe:
         example: A batch; with it, the shapes between the stages are checked before all else.
         optimizer: For an asynchronous schedule: called on each worker with a list of its weights,
             returns the optimizer that ``run`` steps there.
+        check_finite: Whether each worker checks what its stages send, the loss and the gradients of
+            the weights. The first stage with NaN or an infinity ends the step with ``NotFinite``.
+        share_memory: Whether large activations and gradients are computed into memory that the
+            workers of a host share, and travel without a copy. No stage may change its inputs or,
+            after its forward, its outputs in place; one that does ends the step with an error.
 
     Raises:
         StageMismatch: With an example, a stage cannot take the values that it gets.
@@ -122,92 +104,51 @@ class Pipe:
         timeout: float = UNSET_RPC_TIMEOUT,
         example: Any = None,
         optimizer: OptimizerMaker | None = None,
+        check_finite: bool = False,
+        share_memory: bool = False,
     ) -> None:
         _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         _check_choice("reduction", reduction, ("mean", "sum"))
-        self.workers = tuple(workers)
-        if len(set(self.workers)) != len(self.workers) or not self.workers:
-            raise ConfigurationError(
-                f"workers is {list(workers)}; name each worker of the pipeline once"
-            )
-        self._endless = schedule if isinstance(schedule, SchedulePipeDream) else None
-        count = len(self.workers)
-        self.table = short_table(self._endless, count) if self._endless else schedule.table(count)
-        check_updates(self.table, bool(self._endless), optimizer)
-        self.stages = stages_of(stages, self.table.n_stages, wiring, ties)
-        check(self.table, self.stages.wiring.edges)
-        if example is not None:
-            check_stages(self.stages, example, self.table.n_microbatches)
-        if self._endless:
-            check_endless(self._endless, count, self.stages, checkpoint)
-        self._infos = [get_worker_info(name) for name in self.workers]
-        self._limit_s = limit_of(timeout, _WAIT_S)
-        self._mean = reduction == "mean"
-        self._has_loss = loss is not None
-        self._step = 0
-        self._zero_grad = self._is_recorded = False
-        self._inputs = self._input_stages()
-        self._last = self.table.n_stages - 1
-        self._pipe = (current().me.id << 32) | next(_numbers)
-        self._hosts: list[RRef[host.Host]] = []
-        self._is_running = False
+        limit_s = limit_of(timeout, _WAIT_S)
+        self._settings = Settings(
+            loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
+        )
+        self._schedule = schedule
+        self._mode: bool | None = None
+        self._zero_grad = self._is_recorded = self._is_running = False
         self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
-        self._set_up(loss, checkpoint)
-        if optimizer is not None:
-            self._all(host.make_optimizer, optimizer, {})
+        self._optimizer: PipeOptimizer | None = None
+        self._deployment = self._deploy(stages, workers, schedule, wiring, ties, example)
 
-    def _input_stages(self) -> list[list[int]]:
-        """Returns, for each worker, its stages that take a part of the batch."""
-        wiring = self.stages.wiring
-        return [
-            [stage for stage in self.table.stages_of(row) if wiring.taken(stage, BATCH)]
-            for row in range(len(self.workers))
-        ]
+    def _deploy(
+        self,
+        stages: nn.Sequential | Stages | Sequence[StageSource],
+        workers: Sequence[str],
+        schedule: Schedules,
+        wiring: Wiring | None,
+        ties: Iterable[Tie],
+        example: Any,
+    ) -> Deployment:
+        layout = Layout.of(workers, schedule)
+        found = stages_of(stages, layout.table.n_stages, wiring, ties)
+        if example is not None:
+            check_stages(found, example, layout.table.n_microbatches)
+        return Deployment(layout, found, self._settings)
 
-    def _set_up(self, loss: Callable[[Any, Any], Tensor] | None, checkpoint: str) -> None:
-        copies = find_copies(self.table, self.stages.ties)
-        futures: list[Future[RRef[host.Host]]] = []
-        for row, info in enumerate(self._infos):
-            sources = {stage: self.stages.sources[stage] for stage in self.table.stages_of(row)}
-            if info.name == current().me.name:
-                sources = copy.deepcopy(sources)  # Another worker gets copies as well.
-            given = (
-                self._pipe,
-                row,
-                self.workers,
-                self.table,
-                self.stages.wiring,
-                sources,
-                loss,
-                self.table.n_microbatches if self._mean and not self._endless else 1,
-                checkpoint,
-                copies,
-                self._limit_s,
-                current().me.name,
-            )
-            if self._endless:
-                streamed = stream_host.StreamAssignment(*given, self._endless, self._mean)
-                future = rpc_async(
-                    info, stream_host.set_up, args=(streamed,), timeout=self._limit_s
-                )
-            else:
-                assignment = Assignment(*given)
-                future = rpc_async(info, host.set_up, args=(assignment,), timeout=self._limit_s)
-            futures.append(future)
-        self._hosts = [future.wait() for future in futures]
-        self._equalize(copies)
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """The names of the workers, in the order of the table's rows."""
+        return self._deployment.workers
 
-    def _equalize(self, copies: Copies) -> None:
-        """Gives all copies of a weight the value of the first, where each worker made its own."""
-        for number, members in enumerate(copies.groups):
-            made = [self.stages.sources[member.stage] for member in members]
-            if all(isinstance(each, nn.Module) for each in made):
-                continue
-            first, *others = copies.workers(number)
-            args = (self._pipe, number)
-            values = rpc_sync(self._infos[first], host.first_values, args=args)
-            for worker in (first, *others):
-                rpc_sync(self._infos[worker], host.set_values, args=(*args, values))
+    @property
+    def table(self) -> Table:
+        """The table that the workers run; of an asynchronous schedule a short one."""
+        return self._deployment.table
+
+    @property
+    def stages(self) -> Stages:
+        """The stages, as they were passed."""
+        return self._deployment.stages
 
     # Training
 
@@ -228,11 +169,15 @@ class Pipe:
             ConfigurationError: The batch cannot be cut evenly, the pipeline has no loss, or its
                 schedule is asynchronous.
             PipelineError: A stage failed; names it. The cause is its error.
+            NotFinite: With ``check_finite``, values became NaN or infinite.
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
         self._check_loss()
         self._check_synchronous("step")
-        return torch.cat(self._run_once(True, batch, target)).sum()
+        self._check_idle()
+        zero_grad, self._zero_grad = self._zero_grad, False
+        losses = self._deployment.run_once(True, zero_grad, batch, target)
+        return torch.cat(losses).sum()
 
     def run(self, batches: Iterable[Any]) -> Iterator[Tensor]:
         """Trains on minibatches with an asynchronous schedule; yields their losses in order.
@@ -258,7 +203,7 @@ class Pipe:
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
         self._check_loss()
-        if not self._endless:
+        if not self._deployment.endless:
             raise ConfigurationError(
                 f"{self.table.name} is a synchronous schedule; call step(batch, target) for each "
                 "batch, or pass SchedulePipeDream"
@@ -269,21 +214,22 @@ class Pipe:
 
     def _stream(self, source: Iterator[Any]) -> Generator[Tensor, None, None]:
         self._check_idle()
-        self._step += 1
+        placed = self._deployment
+        placed.step += 1
         self._is_running = True
-        wiring = self.stages.wiring
-        run = Run(self._pipe, self._step, self._infos, self.table, wiring, self._limit_s)
+        wiring, limit_s = self.stages.wiring, self._settings.limit_s
+        run = Run(placed.number, placed.step, placed.infos, self.table, wiring, limit_s)
         try:
             yield from run.losses(source)
         finally:
             self._is_running = False
 
     def _check_loss(self) -> None:
-        if not self._has_loss:
+        if self._settings.loss is None:
             raise ConfigurationError("the pipeline has no loss function; pass loss=... to Pipe")
 
     def _check_synchronous(self, name: str) -> None:
-        if self._endless:
+        if self._deployment.endless:
             raise ConfigurationError(
                 f"{name} is for synchronous schedules, and the workers of {self.table.name} step "
                 "their optimizers themselves; use: for loss in pipe.run(batches)"
@@ -301,69 +247,10 @@ class Pipe:
 
         The outputs of the micro-batches are joined along dimension 0. Blocks.
         """
-        results = self._run_once(False, batch, None)
+        self._check_idle()
+        results = self._deployment.run_once(False, False, batch, None)
         parts = sorted(pair for pair in itertools.chain(*results))
         return _joined([output for _, output in parts])
-
-    def _run_once(self, is_training: bool, batch: Any, target: Any) -> list[Any]:
-        """Runs all rows once; returns the results of the workers that have one."""
-        self._check_idle()
-        count = self.table.n_microbatches
-        batches = cut_batch(batch, count)
-        targets = cut_batch(target, count, "the target") if is_training else []
-        self._step += 1
-        zero_grad, self._zero_grad = self._zero_grad and is_training, False
-        futures: list[Future[Any]] = []
-        failures: list[Exception] = []
-        for row, info in enumerate(self._infos):
-            inputs = {
-                stage: {
-                    number: picked_for(stage, self.stages.wiring, part)
-                    for number, part in enumerate(batches)
-                    if self.table.worker_of(stage, number) == row
-                }
-                for stage in self._inputs[row]
-            }
-            own_targets = {
-                number: part
-                for number, part in enumerate(targets)
-                if self.table.worker_of(self._last, number) == row
-            }
-            args = (self._pipe, self._step, is_training, zero_grad, inputs, own_targets)
-            try:
-                futures.append(rpc_async(info, host.start, args=args, timeout=0))
-            except Exception as error:
-                failures.append(error)
-                self._abort()
-                break
-        return [result for result in self._results(futures, failures) if result is not None]
-
-    def _results(self, futures: list[Future[Any]], failures: list[Exception]) -> list[Any]:
-        """Waits for all workers; if one fails, ends the step on the others and raises its error."""
-        try:
-            for future in as_completed(futures):
-                try:
-                    future.wait()
-                except Exception as error:
-                    if not failures:
-                        self._abort()
-                    failures.append(error)
-        except BaseException:  # Ctrl-C
-            self._abort()
-            _cancel(futures)
-            raise
-        if not failures:
-            return [future.wait() for future in futures]
-        # The others failed because of the first, unless it was told to end by one of them.
-        failures.sort(key=blame)
-        raise failures[0]
-
-    def _abort(self) -> None:
-        for info in self._infos:
-            try:
-                rpc_async(info, host.abort, args=(self._pipe, self._step), timeout=_END_S)
-            except WorkerLost:
-                continue
 
     # Weights
 
@@ -380,8 +267,14 @@ class Pipe:
             ConfigurationError: The schedule is asynchronous.
         """
         self._check_synchronous("optimizer")
-        self._all(host.make_optimizer, optimizer_class, options)
-        return PipeOptimizer(self)
+        self._check_idle()
+        self._optimizer = PipeOptimizer(
+            lambda: self._deployment, self._drop_gradients, optimizer_class, options
+        )
+        return self._optimizer
+
+    def _drop_gradients(self) -> None:
+        self._zero_grad = True
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their joint norm is at most ``max_norm``.
@@ -402,6 +295,7 @@ class Pipe:
     def train(self, mode: bool = True) -> Pipe:
         """Sets the training mode of all stages; returns the pipeline."""
         self._all(host.set_mode, mode)
+        self._mode = mode
         return self
 
     def eval(self) -> Pipe:
@@ -415,11 +309,15 @@ class Pipe:
         stage in front. Of replicas it returns the first, whose weights are those of all; the
         statistics of a batch normalization follow only the micro-batches of that replica.
         """
-        return self._gathered(host.state_dict)
+        return self._gathered(weights.values)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of all weights, copied to the driver; keys as in ``state_dict``."""
-        return self._gathered(host.gradients)
+        return self._gathered(weights.gradients)
+
+    def squared_norms(self) -> dict[str, float]:
+        """Returns the squared norm of each weight's gradient; keys as in ``state_dict``."""
+        return self._gathered(weights.squared_norms)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Sets the weights and buffers of all stages.
@@ -427,13 +325,186 @@ class Pipe:
         Raises:
             ConfigurationError: Keys are missing, or there are others.
         """
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            missing, extra = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-            raise ConfigurationError(
-                f"the state is of another model: missing {missing}, unexpected {extra}"
-            )
-        self._all(host.load_state_dict, dict(state), self.stages.has_names)
+        self._check_idle()
+        placed = self._deployment
+        shapes = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
+        moving.check_same(shapes, moving.shapes(placed))
+        placed.call_named(weights.set_values, dict(state))
+
+    # Moving and saving
+
+    def repartition(
+        self,
+        stages: nn.Sequential | Stages | Sequence[StageSource],
+        *,
+        workers: Sequence[str] | None = None,
+        schedule: Schedules | None = None,
+        wiring: Wiring | None = None,
+        ties: Iterable[Tie] = (),
+        example: Any = None,
+    ) -> None:
+        """Cuts the model in another way, or moves it to other workers, between two steps. Blocks.
+
+        The stages that are passed say which modules they have, and which of their weights are
+        trained. Their values come from the present stages, by name: weights, buffers, and the
+        optimizer's state go from worker to worker. The optimizer and its hyper-parameters stay
+        valid; gradients are dropped. If it fails, the pipeline is as before.
+
+        Args:
+            stages: The same model in other stages; see ``Pipe``. The names of weights must be the
+                same, so use ``cut_sequential``, ``cut_model`` or a ``Sequential``.
+            workers: The workers; by default the present ones.
+            schedule: The schedule; by default the present one; asynchronous only if that is.
+            wiring: See ``Pipe``.
+            ties: See ``Pipe``.
+            example: See ``Pipe``.
+
+        Raises:
+            ConfigurationError: A run is under way, the pipeline is recorded, the stages are of
+                another model, or they do not fit the schedule.
+            WorkerLost: A worker was lost.
+        """
+        old, schedule = self._deployment, schedule or self._schedule
+        new = self._replacement(stages, workers or old.workers, schedule, wiring, ties, example)
+        with self._placed(new):
+            moving.move(old, new, self._settings.limit_s)
+        self._deployment, self._schedule = new, schedule
+        old.close()
+
+    def resume(
+        self,
+        directory: str | os.PathLike[str],
+        stages: nn.Sequential | Stages | Sequence[StageSource],
+        workers: Sequence[str],
+        *,
+        schedule: Schedules | None = None,
+        wiring: Wiring | None = None,
+        ties: Iterable[Tie] = (),
+        state: dict[str, Any] | None = None,
+        step: int | None = None,
+    ) -> snapshots.Snapshot:
+        """Goes on from a snapshot on other workers, after a worker was lost. Blocks.
+
+        It is ``repartition`` with the state of a snapshot in place of that of the present stages;
+        the optimizer stays valid.
+
+        Args:
+            directory: Where ``save`` saved; see ``restore``.
+            stages: The same model in other stages; see ``repartition``.
+            workers: The workers.
+            schedule: See ``repartition``.
+            wiring: See ``Pipe``.
+            ties: See ``Pipe``.
+            state: See ``restore``.
+            step: See ``restore``.
+
+        Raises:
+            ConfigurationError: As for ``repartition``.
+            SnapshotNotFound: There is none.
+            StateMismatch: It is of another model.
+            WorkerLost: Another worker was lost.
+        """
+        old, schedule = self._deployment, schedule or self._schedule
+        new = self._replacement(stages, workers, schedule, wiring, ties, None)
+        with self._placed(new):
+            snapshot = self._restored(new, directory, state, step)
+        self._deployment, self._schedule = new, schedule
+        old.close()
+        return snapshot
+
+    def _replacement(self, *given: Any) -> Deployment:
+        self._check_idle()
+        if self._is_recorded:
+            raise ConfigurationError("the pipeline is recorded; leave that block first")
+        return self._deploy(*given)
+
+    @contextlib.contextmanager
+    def _placed(self, new: Deployment) -> Iterator[None]:
+        """Prepares stages that are to take the place of the present ones; closes them on errors."""
+        try:
+            if self._optimizer is not None:
+                self._optimizer.move(new)
+            if self._mode is not None:
+                new.call_all(host.set_mode, self._mode)
+            yield
+        except BaseException:
+            new.close()
+            raise
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> snapshots.Snapshot:
+        """Saves weights, buffers, optimizer and random numbers, between two steps. Blocks.
+
+        Each worker writes the state of its own stages. See ``torchweft.checkpoint.save``.
+
+        Args:
+            directory: Where snapshots are kept.
+            step: How many steps have been done.
+            state: Further state of the program; see ``torchweft.checkpoint.save``.
+            keep: How many snapshots to keep; None for all.
+
+        Raises:
+            CheckpointError: A worker could not write its part.
+            WorkerLost: A worker was lost. Earlier snapshots are unchanged.
+        """
+        tree, _ = self._tree(self._deployment, state)
+        random_of = {*self.workers, current().me.name}
+        return snapshots.save(directory, tree, step=step, keep=keep, random_states=random_of)
+
+    def restore(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        state: dict[str, Any] | None = None,
+        step: int | None = None,
+    ) -> snapshots.Snapshot:
+        """Restores what ``save`` saved, also with other stages or on other workers. Blocks.
+
+        The model must be cut from the same one, so that names are the same, and have an optimizer
+        if it had one.
+
+        Args:
+            directory: Where the snapshots are.
+            state: Further state of the program, as it was saved; it is changed in place.
+            step: The snapshot after this many steps; by default the last snapshot.
+
+        Raises:
+            SnapshotNotFound: There is none.
+            StateMismatch: It is of another model; lists the differences. Nothing is changed.
+            WorkerLost: A worker was lost.
+        """
+        return self._restored(self._deployment, directory, state, step)
+
+    def _restored(
+        self,
+        deployment: Deployment,
+        directory: str | os.PathLike[str],
+        state: dict[str, Any] | None,
+        step: int | None,
+    ) -> snapshots.Snapshot:
+        tree, options = self._tree(deployment, state)
+        snapshot = snapshots.restore(directory, tree, step=step)
+        moving.spread(deployment, self._settings.limit_s)
+        if self._optimizer is not None:
+            self._optimizer.adopt(options, deployment)
+        return snapshot
+
+    def _tree(
+        self, deployment: Deployment, state: dict[str, Any] | None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns what a snapshot holds; and of that, the optimizer's hyper-parameters."""
+        self._check_idle()
+        options = {} if self._optimizer is None else self._optimizer.options()
+        tree = {"pipe": moving.references(deployment), "options": options}
+        return {**tree, "program": {} if state is None else state}, options
+
+    # Measuring
 
     def peak_held(self) -> list[int]:
         """Returns the most micro-batches whose activations each worker held in the last step.
@@ -446,8 +517,9 @@ class Pipe:
         """Measures when each action of the training steps in a ``with`` block runs.
 
         Workers note two times for each action meanwhile, and none otherwise. Steps that fail, and
-        evaluation, are left out. A worker on another host has another clock, which is read through
-        a call when the block ends; ``clock_error_s`` bounds the error.
+        evaluation, are left out; so are runs that were not taken to their end. A worker on another
+        host has another clock, which is read through a call when the block ends;
+        ``clock_error_s`` bounds the error.
 
         Example::
 
@@ -457,10 +529,11 @@ class Pipe:
             print(recording.report())
             Path("timeline.svg").write_text(recording.timeline.svg(recording.predicted))
         """
+        endless, count = self._deployment.endless, len(self.workers)
         return Recording(
-            self.table,
+            lambda n: endless.table(count, n) if endless else self.table,
             self.stages.wiring.edges,
-            self._infos,
+            self._deployment.infos,
             self._start_recording,
             self._stop_recording,
         )
@@ -480,26 +553,21 @@ class Pipe:
 
         The newest version counts. With a synchronous schedule it is the only one.
         """
-        return self._all(stream_host.versions_held) if self._endless else [1] * len(self.workers)
+        if self._deployment.endless is None:
+            return [1] * len(self.workers)
+        return self._all(stream_host.versions_held)
 
     def _gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
         gathered: dict[str, Any] = {}
-        for each in self._all(function, self.stages.has_names):
+        self._check_idle()
+        for each in self._deployment.call_named(function):
             gathered |= each | gathered  # Of replicas, the first.
         return gathered
 
     def _all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a function of the host on all workers; returns the results by row."""
         self._check_idle()
-        futures = [
-            rpc_async(info, function, args=(self._pipe, *args), timeout=self._limit_s)
-            for info in self._infos
-        ]
-        try:
-            return [future.wait() for future in futures]
-        except BaseException:  # One failed, or Ctrl-C
-            _cancel(futures)
-            raise
+        return self._deployment.call_all(function, *args)
 
     # The end
 
@@ -511,39 +579,13 @@ class Pipe:
         losses = self._losses() if self._losses else None
         if losses is not None:
             losses.close()
-        for info in self._infos if self._hosts else ():
-            try:
-                rpc_sync(info, host.close, args=(self._pipe,), timeout=_END_S)
-            except (WorkerLost, TimeoutError):
-                continue
-        self._hosts.clear()
+        self._deployment.close()
 
     def __enter__(self) -> Pipe:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class PipeOptimizer:
-    """The optimizers of a pipeline's workers; made by ``Pipe.optimizer``."""
-
-    def __init__(self, pipe: Pipe) -> None:
-        self._pipe = pipe
-
-    def zero_grad(self) -> None:
-        """Drops all gradients when the next step of the pipeline begins."""
-        self._pipe._zero_grad = True
-
-    def step(self) -> None:
-        """Steps the optimizer of each worker; blocks until all are done."""
-        self._pipe._all(host.step_optimizer)
-
-
-def _cancel(futures: Iterable[Future[Any]]) -> None:
-    """Gives up calls, so that their later errors are not reported as never looked at."""
-    for future in futures:
-        future.cancel()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

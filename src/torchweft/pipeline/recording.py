@@ -24,17 +24,19 @@ _PINGS = 5
 
 
 class StepNotes(NamedTuple):
-    """A step of one worker, in seconds on its clock.
+    """A step of one worker, or a run of an asynchronous schedule, in seconds on its clock.
 
     Attributes:
-        step: Number of the step.
+        step: Number of the step or run.
         times_s: Begin and end of each action of its row, in order.
         peak_held: The most micro-batches whose activations it held.
+        n_minibatches: The minibatches of a run, on which the row depends.
     """
 
     step: int
     times_s: list[tuple[float, float]]
     peak_held: int
+    n_minibatches: int = 0
 
 
 class WorkerNotes(NamedTuple):
@@ -75,13 +77,15 @@ class Notes:
         self._times_s.append((self._busy_since_s, now_s))
         self._busy_since_s = now_s
 
-    def end_step(self, step: int, peak_held: int) -> None:
+    def end_step(self, step: int, peak_held: int, n_minibatches: int = 0) -> None:
         """Notes that the row is done."""
-        self.steps.append(StepNotes(step, self._times_s, peak_held))
+        self.steps.append(StepNotes(step, self._times_s, peak_held, n_minibatches))
 
 
 class Recording:
     """The measured steps of a pipeline; made by ``Pipe.recording``, filled when its block ends.
+
+    With an asynchronous schedule, each run is measured as one step, with its updates.
 
     Attributes:
         steps: The timeline of each training step in the block, in order. Time 0 is the begin of its
@@ -91,7 +95,7 @@ class Recording:
             are on the driver's host.
 
     Args:
-        table: The pipeline's table.
+        table_of: Returns the pipeline's table, for the number of minibatches of a run.
         edges: The pairs of stages between which values go.
         workers: The workers, by row.
         start: Starts the notes on all workers.
@@ -100,7 +104,7 @@ class Recording:
 
     def __init__(
         self,
-        table: Table,
+        table_of: Callable[[int], Table],
         edges: Sequence[tuple[int, int]],
         workers: Sequence[WorkerInfo],
         start: Callable[[], object],
@@ -109,7 +113,7 @@ class Recording:
         self.steps: tuple[Timeline, ...] = ()
         self.peak_held: tuple[int, ...] = ()
         self.clock_error_s = 0.0
-        self._table = table
+        self._table_of = table_of
         self._edges = edges
         self._workers = workers
         self._start = start
@@ -135,7 +139,7 @@ class Recording:
         self.peak_held = tuple(
             max((step.peak_held for step in each.steps), default=0) for each in notes
         )
-        self.steps = timelines_of(self._table, self._edges, notes, ahead_s)
+        self.steps = timelines_of(self._table_of, self._edges, notes, ahead_s)
 
     def _clocks(self, clocks: Sequence[str]) -> list[float]:
         """Returns, for each worker, how far its clock is ahead of the driver's, in seconds."""
@@ -167,7 +171,7 @@ class Recording:
     @property
     def predicted(self) -> Timeline:
         """The timeline that the measured costs predict, if no action takes longer than usual."""
-        return predict(self._table, self.costs, self._edges)
+        return predict(self.timeline.table, self.costs, self._edges)
 
     def report(self) -> str:
         """Returns a table: idle share and peak activations of each worker, measured and predicted.
@@ -180,13 +184,14 @@ class Recording:
     def _checked(self) -> tuple[Timeline, ...]:
         if not self.steps:
             raise ConfigurationError(
-                "no training step was recorded; call step() in the block, and read it afterwards"
+                "no training step was recorded; call step() in the block, or take all losses of "
+                "run(), and read it afterwards"
             )
         return self.steps
 
 
 def timelines_of(
-    table: Table,
+    table_of: Callable[[int], Table],
     edges: Sequence[tuple[int, int]],
     notes: Sequence[WorkerNotes],
     ahead_s: Sequence[float],
@@ -194,15 +199,16 @@ def timelines_of(
     """Returns the timelines of the steps that all workers completed.
 
     Args:
-        table: The table.
+        table_of: Returns the table, for the number of minibatches of a run.
         edges: The pairs of stages between which values go.
         notes: The notes of each worker.
         ahead_s: How far each worker's clock is ahead.
     """
-    by_worker = [{step.step: step.times_s for step in each.steps} for each in notes]
+    by_worker = [{step.step: step for step in each.steps} for each in notes]
     found = []
     for step in sorted(set(by_worker[0]).intersection(*by_worker[1:])):
-        times_s = [each[step] for each in by_worker]
+        table = table_of(by_worker[0][step].n_minibatches)
+        times_s = [each[step].times_s for each in by_worker]
         begin_s = min(row[0][0] - ahead for row, ahead in zip(times_s, ahead_s, strict=True) if row)
         spans = tuple(
             tuple(

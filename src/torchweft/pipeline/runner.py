@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torchweft.agent.peers import Peer
 from torchweft.errors import PipelineError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added, separated
+from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
 from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
@@ -28,13 +29,16 @@ from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
+from torchweft.runtime.thread_modes import THREADS
 from torchweft.wire.frames import Frame
 
 FORWARD, BACKWARD, COPIES = range(3)
 """The kinds of messages between stages."""
 
-_HEAD = struct.Struct("<qBiiq")
-"""Step, kind, stage, source and micro-batch of a message: bytes are encoded faster than numbers."""
+_HEAD = struct.Struct("<qBiiqQ?")
+"""Step, kind, stage, source, micro-batch and mask of a message, and whether its first value is the
+structure of the others."""
+_MASK_LIMIT = 1 << 64
 START = (-1,)
 """The key of the command to run a row."""
 _END, _MESSAGE = -1, -2
@@ -62,6 +66,8 @@ class Assignment:
         copies: The weights that exist more than once.
         timeout_s: How long to wait for one message.
         driver: The name of the driver.
+        check_finite: Whether the stages check that their results are finite.
+        share_memory: Whether their values for others are computed into shared memory.
     """
 
     pipe: int
@@ -76,6 +82,8 @@ class Assignment:
     copies: Copies
     timeout_s: float
     driver: str
+    check_finite: bool
+    share_memory: bool
 
 
 class Start(NamedTuple):
@@ -118,7 +126,7 @@ class Runner:
         table, wiring = assignment.table, assignment.wiring
         last = table.n_stages - 1
         self.stages = {
-            stage: StageRun(
+            stage: self._make_stage(
                 stage,
                 made if isinstance(made, nn.Module) else made(),
                 wiring,
@@ -126,6 +134,7 @@ class Runner:
                 if stage == last and assignment.loss is not None
                 else None,
                 self._checkpoints,
+                assignment.share_memory,
             )
             for stage, made in separated(assignment.stages).items()
         }
@@ -134,12 +143,14 @@ class Runner:
         self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
         self._rpc = current_worker()
-        self._peers = {name: self._rpc.agent.find(name) for name in assignment.workers}
+        self._peers = [self._rpc.agent.find(name) for name in assignment.workers]
+        self._peer_by_seat = {seat: self._peers[worker] for seat, worker in table.seats.items()}
         self._ports = self._rpc.agent.slots[PORTS]
         self._mail: queue.SimpleQueue[tuple[int, Key, Any]] = queue.SimpleQueue()
+        self._listener = self._ports.listener(self._mail)
         self._ports.open(assignment.pipe, self._put_message)
         self._arrived: dict[tuple[int, Key], Any] = {}
-        self._step = 0
+        self._step = self._aborted = 0
         self._at: Action | None = None
         self._packets_of_action: dict[int, Packet] = {}
         self._lost: WorkerLost | None = None
@@ -149,6 +160,11 @@ class Runner:
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
         )
         self._thread.start()
+
+    def _make_stage(self, *args: Any) -> StageRun:
+        if self.assignment.check_finite:
+            return CheckedStage(*args, unit=self.unit, worker=self.name, peer_of=self._peer_of)
+        return StageRun(*args)
 
     def _checkpoints(self, microbatch: int) -> bool:
         rule = self.assignment.checkpoint
@@ -161,20 +177,21 @@ class Runner:
     def put(self, step: int, key: Key, content: Any) -> None:
         """Puts a message into the mailbox; never blocks."""
         self._mail.put((step, key, content))
+        self._listener.wake()
 
     def _put_message(self, peer: Peer, frame: Frame) -> None:
-        self._mail.put((_MESSAGE, (), (peer, frame)))
+        self.put(_MESSAGE, (), (peer, frame))
 
     def close(self) -> None:
         """Ends the thread; does not wait for it."""
         self._forget()
         self._ports.close(self.assignment.pipe)
-        self._mail.put((_END, (), None))
+        self.put(_END, (), None)
 
     def _on_worker_lost(self, error: WorkerLost) -> None:
         if error.worker in (*self.assignment.workers, self.assignment.driver):
             self._lost = error
-            self._mail.put((0, (), error))
+            self.put(0, (), error)
 
     # The runner's thread
 
@@ -183,9 +200,11 @@ class Runner:
             step, key, content = self._mail.get()
             if step == _END:
                 self._discard_all()
+                self._listener.close()
                 return
             if key == START:
                 self._run(content)
+                self._listener.rest()
             elif key:
                 self._keep(step, key, content)
             elif step == _MESSAGE:
@@ -193,6 +212,8 @@ class Runner:
                     self._read(*content)
                 except Exception as error:
                     self._unreadable = error
+            elif content is None:  # The end of a step may overtake its start.
+                self._aborted = step
 
     def _discard_all(self) -> None:
         """Releases at their senders the contents of messages that were not read."""
@@ -203,9 +224,12 @@ class Runner:
 
     def _read(self, peer: Peer, frame: Frame) -> None:
         """Reads a message of another stage, and keeps it if it is of this step or a later one."""
-        head, mask, structure, *leaves = self._ports.read(peer, frame)
-        step, *key = _HEAD.unpack(head)
-        self._keep(step, tuple(key), Packet(mask, structure, leaves))
+        head, leaves = self._ports.read(peer, frame)
+        step, kind, stage, source, microbatch, mask, has_structure = _HEAD.unpack(head)
+        structure = None
+        if has_structure:
+            mask, structure, *leaves = leaves
+        self._keep(step, (kind, stage, source, microbatch), Packet(mask, structure, leaves))
 
     def _keep(self, step: int, key: Key, content: Any) -> None:
         if step >= self._step:
@@ -227,6 +251,8 @@ class Runner:
         if wanted not in arrived:
             deadline_s = time.monotonic() + (limit_s or self.assignment.timeout_s)
             while wanted not in arrived:
+                if self._mail.empty():
+                    self._listen(key, deadline_s)
                 remaining_s = max(deadline_s - time.monotonic(), 0.0)
                 try:
                     mail = self._mail.get(timeout=min(remaining_s, threading.TIMEOUT_MAX))
@@ -237,6 +263,14 @@ class Runner:
             if notes is not None:
                 notes.end_wait()
         return arrived.pop(wanted)
+
+    def _listen(self, key: Key, deadline_s: float) -> None:
+        """Reads the connection to the sender of a message itself, if that is possible."""
+        kind, _, source, microbatch = key
+        if kind in (FORWARD, BACKWARD):
+            self._listener.wait(self._peer_of(source, microbatch), deadline_s)
+        else:
+            self._listener.rest()
 
     def _sort(self, step: int, key: Key, content: Any) -> None:
         """Keeps a message, or raises the end of the step."""
@@ -261,7 +295,7 @@ class Runner:
             wanted = "the gradients of a weight that it shares"
         else:
             wanted = f"{_SHOWN[kind]} of {self.unit} {microbatch}"
-            sender = self._worker_of(source, microbatch)
+            sender = self._peer_of(source, microbatch).name
         return PipelineError(
             f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
             f"{wanted} from stage {source} on {sender!r}; that stage takes longer, or waits "
@@ -274,11 +308,14 @@ class Runner:
     def _run(self, start: Start) -> None:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
+        THREADS.follow()
         for old in [each for each in self._arrived if each[0] < start.step]:
             del self._arrived[old]
         try:
             if self._lost is not None:
                 raise self._lost
+            if self._aborted == start.step:
+                raise Aborted
             unreadable, self._unreadable = self._unreadable, None
             if unreadable is not None:
                 raise unreadable
@@ -337,9 +374,13 @@ class Runner:
         self._at = None
         if notes is not None:
             notes.end_step(self._step, self.peak_held)
+        for stage in self.stages.values():
+            stage.check_weights()
         self._send_copies()
         self._add_copies()
-        return torch.stack([losses[each] for each in sorted(losses)]) if losses else None
+        if not losses:
+            return None
+        return torch.stack([losses[each] for each in sorted(losses)]) / self.assignment.divisor
 
     def _packets(self, stage: StageRun, microbatch: int, start: Start) -> dict[int, Packet]:
         number = stage.stage
@@ -396,20 +437,22 @@ class Runner:
 
     def _deliver(self, kind: int, stage: int, source: int, microbatch: int, packet: Packet) -> None:
         """Sends values to the worker of a stage; never waits."""
-        self._send(self._worker_of(stage, microbatch), (kind, stage, source, microbatch), packet)
+        self._send(self._peer_of(stage, microbatch), (kind, stage, source, microbatch), packet)
 
-    def _worker_of(self, stage: int, microbatch: int) -> str:
-        """Returns the name of the worker that runs a stage for a micro-batch."""
-        table = self.assignment.table
-        return self.assignment.workers[table.worker_of(stage, microbatch)]
+    def _peer_of(self, stage: int, microbatch: int) -> Peer:
+        """Returns the worker that runs a stage for a micro-batch."""
+        return self._peer_by_seat[stage, microbatch]
 
-    def _send(self, worker: str, key: Key, packet: Packet) -> None:
-        if worker == self.name:
+    def _send(self, peer: Peer, key: Key, packet: Packet) -> None:
+        if peer.is_self:
             self._keep(self._step, key, packet)
             return
         mask, structure, leaves = packet
-        values = (_HEAD.pack(self._step, *key), mask, structure, *leaves)
-        self._ports.post(self._peers[worker], self.assignment.pipe, values)
+        is_plain = structure is None and mask < _MASK_LIMIT
+        if not is_plain:
+            mask, leaves = 0, (mask, structure, *leaves)
+        head = _HEAD.pack(self._step, *key, mask, not is_plain)
+        self._ports.post(peer, self.assignment.pipe, head, leaves)
 
     def _send_copies(self, microbatch: int = 0) -> None:
         """Sends the gradients of weights that exist more than once to the other copies.
@@ -423,8 +466,7 @@ class Runner:
             for place, weights in self._own_copies(number).items():
                 packet = Packet(0, None, [weight.grad for weight in weights])
                 for worker in others:
-                    name = self.assignment.workers[worker]
-                    self._send(name, (COPIES, number, place, microbatch), packet)
+                    self._send(self._peers[worker], (COPIES, number, place, microbatch), packet)
 
     def _add_copies(self, microbatch: int = 0) -> None:
         """Waits for the gradients of the other copies; all copies get the sum."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from torchweft.autograd.local_engine import accumulate
 from torchweft.errors import ConfigurationError
+from torchweft.pipeline.sharing import Redirection
 from torchweft.pipeline.split import WeightPart, input_part
 from torchweft.pipeline.values import Packet, describe, make_packet, pick
 from torchweft.pipeline.wiring import BATCH, Wiring
@@ -24,7 +27,7 @@ class Objective(NamedTuple):
 
     Attributes:
         loss: Returns the loss of an output and a target, a tensor with one element.
-        divisor: Each loss is divided by it before its backward.
+        divisor: The backward of each loss begins with the gradient ``1 / divisor``.
     """
 
     loss: Loss
@@ -32,11 +35,12 @@ class Objective(NamedTuple):
 
 
 class _Rerun(NamedTuple):
-    """A forward that the backward runs again: its arguments and the state of the random numbers."""
+    """A forward that the backward runs again: what it took and the state of the random numbers."""
 
     arguments: Sequence[Any]
-    random_state: Tensor
     weights: Leaves | None
+    target: Any
+    random_state: Tensor
 
 
 class _Held:
@@ -48,9 +52,10 @@ class _Held:
         loss: The loss, with its graph, in the last stage.
         rerun: How to make the graph; None if it exists.
         rest: The second part of a backward that was split.
+        versions: If memory is shared, the versions of inputs and sent tensors.
     """
 
-    __slots__ = ("inputs", "loss", "rerun", "rest", "sent")
+    __slots__ = ("inputs", "loss", "rerun", "rest", "sent", "versions")
 
     def __init__(self) -> None:
         self.inputs: dict[int, list[Tensor]] = {}
@@ -58,6 +63,14 @@ class _Held:
         self.loss: Tensor | None = None
         self.rerun: _Rerun | None = None
         self.rest: WeightPart | None = None
+        self.versions: list[int] = []
+
+    def others(self) -> Iterator[tuple[int, Tensor]]:
+        """Returns the tensors whose memory another stage may see, each with that stage."""
+        for values in (self.inputs, self.sent):
+            for stage, tensors in values.items():
+                for tensor in tensors:
+                    yield stage, tensor
 
 
 class StageRun:
@@ -70,6 +83,8 @@ class StageRun:
         objective: For the last stage, its loss; None elsewhere.
         checkpoints: Whether to drop the activations of a micro-batch after its forward, and to run
             the forward again before its backward.
+        share_memory: Whether to compute large outputs, and gradients of inputs, into memory that
+            the workers of the host share.
     """
 
     def __init__(
@@ -79,6 +94,7 @@ class StageRun:
         wiring: Wiring,
         objective: Objective | None,
         checkpoints: Callable[[int], bool],
+        share_memory: bool = False,
     ) -> None:
         self.stage = stage
         self.module = module
@@ -90,6 +106,8 @@ class StageRun:
         self._is_spread = wiring.spreads and len(self._takes) == 1 and self._takes[0].key is None
         self._objective = objective
         self._checkpoints = checkpoints
+        self._outputs = Redirection() if share_memory else None
+        self._gradients = Redirection() if share_memory else None
         self._held: dict[int, _Held] = {}
 
     @property
@@ -132,25 +150,49 @@ class StageRun:
             The packets by consumer; and the loss, detached, in the last stage.
         """
         held = self._held[microbatch] = _Held()
+        held.inputs = {source: packet.require_grad() for source, packet in packets.items()}
         arguments = self._arguments(packets)
-        held.inputs = {source: packets[source].needing_grad() for source in self.sources}
+        outputs = self._outputs
+        if outputs is not None:
+            held.versions = [tensor._version for _, tensor in held.others()]
         rerun = None
         if self._checkpoints(microbatch):
-            rerun = held.rerun = _Rerun(arguments, torch.get_rng_state(), weights)
-        with torch.set_grad_enabled(rerun is None):
-            output = self._call(arguments, weights)
-            if self._objective is not None:
-                held.loss = self._scaled_loss(output, target)
+            rerun = held.rerun = _Rerun(arguments, weights, target, torch.get_rng_state())
+        if rerun is None and outputs is None:
+            output, held.loss = self._run(arguments, weights, target)
+        else:
+            redirected = nullcontext() if outputs is None else outputs.run(arguments)
+            with redirected, torch.set_grad_enabled(rerun is None):
+                output, held.loss = self._run(arguments, weights, target)
         outgoing = {}
         needs_grad = bool(rerun) and (any(held.inputs.values()) or bool(self.parameters()))
         for consumer in self.consumers:
             outgoing[consumer], held.sent[consumer] = self._packet(output, consumer, needs_grad)
-        if rerun is not None and self._objective is not None:
-            # The target is needed again.
-            held.rerun = rerun._replace(arguments=(*arguments, target))
+        if outputs is not None:
+            outputs.learn([tensor for sent in held.sent.values() for tensor in sent])
+            outgoing = {each: outputs.own(packet) for each, packet in outgoing.items()}
+            held.versions += [each._version for sent in held.sent.values() for each in sent]
         return outgoing, None if held.loss is None else held.loss.detach()
 
-    def _arguments(self, packets: Mapping[int, Packet]) -> list[Any]:
+    def _run(
+        self, arguments: Sequence[Any], weights: Leaves | None, target: Any
+    ) -> tuple[Any, Tensor | None]:
+        """Returns the output of the module; and its loss, in the last stage."""
+        output = self._call(arguments, weights)
+        if self._objective is None:
+            return output, None
+        loss = self._objective.loss(output, target)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigurationError(
+                f"the loss function returned {describe(loss)}; a tensor with one element is needed"
+            )
+        return output, loss
+
+    def _arguments(self, packets: Mapping[int, Packet]) -> Sequence[Any]:
+        if len(packets) == 1:
+            (packet,) = packets.values()
+            alone: Sequence[Any] = packet.values()
+            return alone
         values = {source: iter(packet.values()) for source, packet in packets.items()}
         return [next(values[take.source]) for take in self._takes]
 
@@ -177,15 +219,6 @@ class StageRun:
         picked = [pick(output, take, consumer) for take in self._given[consumer]]
         return make_packet(picked, may_need_grad=may_need_grad)
 
-    def _scaled_loss(self, output: Any, target: Any) -> Tensor:
-        assert self._objective is not None
-        loss = self._objective.loss(output, target)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            raise ConfigurationError(
-                f"the loss function returned {describe(loss)}; a tensor with one element is needed"
-            )
-        return loss / self._objective.divisor if self._objective.divisor > 1 else loss
-
     # Backward
 
     def expects(self, microbatch: int) -> list[int]:
@@ -203,8 +236,15 @@ class StageRun:
         """
         held = self._held[microbatch]
         roots, arrived = self._roots(held, gradients)
-        if roots:
-            torch.autograd.backward(roots, arrived)
+        redirection = self._gradients
+        if redirection is None:
+            if roots:
+                accumulate(tuple(roots), tuple(arrived))
+        else:
+            with redirection.run(arrived):
+                if roots:
+                    accumulate(tuple(roots), tuple(arrived))
+            redirection.learn([leaf.grad for each in held.inputs.values() for leaf in each])
         del self._held[microbatch]
         return {
             source: [leaf.grad for leaf in leaves]
@@ -219,7 +259,11 @@ class StageRun:
         held = self._held[microbatch]
         roots, arrived = self._roots(held, gradients)
         leaves = [leaf for each in held.inputs.values() for leaf in each]
-        found, held.rest = input_part(roots, arrived, leaves, self.parameters())
+        redirection = self._gradients
+        with nullcontext() if redirection is None else redirection.run(arrived):
+            found, held.rest = input_part(roots, arrived, leaves, self.parameters())
+        if redirection is not None:
+            redirection.learn(found)
         results = iter(found)
         outgoing = {
             source: [next(results) for _ in each] for source, each in held.inputs.items() if each
@@ -233,17 +277,30 @@ class StageRun:
         assert held.rest is not None
         held.rest.run()
 
+    def check_weights(self, microbatch: int = -1) -> None:
+        """Checks the gradients of its weights, if it is a ``CheckedStage``.
+
+        Args:
+            microbatch: The last micro-batch that they belong to; -1 for all of a step.
+
+        Raises:
+            NotFinite: One is NaN or infinite.
+        """
+
     def _roots(
         self, held: _Held, gradients: Mapping[int, Sequence[Tensor | None]]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns the tensors at which a backward begins, and their gradients."""
+        if held.versions:
+            self._check_unchanged(held)
         if held.rerun is not None:
             self._run_again(held, held.rerun)
         roots: list[Tensor] = []
         arrived: list[Tensor] = []
         if held.loss is not None and held.loss.requires_grad:
+            assert self._objective is not None
             roots.append(held.loss)
-            arrived.append(torch.ones_like(held.loss))
+            arrived.append(torch.full_like(held.loss, 1 / self._objective.divisor))
         for consumer, tensors in held.sent.items():
             if not tensors:
                 continue
@@ -252,6 +309,15 @@ class StageRun:
                     roots.append(tensor)
                     arrived.append(gradient)
         return roots, arrived
+
+    def _check_unchanged(self, held: _Held) -> None:
+        for (other, tensor), version in zip(held.others(), held.versions, strict=True):
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"it changed {describe(tensor)} in place, which it shares with stage {other}; "
+                    "use an operation that makes a new tensor, or make the pipeline without "
+                    "share_memory"
+                )
 
     def _run_again(self, held: _Held, rerun: _Rerun) -> None:
         """Makes the graph of a forward that was run without."""
@@ -262,11 +328,7 @@ class StageRun:
         buffers = [(each, each.clone()) for each in self.module.buffers()]
         try:
             with torch.enable_grad():
-                if self._objective is not None:
-                    *arguments, target = rerun.arguments
-                    held.loss = self._scaled_loss(self._call(arguments, rerun.weights), target)
-                    return
-                output = self._call(rerun.arguments, rerun.weights)
+                output, held.loss = self._run(rerun.arguments, rerun.weights, rerun.target)
         finally:
             torch.set_rng_state(now)
             for buffer, before in buffers:

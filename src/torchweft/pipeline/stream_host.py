@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchweft.agent.peers import Peer
 from torchweft.pipeline import host
 from torchweft.pipeline.runner import Assignment, Runner, Start
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
@@ -69,9 +70,9 @@ class StreamRunner(Runner):
         self._update: Action | None = None
         self.peak_versions = 1
 
-    def _worker_of(self, stage: int, microbatch: int) -> str:
+    def _peer_of(self, stage: int, microbatch: int) -> Peer:
         seats = self.assignment.table.replicas(stage)
-        return self.assignment.workers[seats[microbatch % len(seats)]]
+        return self._peers[seats[microbatch % len(seats)]]
 
     def _train(self, start: Start) -> None:
         self._begin()
@@ -88,6 +89,8 @@ class StreamRunner(Runner):
         self._n_updated = 0
         self._update = None
         self.peak_held = 0
+        if self.notes is not None:
+            self.notes.begin_step()
 
     def _run_parts(self, start: Start) -> None:
         schedule, me = self.assignment.schedule, self.assignment.worker
@@ -103,6 +106,9 @@ class StreamRunner(Runner):
             self._act(action, start)
         self._end_update()
         self._at = None
+        least = self.assignment.table.n_microbatches  # With fewer, a replica had none.
+        if self.notes is not None and minibatch >= least:
+            self.notes.end_step(self._step, self.peak_held, minibatch)
 
     def _wait_for(self, minibatch: int) -> _Entry:
         """Waits until a minibatch enters, as long as the program takes; or until there is none."""
@@ -123,10 +129,13 @@ class StreamRunner(Runner):
             self._versions.want(self._version_used(minibatch + self._seats))
             for loss in losses.values():
                 self._report(minibatch, loss)
+            self._note_end()
         elif action.kind is Kind.BACKWARD:
             self._backward(action)
             self._versions.end(minibatch)
+            self._note_end()
         else:
+            self.stages[self._stage].check_weights(minibatch)
             self._send_copies(minibatch)
             self._update = action
             if self._seats == 1:
@@ -155,6 +164,11 @@ class StreamRunner(Runner):
                     weight.grad = weight.grad / count
         step = (lambda: None) if self.optimizer is None else self.optimizer.step
         self._versions.update(step)
+        self._note_end()
+
+    def _note_end(self) -> None:
+        if self.notes is not None:
+            self.notes.end_action()
 
     def _report(self, minibatch: int, loss: Tensor) -> None:
         """Sends a loss to the driver; never waits."""

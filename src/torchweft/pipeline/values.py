@@ -26,17 +26,15 @@ class Packet(NamedTuple):
     structure: Any
     leaves: Sequence[Any]
 
-    def needing_grad(self) -> list[Tensor]:
-        """Returns the leaves that need a gradient, in order."""
+    def require_grad(self) -> list[Tensor]:
+        """Returns the leaves that need a gradient, in order; from now on they require it."""
         mask, leaves = self.mask, self.leaves
         if not mask:
             return []
-        return [leaf for place, leaf in enumerate(leaves) if mask >> place & 1]
+        return [leaf.requires_grad_() for place, leaf in enumerate(leaves) if mask >> place & 1]
 
     def values(self) -> Any:
-        """Returns the values, one for each ``Take``; tensors that need a gradient require it."""
-        for leaf in self.needing_grad():
-            leaf.requires_grad_()
+        """Returns the values, one for each ``Take``."""
         if self.structure is None:
             return self.leaves
         return _pytree.tree_map(self.leaves.__getitem__, self.structure)

@@ -18,7 +18,7 @@ Guarantees, assumptions and flows: ``docs/protocols/autograd.md``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchweft.errors import AutogradError
@@ -31,7 +31,7 @@ CONNECTION = "its connection"
 """The failed operation in errors about a lost worker."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, init=False)
 class Progress:
     """The progress of messages, by their numbers, on its way to the driver.
 
@@ -43,10 +43,22 @@ class Progress:
         reached: Messages that were reached and whose gradients are not complete.
     """
 
-    walked: list[int] = field(default_factory=list)
-    executed: list[int] = field(default_factory=list)
-    answered: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
+    walked: list[int]
+    executed: list[int]
+    answered: list[int]
+    reached: list[int]
+
+    def __init__(
+        self,
+        walked: list[int] | None = None,
+        executed: list[int] | None = None,
+        answered: list[int] | None = None,
+        reached: list[int] | None = None,
+    ) -> None:
+        self.walked = [] if walked is None else walked
+        self.executed = [] if executed is None else executed
+        self.answered = [] if answered is None else answered
+        self.reached = [] if reached is None else reached
 
     def add(self, other: Progress) -> None:
         """Adds the progress of another object."""
@@ -161,26 +173,6 @@ def failure_error(fail: Fail, worker_name: str) -> AutogradError:
     return error
 
 
-_WALKED, _EXECUTED, _ANNOUNCED, _REACHED = 1, 2, 4, 8
-"""The driver's marks of a message. It is *announced* once its gradients or a ``Discover`` were sent
-to its sender: a message whose gradients were sent needs no ``Discover``."""
-
-_IS_OPEN, _IS_UNWALKED, _IS_UNANNOUNCED = range(3)
-
-
-def _kinds_of(marks: int) -> tuple[int, int, int]:
-    """Returns, for each kind, whether a message with these marks is of that kind."""
-    is_walked, is_announced = bool(marks & _WALKED), bool(marks & _ANNOUNCED)
-    is_done = is_walked and bool(marks & _EXECUTED)
-    is_known = is_announced or bool(marks & _REACHED)
-    is_unannounced = is_known and not is_announced and not is_walked
-    is_unwalked = is_announced and not is_walked
-    return int(is_known and not is_done), int(is_unwalked), int(is_unannounced)
-
-
-_KINDS = [_kinds_of(marks) for marks in range(16)]
-
-
 class Driver:
     """Leads one pass, on the worker that called backward.
 
@@ -188,52 +180,53 @@ class Driver:
         worker: This worker, which takes part too.
     """
 
-    __slots__ = ("_counts", "_is_settled", "_marks", "_told", "is_over", "worker")
+    is_over = False
+    _is_settled = False
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
-        self.is_over = False
-        self._marks = {ROOTS: _ANNOUNCED}
-        self._counts = list(_KINDS[_ANNOUNCED])
+        self._walked: set[int] = set()
+        self._executed: set[int] = set()
+        # A message is announced once its gradients or a ``Discover`` were sent to its sender: a
+        # message whose gradients were sent needs no ``Discover``.
+        self._announced = {ROOTS}
+        self._open = {ROOTS}  # reached, and not both walked and executed
+        self._unwalked = {ROOTS}  # announced, and not walked
+        self._unannounced: set[int] = set()  # reached, and neither announced nor walked
         self._told: set[int] = set()
-        self._is_settled = False
 
     def progressed(self, progress: Progress) -> list[Action]:
         """Takes progress from any worker."""
         if self.is_over:
             return []
-        self._mark(progress.walked, _WALKED)
-        self._mark(progress.executed, _EXECUTED)
-        self._mark(progress.answered, _ANNOUNCED)
-        self._mark(progress.reached, _REACHED)
-        open_count, unwalked_count, unannounced_count = self._counts
-        if not open_count:
+        walked, executed, answered = progress.walked, progress.executed, progress.answered
+        # A pass has many messages, and each of them is in few notes: look at the new notes only.
+        news = {*walked, *executed, *answered, *progress.reached}
+        self._walked.update(walked)
+        self._executed.update(executed)
+        self._announced.update(answered)
+        walked_news = news & self._walked
+        self._open.update(answered, progress.reached)
+        self._open -= walked_news & self._executed
+        if not self._open:
             self.is_over = True
             return [Complete()]
-        if unwalked_count:
+        self._unwalked.update(answered)
+        self._unwalked -= walked_news
+        self._unannounced.update(progress.reached)
+        if self._unannounced:
+            self._unannounced.difference_update(walked_news, news & self._announced)
+        if self._unwalked:
             return []  # Gradients, a discovery, or progress is on its way.
-        return self._discover() if unannounced_count else self._settle()
-
-    def _mark(self, message_ids: Iterable[int], mark: int) -> None:
-        marks, counts = self._marks, self._counts
-        for message_id in message_ids:
-            old = marks.get(message_id, 0)
-            new = marks[message_id] = old | mark
-            if new != old:
-                before, after = _KINDS[old], _KINDS[new]
-                counts[0] += after[0] - before[0]
-                counts[1] += after[1] - before[1]
-                counts[2] += after[2] - before[2]
-
-    def _of_kind(self, kind: int) -> list[int]:
-        return sorted(number for number, marks in self._marks.copy().items() if _KINDS[marks][kind])
+        return self._discover() if self._unannounced else self._settle()
 
     def _discover(self) -> list[Action]:
         by_sender: dict[int, list[int]] = {}
-        for message_id in self._of_kind(_IS_UNANNOUNCED):
+        for message_id in sorted(self._unannounced):
             by_sender.setdefault(worker_of(message_id), []).append(message_id)
-        for message_ids in by_sender.values():
-            self._mark(message_ids, _ANNOUNCED)
+        self._announced |= self._unannounced
+        self._unwalked |= self._unannounced
+        self._unannounced.clear()
         self._told.update(by_sender)
         return [Send(worker, Discover(tuple(ids))) for worker, ids in by_sender.items()]
 
@@ -250,7 +243,7 @@ class Driver:
         """Returns the workers from which progress is still missing; may run on any thread."""
         return {
             self.worker if message_id == ROOTS else worker_of(message_id)
-            for message_id in self._of_kind(_IS_OPEN)
+            for message_id in self._open.copy()
         }
 
     def failed(self, message: Failed) -> list[Action]:
@@ -288,19 +281,22 @@ class Participant:
         driver: The worker that called backward.
     """
 
-    __slots__ = ("_carried", "_parent", "_partners", "_taken", "driver", "is_over", "worker")
+    is_over = False
+    _carried: Progress | None = None
 
     def __init__(self, worker: int, driver: int) -> None:
         self.worker = worker
         self.driver = driver
-        self.is_over = False
         self._parent: int | None = worker if worker == driver else None
         self._partners: set[int] = set()
         self._taken: set[int] = set()
-        self._carried: Progress | None = None
 
     def receive(self, source: int, message: Message) -> list[Action]:
-        """Takes a message for a participant; ``worked`` must follow after one or several."""
+        """Takes a message for a participant; ``worked`` must follow after one or several.
+
+        Returns:
+            An ``Apply`` alone, or other actions.
+        """
         if self.is_over:
             return []
         if isinstance(message, Abort):
@@ -312,7 +308,8 @@ class Participant:
             if message.message_id in self._taken:
                 return []
             self._taken.add(message.message_id)
-            self._carry(message.progress)
+            if message.progress is not None:
+                self._carry(message.progress)
             return [Apply(message)]
         if isinstance(message, Report):
             self._carry(message.progress)
@@ -320,10 +317,10 @@ class Participant:
             return [Apply(message)]
         return []
 
-    def _carry(self, progress: Progress | None) -> None:
+    def _carry(self, progress: Progress) -> None:
         if self._carried is None:
             self._carried = progress
-        elif progress is not None:
+        else:
             self._carried.add(progress)
 
     def worked(
@@ -337,28 +334,30 @@ class Participant:
         """
         if self.is_over:
             return []
-        if self._carried is not None:
-            progress.add(self._carried)
-            self._carried = None
-        sends = [Send(worker, Gradients(number, what)) for worker, number, what in outgoing]
-        for send in sends:
-            self._partners.add(send.to_worker)
-        if not progress:
-            return [*sends]
-        if self.worker == self.driver:
-            return [*sends, Tell(progress)]
-        return self._with_progress(sends, progress)
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            progress.add(carried)
+        actions: list[Action] = []
+        for worker, number, gradients in outgoing:
+            self._partners.add(worker)
+            actions.append(Send(worker, Gradients(number, gradients)))
+        if progress:
+            if self.worker == self.driver:
+                actions.append(Tell(progress))
+            elif actions:
+                self._attach(progress, actions)
+            else:
+                assert self._parent is not None
+                actions.append(Send(self._parent, Report(progress)))
+        return actions
 
-    def _with_progress(self, sends: list[Send], progress: Progress) -> list[Action]:
+    def _attach(self, progress: Progress, sends: Sequence[Any]) -> None:
         """Attaches progress to the last gradients to the driver, or else to any worker."""
-        if not sends:
-            assert self._parent is not None
-            return [Send(self._parent, Report(progress))]
-        to_driver = [send for send in sends if send.to_worker == self.driver]
-        message = (to_driver or sends)[-1].message
-        assert isinstance(message, Gradients)
+        message = sends[-1].message
+        for send in sends:
+            if send.to_worker == self.driver:
+                message = send.message
         message.progress = progress
-        return [*sends]
 
     def failed(self, operation: str, error: object) -> list[Action]:
         """Takes an error of this worker's work, or of sending."""

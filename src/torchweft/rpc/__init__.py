@@ -8,6 +8,7 @@ from typing import Any
 from torchweft.arguments import did_you_mean
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import constants, functions
+from torchweft.rpc.actors import Actors, actors
 from torchweft.rpc.api import remote, rpc_async, rpc_sync
 from torchweft.rpc.collective import all_gather, barrier
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -28,11 +29,13 @@ from torchweft.rpc.joining import (
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.stack_report import CallStatus, ThreadStack, WorkerStacks, stacks
+from torchweft.rpc.streams import Stream, stream
 from torchweft.rpc.targets import OnValue, OnWorker, on
 from torchweft.serialize.callables import expose, register
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",
+    "Actors",
     "BackendType",
     "CallStatus",
     "Future",
@@ -41,12 +44,14 @@ __all__ = [
     "PyRRef",
     "RRef",
     "RpcBackendOptions",
+    "Stream",
     "TensorPipeRpcBackendOptions",
     "ThreadStack",
     "WorkerHealth",
     "WorkerInfo",
     "WorkerStacks",
     "WorkerState",
+    "actors",
     "all_gather",
     "as_completed",
     "async_execution",
@@ -72,6 +77,7 @@ __all__ = [
     "rpc_sync",
     "shutdown",
     "stacks",
+    "stream",
     "traffic",
 ]
 

@@ -10,6 +10,7 @@ import socket
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -51,6 +52,7 @@ from torchweft.protocol.membership.registration import (
 )
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
+from torchweft.rpc.reporting import group_of
 from torchweft.runtime.reports import names_of
 from torchweft.transport.addresses import (
     LOOPBACK,
@@ -88,7 +90,7 @@ def enter_closed(
         others = [each for each in directory.workers if each.id != rank]
         members = Members(registration, others, is_open=False)
         agent = _make_agent(directory.token, members, listeners, options)
-        node = Node(agent, options, store)
+        node = Node(agent, options, store, group=group_of(directory.token))
     node.start()
 
 
@@ -109,7 +111,8 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         admission = enter(signed, registration, options.init_timeout)
         members = Members(admission.me, (), is_open=True)
         agent = _make_agent(admission.token, members, listeners, options)
-        node = Node(agent, options, store, lambda: note_left(store, admission.place))
+        left = partial(note_left, store, admission.place)
+        node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:
         _introduce(node, signed, admission, start_s + options.init_timeout)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
-from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of, limit_of, wrong_type
@@ -118,7 +117,7 @@ def call_and_wait(
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.request(peer, function, args, kwargs, limit_s)
-    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
+    call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
     try:
         worker.agent.calls.ask_and_wait(peer, call, request)
     except Exception:
@@ -150,7 +149,7 @@ def start(
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.request(peer, function, args, kwargs, limit_s)
-    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
+    call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
     call.kept = args  # References among them must outlive the call.
     future: Future[Any] = Future(worker, call)
     try:
@@ -197,6 +196,8 @@ def create(
         if not peer.is_self:
             references.not_created(reference)
         raise
+    if worker.note_creation is not None:
+        worker.note_creation(function)
     return handle
 
 

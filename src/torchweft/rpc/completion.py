@@ -16,6 +16,7 @@ from torchweft.autograd.contexts import enter
 from torchweft.errors import CallCancelled, ConfigurationError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import AnsweredCall
+from torchweft.rpc.batching.decorator import TAKEN
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import log_exception
@@ -38,7 +39,7 @@ class WhenReady(NamedTuple):
 class Call(AnsweredCall):
     """A served call; called with its outcome, it replies or makes a value of this worker."""
 
-    __slots__ = ("reference",)
+    __slots__ = ("awaited", "reference")
 
     codes: ClassVar[Sequence[Code]] = ()
     """The code of functions by value in the request; a ``CallWithCode`` has some."""
@@ -46,6 +47,8 @@ class Call(AnsweredCall):
     worker: Worker
     owned: OwnedValue | None
     reference: ReferenceId
+    awaited: OwnedValue
+    """The value for which the call waits, or has waited; unset if it never has."""
 
     def fail(self, error: BaseException) -> None:
         """Ends the call with the error being handled; if the call has ended, logs the error."""
@@ -118,6 +121,8 @@ def settle(
                 call.on_cancel(cancel)
         elif type(result) is WhenReady:
             _finish_when_ready(worker, context_id, result, call)
+        elif result is TAKEN:
+            pass  # Its queue ends the call.
         else:
             call(result, None)
     except BaseException as error:
@@ -151,23 +156,12 @@ def _finish_with_future(
 
 
 def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call: Call) -> None:
-    def proceed(owned: OwnedValue, _: object = None) -> None:
-        if not call.goes_on(owned.error, time.monotonic()):
-            return
-        before = current_call.set(call)
-        try:
-            with enter(context_id):
-                function, result = waiting.then(owned.value)
-        except BaseException as error:
-            call(None, error)
-        else:
-            settle(worker, context_id, function, result, call)
-        finally:
-            current_call.reset(before)
-
     def ready(owned: OwnedValue) -> None:
         # As a task: the thread that made the value has other work to do.
-        worker.agent.reactor.submit_task(proceed, owned)
+        worker.agent.reactor.submit_task(go_on, owned)
+
+    def go_on(owned: OwnedValue, _: object) -> None:
+        proceed(worker, context_id, waiting, call, owned)
 
     def give_up(owned: OwnedValue, _: object) -> None:
         if owned.forget(ready):
@@ -175,8 +169,27 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
 
     owned = waiting.owned
     if owned.is_ready:
-        proceed(owned)
+        proceed(worker, context_id, waiting, call, owned)
     else:
+        call.awaited = owned
         owned.when_ready(ready)
         # As a task: dropping the callback may finalize objects of the program.
         call.on_cancel(lambda: worker.agent.reactor.submit_task(give_up, owned))
+
+
+def proceed(
+    worker: Worker, context_id: int, waiting: WhenReady, call: Call, owned: OwnedValue
+) -> None:
+    """Continues a call whose value is ready."""
+    if not call.goes_on(owned.error, time.monotonic()):
+        return
+    before = current_call.set(call)
+    try:
+        with enter(context_id):
+            function, result = waiting.then(owned.value)
+    except BaseException as error:
+        call(None, error)
+    else:
+        settle(worker, context_id, function, result, call)
+    finally:
+        current_call.reset(before)

@@ -14,7 +14,7 @@ from typing import Any
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
 from torchweft.runtime.reports import log_exception
-from torchweft.runtime.thread_modes import Modes, take_away, tidy
+from torchweft.runtime.thread_modes import THREADS, Modes, take_away, tidy
 
 _log = logging.getLogger("torchweft")
 
@@ -111,6 +111,7 @@ class CoroutineRunner:
         A task or callback that a function started may end the loop by ``SystemExit`` or
         ``KeyboardInterrupt``, or stop it. The loop remains usable, and goes on.
         """
+        THREADS.follow()
         try:
             while True:
                 _go_on(loop.run_forever)

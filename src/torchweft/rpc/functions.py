@@ -8,6 +8,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from torchweft.rpc.batching.decorator import batch_statistics, batched, expect_calls
+from torchweft.rpc.batching.statistics import BatchStatistics
+
+__all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", "expect_calls"]
+
 P = ParamSpec("P")
 T = TypeVar("T")
 _MARK = "_wrapped_async_rpc_function"

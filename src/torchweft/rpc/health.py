@@ -59,7 +59,7 @@ def health() -> list[WorkerHealth]:
     """
     agent = current()
     peers = sorted(agent.members.known(), key=lambda peer: peer.info.id)
-    return [_health_of(agent, peer) for peer in peers]
+    return [health_of(agent, peer) for peer in peers]
 
 
 def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]:
@@ -91,7 +91,8 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
     return lambda: agent.off_lost(tell)
 
 
-def _health_of(agent: Agent, peer: Peer) -> WorkerHealth:
+def health_of(agent: Agent, peer: Peer) -> WorkerHealth:
+    """Returns the health of one worker; see ``health``."""
     if peer.is_self:
         return WorkerHealth(peer.info, WorkerState.SELF, 0.0, None)
     if peer.lost is not None:

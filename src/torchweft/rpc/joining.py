@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -12,19 +13,23 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from torchweft import knobs
 from torchweft.agent import current as current_agent
+from torchweft.agent import rounds
 from torchweft.agent.links import Traffic
 from torchweft.agent.rendezvous import open_store
+from torchweft.agent.stores import BoundedStore
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.bootstrap import enter_closed, enter_open
 from torchweft.rpc.node import current_node
+from torchweft.rpc.notice import heed
 from torchweft.rpc.options import (
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     from_tensorpipe,
     warn_of_ignored,
 )
+from torchweft.rpc.placement import Placement, find
 from torchweft.runtime.reports import Following
 from torchweft.serialize.tracebacks import without_own_frames
 
@@ -34,6 +39,7 @@ _log = logging.getLogger("torchweft")
 _group_numbers = itertools.count()
 NAME_VARIABLE = "WEFT_WORKER_NAME"
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
+_ENVIRONMENT_METHOD = "env://"
 
 
 @without_own_frames
@@ -50,18 +56,23 @@ def init_rpc(
     leave together. Without, it is open: this blocks until the present workers know this one.
     Workers may join and leave an open group at any time, also under an old name and rank.
 
+    Without arguments, rank, size and meeting place are those that the launcher has set in the
+    environment: ``torchweft run``, ``torchrun``, ``srun``, ``mpirun``, Kubeflow, or variables by
+    hand. The logger ``torchweft`` says which were found, at level ``INFO``.
+
     Args:
         name: Name of this worker, unique in the group. By default the name that ``torchweft run``
             chose, or ``worker`` and the rank.
         backend: Accepted for compatibility; there is one back-end.
-        rank: Number of this worker, from 0. By default environment variable ``RANK``.
-        world_size: Number of workers. By default environment variable ``WORLD_SIZE``; if that is
-            not set, the group is open.
+        rank: Number of this worker, from 0. By default the launcher's, for instance ``RANK``.
+        world_size: Number of workers. By default the launcher's, for instance ``WORLD_SIZE``; if
+            there is a ``RANK`` without ``WORLD_SIZE``, the group is open.
         rpc_backend_options: All other options; PyTorch's options are accepted as well.
 
     Raises:
         AlreadyInitialized: This process is a worker already.
-        ConfigurationError: An argument is invalid or missing.
+        ConfigurationError: An argument is invalid or missing, or environment variables contradict
+            each other.
         RendezvousTimeout: Not all workers joined in time; names the missing ones.
         DuplicateName: Another worker has the same name, or in an open group the same rank.
     """
@@ -74,12 +85,15 @@ def init_rpc(
         options = given
     else:
         raise wrong_type("rpc_backend_options", given, "pass torchweft.rpc.RpcBackendOptions(...)")
-    rank = _from_environment("RANK", "rank", rank)
+    rank = checked_int("rank", rank)
     if world_size is not None:
         world_size = checked_int("world_size", world_size)
-    elif "WORLD_SIZE" in os.environ:
-        world_size = _from_environment("WORLD_SIZE", "world_size", None)
-    join_group(name, rank, world_size, options)
+    place = _place_of(rank, world_size)
+    if rank < 0:
+        rank = _found_rank(place, options)
+    if world_size is None:
+        world_size = place.world_size
+    join_group(name, rank, world_size, options, place)
     if isinstance(given, TensorPipeRpcBackendOptions):
         check_device_maps(given, world_size)
 
@@ -96,11 +110,16 @@ def check_device_maps(given: TensorPipeRpcBackendOptions, world_size: int | None
 
 
 def join_group(
-    name: str | None, rank: int, world_size: int | None, options: RpcBackendOptions
+    name: str | None,
+    rank: int,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    place: Placement | None = None,
 ) -> None:
     """Makes this process a worker of a closed group, or, without a ``world_size``, an open one.
 
-    Like ``init_rpc``, but takes only a name and a store from the environment.
+    Like ``init_rpc``, but takes only a name and a store from the environment. The workers meet at
+    the address of ``place`` if nothing else names one.
     """
     knobs.check_environment()
     options.check()
@@ -110,13 +129,19 @@ def join_group(
         raise ConfigurationError(
             f"rank {rank} does not fit world_size {world_size}; ranks go from {fitting}"
         )
+    heed()
     store = options.store
     if store is None:
-        method = options.init_method or os.environ.get(INIT_METHOD_VARIABLE)
+        method = _given_method(options) or _found_method(place)
         store = open_store(method, rank, world_size, options.init_timeout)
         # A worker that comes back to an open group must find the same keys.
         number = 0 if world_size is None else next(_group_numbers)
         store = PrefixStore(f"weft/{number}", store)
+        if world_size is not None and method == _ENVIRONMENT_METHOD and rounds.is_needed():
+            bounded = BoundedStore(store, options.init_timeout)
+            store = PrefixStore(
+                rounds.agree(bounded, rank, world_size, options.init_timeout), store
+            )
     if world_size is None:
         enter_open(name, rank, store, options)
     else:
@@ -203,18 +228,42 @@ def is_available() -> bool:
     return True
 
 
-def _from_environment(variable: str, argument: str, value: int | None) -> int:
-    if value is not None and (number := checked_int(argument, value)) >= 0:
-        return number
-    text = os.environ.get(variable)
-    if text is None:
+def _place_of(rank: int, world_size: int | None) -> Placement:
+    """Returns the place that the launcher gave this process; arguments outweigh contradictions."""
+    try:
+        return find(os.environ)
+    except ConfigurationError:
+        if rank < 0 or world_size is None:
+            raise
+        return Placement()
+
+
+def _found_rank(place: Placement, options: RpcBackendOptions) -> int:
+    """Returns the rank that the launcher gave this process, and logs the whole finding."""
+    if place.rank is None:
         raise ConfigurationError(
-            f"{argument} is not given and environment variable {variable} is not set; pass "
-            f"{argument}=..., or start the script with 'torchweft run' or 'torchrun'"
+            "rank is not given and environment variable RANK is not set; pass rank=..., or "
+            f"{place.missing}"
         )
-    if not text.isdigit():
-        raise ConfigurationError(f"environment variable {variable} is {text!r}, which is no number")
-    return int(text)
+    found = place.rank
+    if options.store is not None or _given_method(options):
+        place = dataclasses.replace(place, init_method="", meeting="")
+    _log.info("%s", place.sentence)
+    return found
+
+
+def _given_method(options: RpcBackendOptions) -> str:
+    """Returns the init method that the program or the user names; empty for the launcher's."""
+    method = options.init_method or os.environ.get(INIT_METHOD_VARIABLE, "")
+    return "" if method == _ENVIRONMENT_METHOD else method
+
+
+def _found_method(place: Placement | None) -> str:
+    if place is None:
+        return _ENVIRONMENT_METHOD
+    if place.rank is not None and place.missing:
+        raise ConfigurationError(place.missing)
+    return place.init_method or _ENVIRONMENT_METHOD
 
 
 def _checked_name(name: str | None, rank: int) -> str:

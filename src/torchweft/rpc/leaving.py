@@ -77,7 +77,8 @@ class Leaving:
             follow: Follows the wait; by default a long wait is logged.
         """
         self._notes_held = notes_held
-        end_s = time.monotonic() + timeout if timeout else math.inf
+        began_s = time.monotonic()
+        end_s = began_s + timeout if timeout else math.inf
         follow = follow or self._waits.during_shutdown
         try:
             with follow(self.lacking):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.util import Finalize
 
 from torch.distributed.distributed_c10d import Store
@@ -15,9 +16,14 @@ from torchweft.agent.peers import Peer
 from torchweft.autograd.engine import ENGINE
 from torchweft.rpc import serving, stack_report
 from torchweft.rpc.collective import GATHERINGS, Gatherings
+from torchweft.rpc.counting import Counting
+from torchweft.rpc.dumps import Dumps, answer_signal
 from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.observers import Observers
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
+from torchweft.rpc.reporting import Reporter
+from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
@@ -37,6 +43,7 @@ class Node:
         store: The store through which the workers found each other. Rank 0 may host it, so it
             must live for as long as others may still read from it.
         on_left: Called when the wait for leaving the group has ended, successfully or not.
+        group: The name of the group for observers.
 
     Attributes:
         agent: Its connections, threads and open calls.
@@ -44,6 +51,8 @@ class Node:
         gatherings: The barriers and gathers that it takes part in.
         leaving: Takes it out of the group.
         waits: Logs waits that take long.
+        counting: Counts its calls while it is observed.
+        dumps: Writes what the worker does to files.
         spin_limit: Makes idle threads of OpenMP sleep.
         store: The store.
     """
@@ -54,6 +63,7 @@ class Node:
         options: RpcBackendOptions,
         store: Store,
         on_left: Callable[[], None] = lambda: None,
+        group: str = "",
     ) -> None:
         self.agent = agent
         self.store = store
@@ -69,13 +79,19 @@ class Node:
             copies_own=options.copy_to_self,
             warns_of_lost_gradients=options.lost_gradients == "warn",
         )
-        serving.install(self.worker)
+        self.counting = Counting(self.worker, serving.install(self.worker))
         stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
         self.waits.add(self.gatherings.open_waits)
         self.ports = Ports(self.worker)
+        self.sources = Sources(agent)
         self.leaving = Leaving(self.worker, self.waits, on_left)
+        reporter = Reporter(self.worker, self.counting, group)
+        self.dumps = Dumps(self.worker, reporter, group)
+        self._observers = Observers(reporter, self.counting)
+        self.waits.on_notice = partial(agent.events.note, "%s")
+        agent.members.on_joined(self._note_joined)
         self._finalize: Finalize | None = None
         # For functions that programs and other workers call.
         agent.slots[ENGINE] = self.worker.engine
@@ -83,6 +99,7 @@ class Node:
         agent.slots[GATHERINGS] = self.gatherings
         agent.slots[NODE] = self
         agent.slots[PORTS] = self.ports
+        agent.slots[SOURCES] = self.sources
 
     def start(self) -> None:
         """Makes this the worker of the process, and begins to serve others."""
@@ -92,6 +109,8 @@ class Node:
         # a process of ``multiprocessing`` ends; after exit handlers of the program, which may
         # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
+        answer_signal()
+        self.agent.answer_observers(self._observers.answer)
         self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
     def peer_lost(self, peer: Peer) -> None:
@@ -109,12 +128,16 @@ class Node:
             self.gatherings.peer_lost,
             worker.engine.peer_lost,
             self.agent.cancelling.peer_lost,
+            self.sources.peer_lost,
             worker.references.peer_lost,
             self._cancel_creations,
             worker.codes.peer_lost,
             self.leaving.peer_lost,
             self.agent.tell_watchers,
         )
+
+    def _note_joined(self, peer: Peer) -> None:
+        self.agent.events.note("worker %r is known", peer.name)
 
     def peer_disconnected(self, peer: Peer) -> None:
         """Tells the parts that a connection has ended while the group is leaving."""
@@ -148,11 +171,13 @@ class Node:
             finalize.cancel()
         self.agent.links.farewell = farewell
         self.worker.has_left = True
+        self.agent.answer_observers(None)
         current_agent.install(None)
         self.gatherings.close()
         self.worker.unseen.close()
         self.spin_limit.close()
         self.worker.references.close()
+        self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)
         self.agent.close(max(end_s - time.monotonic(), 0.0))
 

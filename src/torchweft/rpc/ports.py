@@ -1,7 +1,7 @@
 """Ports: values that one worker sends to a thread of another, without calls and answers.
 
 For applications that exchange many small values in steps, such as the stages of a pipeline. A value
-costs about half of a call: nothing is run, answered or waited for. The thread that reads the
+costs less than half of a call: nothing is run, answered or waited for. The thread that reads the
 connection passes the message on as it is; the thread that owns the port decodes it.
 
 A value is delivered at most once. Values of one sending thread to one receiver arrive in order. The
@@ -10,18 +10,27 @@ sender is not told whether a value was read. A group that shuts down does not wa
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import queue
+import select
 import threading
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
-from torchweft.agent.agent import Slot
+from torch import Tensor
+
+from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
+from torchweft.serialize import inline
+from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import TABLES, Kind, decode_call
+from torchweft.wire.messages import PLAIN, TABLES, Kind, decode_call, decode_post, encode_post
 
 Take = Callable[[Peer, Frame], object]
 """Takes a message as soon as it is read; must only store it. ``Ports.read`` decodes it."""
@@ -59,27 +68,43 @@ class Ports:
         """Ends a port; what still comes for it is discarded. Does nothing if it is not open."""
         self._takes.pop(number, None)
 
-    def post(self, peer: Peer, port: int, values: Sequence[Any]) -> None:
+    def post(self, peer: Peer, port: int, head: bytes, values: Sequence[Any]) -> None:
         """Sends values to a port of another worker. Blocks for as long as its socket is full.
+
+        Small tensors alone, without other values, take the least time.
 
         Args:
             peer: The receiver.
             port: Its port.
+            head: At most 255 bytes, which say to the receiver what the values are.
             values: Anything that arguments of a call may be.
 
         Raises:
             SerializationError: A value cannot travel.
             WorkerLost: The receiver is known to be lost; ``on_worker_lost`` tells of a later loss.
         """
-        request = self._worker.request(peer, b"", values, {}, math.inf)
+        if not peer.is_self and _are_tensors(values):
+            inlined = inline.encode(values)
+            if inlined is not None and not inlined[1]:
+                self._worker.agent.sender.send(peer, [encode_post(port, head, inlined[0])])
+                return
+        request = self._worker.request(peer, b"", (head, *values), {}, math.inf)
         try:
             self._worker.agent.sender.send(peer, request.post(port))
         except Exception:
             request.take_back()
             raise
 
-    def read(self, peer: Peer, frame: Frame) -> Sequence[Any]:
-        """Returns the values in a message. May block to fetch large tensors.
+    def listener(self, inbox: queue.SimpleQueue[Any]) -> Listener:
+        """Returns a listener for the thread that owns a port.
+
+        Args:
+            inbox: Where that port's ``take`` puts messages.
+        """
+        return Listener(self._worker.agent, inbox)
+
+    def read(self, peer: Peer, frame: Frame) -> tuple[bytes, Sequence[Any]]:
+        """Returns the head and the values of a message. May block to fetch large tensors.
 
         Raises:
             ProtocolError: The message is malformed.
@@ -87,6 +112,9 @@ class Ports:
         """
         worker = self._worker
         control: Any = frame.control
+        if frame.flags & PLAIN:
+            own_head, position = decode_post(control)
+            return own_head, inline.decode(control, position)[0]
         if type(control) is LocalMessage:
             _, _, _, head = control.head
             values = worker.open_own(control, head[0])
@@ -101,9 +129,9 @@ class Ports:
                     worker.refuse(peer, head)
                     raise
             values = worker.open(peer, control, head, message)
-        if not isinstance(values, (tuple, list)):
-            raise ProtocolError(f"a message for a port has {type(values).__name__}, not values")
-        return values
+        if not isinstance(values, (tuple, list)) or not values or type(values[0]) is not bytes:
+            raise ProtocolError("a message for a port has no head before its values")
+        return values[0], values[1:]
 
     def discard(self, peer: Peer, frame: Frame) -> None:
         """Releases at its sender all that an unread message holds there.
@@ -112,7 +140,7 @@ class Ports:
             ProtocolError: The message is malformed.
         """
         control: Any = frame.control
-        if type(control) is LocalMessage:
+        if type(control) is LocalMessage or frame.flags & PLAIN:
             return
         worker = self._worker
         _, _, _, head = decode_call(control)
@@ -126,6 +154,101 @@ class Ports:
             self.discard(peer, frame)
         else:
             take(peer, frame)
+
+
+def _are_tensors(values: Sequence[Any]) -> bool:
+    """Whether values are tensors without attributes of their own."""
+    if len(values) == 1:
+        return type(values[0]) is Tensor and not values[0].__dict__
+    return bool(values) and all(type(each) is Tensor and not each.__dict__ for each in values)
+
+
+class Listener:
+    """Lets the thread that owns a port read connections itself while it waits. For one thread.
+
+    Otherwise the kernel wakes a thread that reads, which wakes the owner: two wake-ups and a
+    hand-over of the interpreter lock. Between two waits a connection stays unarmed, so that a
+    message which arrives then wakes no thread either; the timer thread arms it if the owner works
+    for longer than ``knobs.REARM_S``.
+
+    Args:
+        agent: The worker's agent.
+        inbox: Gets the messages for the port, from all threads that read; ``wake`` must follow
+            each that is put there.
+    """
+
+    def __init__(self, agent: Agent, inbox: queue.SimpleQueue[Any]) -> None:
+        self._agent = agent
+        self._inbox = inbox
+        self._unarmed: set[int] = set()
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._polls: dict[int, select.poll] = {}  # by the descriptor of a connection
+        self._waiting = 0  # the thread that waits
+
+    def wake(self) -> None:
+        """Ends a wait of the owner, so that it looks at its inbox; nothing in its own thread."""
+        # Race: the owner notes that it waits, and then looks at the inbox.
+        if self._waiting and self._waiting != threading.get_ident():
+            with contextlib.suppress(OSError):  # The owner has closed it.
+                os.eventfd_write(self._wake_fd, 1)
+
+    def wait(self, peer: Peer, deadline_s: float) -> None:
+        """Reads the connection to ``peer`` until there is a message in the inbox.
+
+        Returns without one if another thread reads the connection, the peer is lost, or little time
+        is left: then wait at the inbox.
+
+        Args:
+            peer: The worker whose message is awaited.
+            deadline_s: By the clock of ``time.monotonic``.
+        """
+        link = peer.link
+        if link is None or link.is_free or link.readers.setdefault(0, self) is not self:
+            return
+        reactor = self._agent.reactor
+        fd = link.read_fd
+        if not reactor.take_unarmed(fd):
+            reactor.pause_reading(fd)
+        self._waiting = threading.get_ident()
+        try:
+            self._read(peer, link, fd, deadline_s)
+        finally:
+            self._waiting = 0
+            link.readers.pop(0)
+            self._unarmed.add(fd)
+            reactor.leave_unarmed(fd)
+
+    def _read(self, peer: Peer, link: Link, fd: int, deadline_s: float) -> None:
+        reactor, read, inbox = self._agent.reactor, self._agent.receiver.read, self._inbox
+        poll = self._polls.get(fd)
+        if poll is None:
+            poll = self._polls[fd] = select.poll()
+            poll.register(fd, select.POLLIN)
+            poll.register(self._wake_fd, select.POLLIN)
+        if link.pending:  # The reader before this one has left it.
+            read(peer, link, may_block=False)
+        while inbox.empty() and peer.lost is None and monotonic() < deadline_s - READ_TICK_S:
+            for ready, _ in poll.poll(READ_TICK_S * 1e3):
+                if ready == fd:
+                    # A session without a connection always polls as ready, without data.
+                    read(peer, link, may_block=link.is_broken)
+                else:
+                    os.eventfd_read(ready)
+            if reactor.tasks.ready or reactor.urgent:
+                reactor.wake()
+
+    def rest(self) -> None:
+        """Has other threads read the connections again, before this one waits in another way."""
+        reactor = self._agent.reactor
+        while self._unarmed:
+            fd = self._unarmed.pop()
+            if reactor.take_unarmed(fd):
+                reactor.resume_reading(fd)
+
+    def close(self) -> None:
+        """Frees the descriptor; the owner does not wait any more."""
+        self.rest()
+        os.close(self._wake_fd)
 
 
 PORTS: Slot[Ports] = Slot()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -72,6 +73,7 @@ class RRef(Handle, Generic[T]):
         owned = self._keeper.value_of(self.id)
         if not owned.is_ready:
             timeout_s = min(timeout_s, remaining_time())  # The caller's limit, if any.
+            began_s = time.monotonic()
             reactor = self.agent().reactor
             is_counted = reactor.begin_wait()
             try:
@@ -80,7 +82,7 @@ class RRef(Handle, Generic[T]):
                         f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
                         f"the value of {self._keeper.describe(self.id)} is still being made",
                         worker=self.owner_name(),
-                        elapsed_s=timeout_s,
+                        elapsed_s=time.monotonic() - began_s,
                     )
             finally:
                 if is_counted:

@@ -51,8 +51,9 @@ NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart
 """A tensor of few bytes may have any number of rows."""
 
 
-def install(worker: Worker) -> None:
-    """Makes ``worker`` serve calls."""
+def install(worker: Worker) -> ServedTypes:
+    """Makes ``worker`` serve calls; returns the types of the objects that it makes of them."""
+    types = ServedTypes(worker)
 
     def serve(peer: Peer, call: Call) -> None:
         call.worker, call.owned = worker, None
@@ -75,7 +76,7 @@ def install(worker: Worker) -> None:
         numbers, control = decode_code_names(frame.control)
         codes = peer.kept_codes.find(numbers)
         plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
-        call = CallWithCode(peer, plain, time.monotonic())
+        call = types.with_code(peer, plain, time.monotonic())
         call.codes = codes
         size_bytes = size_of(frame)
         for code in codes:
@@ -85,6 +86,25 @@ def install(worker: Worker) -> None:
     worker.agent.receiver.on_calls(serve, refuse, Call)
     if not worker.reader.is_strict:
         worker.agent.receiver.on(Kind.CALL_WITH_CODE, take_up, inline=True)
+    return types
+
+
+class ServedTypes:
+    """The types of the objects that a worker makes of the calls that it reads.
+
+    Args:
+        worker: The worker.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._receiver = worker.agent.receiver
+        self.with_code = CallWithCode
+        """The type for calls with functions by value."""
+
+    def use(self, plain: type[Call], with_code: type[CallWithCode]) -> None:
+        """Uses other types from now on."""
+        self._receiver.take_up_as(plain)
+        self.with_code = with_code
 
 
 def cancel_creations(worker: Worker, peer: Peer) -> None:

@@ -10,16 +10,11 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import linecache
 import os
 import signal
-import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from types import FrameType
 
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
@@ -36,8 +31,8 @@ from torchweft.errors import (
 )
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import ServedCall, function_name
+from torchweft.rpc.frames import lines, thread_frames
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.runtime.reactor import Reactor
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
     Kind,
@@ -46,10 +41,6 @@ from torchweft.wire.messages import (
 
 NAME = "torchweft.rpc.stacks"
 _STANDARD_ERROR = 2
-_MOST_FRAMES = 100
-_OWN = (os.path.dirname(os.path.dirname(__file__)) + os.sep, threading.__file__, "<string>")
-"""Files whose frames lead to the program's frames, in a thread of Weft."""
-_IDLE = {vars(Reactor)["_serve"].__code__}
 
 
 @dataclass(frozen=True)
@@ -243,28 +234,34 @@ def _chosen_signal() -> int | None:
 def _here(worker: Worker) -> WorkerStacks:
     agent = worker.agent
     has_source = not agent.me.registration.is_strict
-    threads = [*_threads(has_source)]
+    threads = [ThreadStack(each.name, lines(each.frames, has_source)) for each in thread_frames()]
     for name, frames in worker.coroutines.frames():
-        threads.append(ThreadStack(name, _lines(frames, has_source)))
+        threads.append(ThreadStack(name, lines(frames, has_source)))
     threads.sort(key=lambda thread: not thread.frames)
     return WorkerStacks(agent.info.name, os.getpid(), tuple(calls_of(worker)), tuple(threads))
 
 
 def calls_of(worker: Worker) -> list[CallStatus]:
     """Returns the calls of others that a worker serves now, oldest first."""
+    now_s = time.monotonic()
+    return [
+        CallStatus(function_of(call), call.peer.name, now_s - call.arrived_s, call.frame is None)
+        for call in served_by(worker)
+    ]
+
+
+def served_by(worker: Worker) -> list[ServedCall]:
+    """Returns the calls that a worker serves now, oldest first."""
     served = [
         call for peer in list(worker.agent.peers.values()) for call in peer.served.copy().values()
     ]
     making = [call for call in worker.unfinished.copy() if isinstance(call, ServedCall)]
     calls = {id(call): call for call in [*served, *making] if not call.has_ended}
-    now_s = time.monotonic()
-    return [
-        CallStatus(_name(call), call.peer.name, now_s - call.arrived_s, call.frame is None)
-        for call in sorted(calls.values(), key=lambda call: call.arrived_s)
-    ]
+    return sorted(calls.values(), key=lambda call: call.arrived_s)
 
 
-def _name(call: ServedCall) -> str:
+def function_of(call: ServedCall) -> str:
+    """Returns the name of the function of a served call, even if it was not decoded yet."""
     function, frame = call.function, call.frame
     if frame is not None:
         function = _named_in(frame)
@@ -281,36 +278,6 @@ def _named_in(frame: Frame) -> bytes:
         return head[2]
     except ProtocolError:
         return b"what no worker asks for"
-
-
-def _threads(has_source: bool) -> Iterator[ThreadStack]:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    for ident, frame in sys._current_frames().items():
-        if ident == threading.get_ident():
-            continue
-        frames = [] if frame.f_code in _IDLE else _inwards(frame)
-        yield ThreadStack(names.get(ident, f"thread {ident}"), _lines(frames, has_source))
-
-
-def _inwards(frame: FrameType | None) -> list[FrameType]:
-    """Returns the frames of a thread from the first one that is not Weft's."""
-    frames: deque[FrameType] = deque()
-    while frame is not None:
-        frames.appendleft(frame)
-        frame = frame.f_back
-    while len(frames) > 1 and frames[0].f_code.co_filename.startswith(_OWN):
-        frames.popleft()
-    return list(frames)
-
-
-def _lines(frames: list[FrameType], has_source: bool) -> tuple[str, ...]:
-    lines = []
-    for frame in frames[-_MOST_FRAMES:]:
-        path, number = frame.f_code.co_filename, frame.f_lineno
-        text = f'  File "{path}", line {number}, in {frame.f_code.co_name}'
-        source = linecache.getline(path, number).strip() if has_source else ""
-        lines.append(f"{text}\n    {source}" if source else text)
-    return tuple(lines)
 
 
 def _decode(text: str) -> WorkerStacks:

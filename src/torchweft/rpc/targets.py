@@ -161,7 +161,7 @@ class OnValue(Generic[V]):
 
     def _call(self, way: str, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
-            name = _method_name(method)
+            name = method_name(method)
             check_method(self._reference, name)
             return call_method(self._reference, way, name, args, kwargs, self._timeout)
         except Exception as error:
@@ -172,7 +172,12 @@ class OnValue(Generic[V]):
         return f"on({self._reference!r})"
 
 
-def _method_name(method: object) -> str:
+def method_name(method: object) -> str:
+    """Returns the name of a method that is passed as an attribute of its class.
+
+    Raises:
+        ArgumentTypeError: It is none.
+    """
     if isinstance(method, _METHODS):
         home, _, name = method.__qualname__.rpartition(".")
         if home and not home.endswith("<locals>"):

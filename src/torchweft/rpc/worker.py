@@ -51,7 +51,7 @@ from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
-from torchweft.serialize.inline import NO_TENSORS, Inlined
+from torchweft.serialize.inline import NO_TENSORS, EncodedTensor, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.reducers import is_dense
@@ -123,6 +123,10 @@ class Worker:
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
         """Returns the error to raise in the program in place of another worker's error."""
         self.unseen = UnseenErrors(agent, self.references, reader.unpack_error, self.pack_error)
+        self.call_type: type[PendingCall] = PendingCall
+        """The type of calls that wait for an answer; another one while they are counted."""
+        self.note_creation: Callable[[Any], None] | None = None
+        """Called with the function of each call that makes a value, while calls are counted."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Called with the caller and the error of every call that failed here."""
         agent.receiver.discard = self.discard_reply
@@ -519,6 +523,8 @@ class Worker:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
+        elif kind is EncodedTensor:
+            return b"", [], (), (result.content, False)
         elif kind in ATOMS:
             payload = encode_atom(result)
             if payload is not None:

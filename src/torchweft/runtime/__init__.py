@@ -9,7 +9,9 @@ module                contents
 ``transfer_loop``     the threads that move large tensors
 ``interrupts``        which thread may be interrupted by Ctrl-C, and what is safe there
 ``thread_modes``      the PyTorch modes that a task leaves on its thread
+``events``            the last rare events, to find the cause of a problem
 ``reports``           log messages: exceptions of the program, and waits that take long
+``stacks``            the stacks of all threads
 ``contention``        how soon a waiting thread gets the interpreter lock; idle OpenMP threads that
                       do not spin
 ====================  ============================================================================

@@ -17,6 +17,9 @@ Task = tuple[Callable[..., None], Any, Any]
 OWN = -1
 """The sender of this worker's own tasks."""
 
+LAST = -2
+"""The sender of tasks that run only when no other sender has a task."""
+
 SWEEP_LIMIT = 256
 """Number of senders from which empty queues are dropped before another queue is added."""
 
@@ -105,6 +108,9 @@ class FairQueue:
         """
         with self._lock:
             sender = self.ready.popleft()
+            if sender == LAST and self.ready:
+                self.ready.append(sender)
+                sender = self.ready.popleft()
             waiting = self._queues[sender]
             task, size_bytes = waiting.tasks.popleft()
             waiting.size_bytes -= size_bytes

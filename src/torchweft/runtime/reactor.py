@@ -45,7 +45,7 @@ from typing import Any
 from torchweft.runtime.fair_queue import FairQueue, Task
 from torchweft.runtime.interrupts import call
 from torchweft.runtime.reports import log_exception
-from torchweft.runtime.thread_modes import READERS, UNTOUCHED, tidy
+from torchweft.runtime.thread_modes import READERS, THREADS, UNTOUCHED, count_threads, tidy
 
 _log = logging.getLogger("torchweft")
 
@@ -415,10 +415,15 @@ class Reactor:
 
     def _run_tasks(self) -> None:
         self._local.is_running = True
+        threads = count_threads()
+        if THREADS.wanted not in (0, threads):
+            threads = THREADS.follow()
         try:
             self._run_all(self.tasks, self.tasks.ready)
         finally:
             self._local.is_running = False
+            if count_threads() != threads:
+                THREADS.note(threads)
             if self.held:
                 self.on_pause()
 

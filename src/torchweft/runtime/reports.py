@@ -109,6 +109,8 @@ class LongWaits:
         self._during: dict[object, OpenWait] = {}
         self._numbers = itertools.count()
         self._told: set[object] = set()
+        self.on_notice: Callable[[str], object] = lambda text: None
+        """Called with each message as well."""
 
     def add(self, source: Source) -> None:
         """Adds waits to report; ``source`` is called by another thread than the waiting ones."""
@@ -138,7 +140,7 @@ class LongWaits:
         for wait in due:
             if wait.key not in self._told:
                 self._told.add(wait.key)
-                _tell(self._subject, wait.since_s, wait.describe)
+                self.on_notice(_tell(self._subject, wait.since_s, wait.describe))
         untold = [wait.since_s for wait in waits if wait.key not in self._told]
         return min(untold, default=math.inf) + self._after_s
 
@@ -159,6 +161,8 @@ def names_of(workers: Iterable[str]) -> str:
     return f"worker{'s' if len(names) > 1 else ''} {', '.join(names)}"
 
 
-def _tell(subject: str, since_s: float, describe: Callable[[], str]) -> None:
+def _tell(subject: str, since_s: float, describe: Callable[[], str]) -> str:
     waited_s = time.monotonic() - since_s
-    _log.warning("%s has waited %.0f s %s", subject, waited_s, describe())
+    text = f"{subject} has waited {waited_s:.0f} s {describe()}"
+    _log.warning("%s", text)
+    return text

@@ -5,7 +5,10 @@ tensors and a default device belong to a thread. The threads of a worker serve o
 other, so each of them is *untouched* when a task begins, and each coroutine has its own modes.
 
 Settings of the process are left to the program: the default dtype, deterministic algorithms,
-anomaly detection, the number of threads.
+anomaly detection. The number of threads that operations use is one as well, but PyTorch keeps it
+by thread. A thread takes over the process's number only when PyTorch itself first shares out work
+there; convolutions, which oneDNN shares out, would use all cores before. And a thread keeps its
+number when another thread sets one. ``Threads`` makes it a setting of the process.
 """
 
 from __future__ import annotations
@@ -51,6 +54,43 @@ _KINDS = "cpu cuda xpu mps hpu mtia xla ipu privateuseone"
 _AUTOCAST_KINDS = tuple(kind for kind in _KINDS.split() if _has_autocast(kind))
 _for_good: list[Any] = []
 """Guards that end inference mode on a thread where the code that began it never will."""
+
+
+count_threads: Callable[[], int] = torch.get_num_threads
+"""Returns this thread's number of threads for operations; it takes over the process's number if it
+has none of its own."""
+
+
+class Threads:
+    """The number of threads for operations that a task has set for the process.
+
+    Attributes:
+        wanted: The number; 0 if no task has set one.
+    """
+
+    def __init__(self) -> None:
+        self.wanted = 0
+
+    def follow(self) -> int:
+        """Gives this thread the process's number; returns it."""
+        count = count_threads()
+        if self.wanted not in (0, count):
+            count = self.wanted
+            torch.set_num_threads(count)
+        return count
+
+    def note(self, before: int) -> None:
+        """Makes the number that tasks of this thread have set that of the process.
+
+        Args:
+            before: What ``follow`` returned.
+        """
+        count = count_threads()
+        if count != before:
+            self.wanted = count
+
+
+THREADS = Threads()
 
 
 def tidy() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -106,6 +106,13 @@ _MALFORMED = (
 Inlined = tuple[bytes, bool]
 """The bytes of tensors, and whether some tensor requires grad."""
 
+
+class EncodedTensor(NamedTuple):
+    """A tensor without grad as the part of a message that it becomes; see ``encode_rows``."""
+
+    content: bytes
+
+
 NO_TENSORS: Inlined = (b"", False)
 
 shared_ranges: dict[int, int] = {}
@@ -138,6 +145,30 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
     if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
         return _encode_any(tensors)
     return b"".join((_HEADS[ndim].pack(code, 0, ndim, count, *memory.shape), memory)), False
+
+
+def encode_rows(tensor: Tensor) -> list[EncodedTensor] | None:
+    """Returns the rows of a tensor, each as ``encode`` would; None if they need a closer look.
+
+    Takes a fraction of the time of separate rows.
+    """
+    if type(tensor) is not Tensor or tensor.requires_grad or shared_ranges:
+        return None
+    try:
+        memory: Any = tensor.numpy().data
+        code = _CODES[memory.format]
+    except (RuntimeError, TypeError, KeyError):
+        return None
+    rows, *shape = memory.shape
+    ndim, count = len(shape), memory.nbytes // rows if rows else 0
+    if not count or not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
+        return None
+    head = _HEADS[ndim].pack(code, 0, ndim, count, *shape)
+    content = memory.tobytes()
+    return [
+        EncodedTensor(head + content[start : start + count])
+        for start in range(0, memory.nbytes, count)
+    ]
 
 
 def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:

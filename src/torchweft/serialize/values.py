@@ -482,6 +482,10 @@ def decode(
             elif tag == FLOAT:
                 made.append(FLOAT_VALUE.unpack_from(data, position)[1])
                 position += FLOAT_VALUE.size
+            elif tag == BYTES:
+                start = position + NUMBER.size
+                position = start + NUMBER.unpack_from(data, position)[1]
+                made.append(data[start:position])  # If it is cut short, ``position`` tells.
             else:
                 if decoder is None:
                     decoder = _Decoder(data, tensors, externals, resolve, come_home)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import re
 import secrets
 import socket
 from typing import NamedTuple
@@ -34,6 +35,9 @@ class TcpAddress(NamedTuple):
 _SCHEMES = ("tcp", "tls")
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9
+_LISTENS = "00010000"
+"""Flags of a listening socket in the kernel's table."""
+_OF_WORKER = re.compile("@weft-[0-9a-f]{32}")
 _FAR_AWAY = "192.0.2.1"
 """An address that no machine has: it is reserved for documentation."""
 
@@ -155,3 +159,17 @@ def tune(connection: socket.socket) -> None:
     with contextlib.suppress(OSError, AttributeError):
         if connection.getsockname()[0] == connection.getpeername()[0]:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def unix_listeners() -> list[UnixAddress]:
+    """Returns the addresses of all workers of this host that listen on Unix sockets.
+
+    They may be of other users, and of any group. Only those in this network namespace are found.
+    """
+    try:
+        with open("/proc/net/unix") as table:
+            lines = [line.split() for line in table]
+    except OSError:
+        return []
+    names = {line[-1] for line in lines if len(line) == 8 and line[3] == _LISTENS}
+    return [UnixAddress(name[1:]) for name in sorted(names) if _OF_WORKER.fullmatch(name)]

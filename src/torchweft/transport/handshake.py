@@ -64,13 +64,25 @@ class Handshake:
         key: The key that both sides must have.
         deadline_s: When to give up, by ``time.monotonic``.
         is_dialler: Whether this side dialled.
+        observers_key: The key of diallers that observe the group and are no members, if any.
+
+    Attributes:
+        is_observer: Whether the dialler has proved that it has the key of observers.
     """
 
     def __init__(
-        self, connection: socket.socket, key: Secret, deadline_s: float, *, is_dialler: bool
+        self,
+        connection: socket.socket,
+        key: Secret,
+        deadline_s: float,
+        *,
+        is_dialler: bool,
+        observers_key: Secret | None = None,
     ) -> None:
+        self.is_observer = False
         self._connection = connection
         self._key = key
+        self._observers_key = observers_key
         self._deadline_s = deadline_s
         self._roles = (_DIALLER, _ACCEPTOR) if is_dialler else (_ACCEPTOR, _DIALLER)
         self._counts = [0, 0]
@@ -102,9 +114,15 @@ class Handshake:
         return handshake
 
     @classmethod
-    def accept(cls, connection: socket.socket, key: Secret, deadline_s: float) -> Handshake:
+    def accept(
+        cls,
+        connection: socket.socket,
+        key: Secret,
+        deadline_s: float,
+        observers_key: Secret | None = None,
+    ) -> Handshake:
         """Begins the handshake as the acceptor; sends the challenge."""
-        handshake = cls(connection, key, deadline_s, is_dialler=False)
+        handshake = cls(connection, key, deadline_s, is_dialler=False, observers_key=observers_key)
         handshake._challenge = secrets.token_bytes(NONCE_BYTES)
         challenge = _CHALLENGE.pack(_MAGIC, VERSION, handshake._challenge)
         connection.settimeout(handshake._remaining_s())
@@ -143,9 +161,18 @@ class Handshake:
         proof, text = data[:PROOF_BYTES], data[PROOF_BYTES:]
         if kind == Kind.HELLO:
             self._answer, text = text[:NONCE_BYTES], text[NONCE_BYTES:]
-        if not self._key.verify(proof, *self._signed(1, kind, text)):
+        signed = self._signed(1, kind, text)
+        if not self._key.verify(proof, *signed) and not self._is_observers(proof, signed):
             raise NotProven("the other side has another secret, or belongs to another run")
         return _decode(text)
+
+    def _is_observers(self, proof: bytes, signed: tuple[bytes, ...]) -> bool:
+        """Whether a proof was made with the key of observers, which then is that of both sides."""
+        key, self._observers_key = self._observers_key, None
+        if key is None or not key.verify(proof, *signed):
+            return False
+        self._key, self.is_observer = key, True
+        return True
 
     def refuse_proof(self) -> None:
         """Tells a dialler that its proof failed, and nothing else."""

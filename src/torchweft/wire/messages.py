@@ -8,7 +8,11 @@ layout, the payload, and the tensors that were taken out of it::
     REPLY  context u64 | message u64 | references u32 | payload size u32
            references | payload | tensors
 
-A ``POST`` is laid out like a ``CALL`` without a name; its values are for a port of the receiver.
+A ``POST`` has a head, which its sender chooses, and values for a port of the receiver. It is laid
+out like a ``CALL`` without a name, and the first value is the head. With the flag ``PLAIN`` the
+values are small tensors alone::
+
+    POST   head size u8 | head | tensors
 
 The tensors are small ones with their memory, one after the other. With the flag ``TABLES`` they are
 two tables, and their sizes, instead; their memory is elsewhere::
@@ -64,6 +68,8 @@ class Kind(enum.IntEnum):
     POST = 23
     CODE = 24
     CALL_WITH_CODE = 25
+    REPORT = 26
+    DUMP = 27
 
 
 ERROR_REPLY = 1
@@ -75,6 +81,8 @@ POSITIONAL = 4
 CAPTURED = 8
 """Flag of a ``CALL_WITH_CODE`` whose function is made of the first code; the values that the
 function captures stand before the positional arguments."""
+PLAIN = 16
+"""Flag of a ``POST`` that has nothing but a head and tensors."""
 
 
 _CALL_HEAD = struct.Struct("<dqQQHII")
@@ -82,9 +90,10 @@ _REPLY_HEAD = struct.Struct("<QQII")
 _TABLE_SIZES = struct.Struct("<II")
 _REFERENCE = struct.Struct("<qqqq")
 # These include the frame's header: one piece is packed faster than two.
-_CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
+_CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
 _CALL_FRAME = struct.Struct("<BBHIQ dqQQHII")
 _REPLY_FRAME = struct.Struct("<BBHIQ QQII")
+_POST_FRAME = struct.Struct("<BBHIQ B")
 NUMBER = struct.Struct("<Q")
 """The number of a frame, which stands at ``NUMBER_OFFSET``."""
 NUMBER_OFFSET = 8
@@ -159,6 +168,26 @@ def encode_call(
     except struct.error:
         raise _too_large(payload) from None
     return _EMPTY.join((head, function, handed, payload, tensors))
+
+
+def encode_post(port: int, head: bytes, tensors: bytes) -> bytes:
+    """Returns the whole frame of a ``POST`` with the flag ``PLAIN``."""
+    size = len(head)
+    control = 1 + size + len(tensors)
+    front = _POST_FRAME.pack(_POST, PLAIN, 0, control, port, size)
+    return b"".join((front, head, tensors))
+
+
+def decode_post(control: Buffer) -> tuple[bytes, int]:
+    """Returns the head of such a ``POST``, and where its tensors begin.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    end = control[0] + 1 if control else 1
+    if end > len(control):
+        raise ProtocolError(f"a message for a port has {len(control)} bytes, and its head {end}")
+    return bytes(control[1:end]), end
 
 
 def code_names(numbers: Sequence[int]) -> bytes:

@@ -7,4 +7,5 @@ from pathlib import Path
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
 # All folders have a train.py; only that of the first folder is imported.
-sys.path[:0] = [str(_EXAMPLES / name) for name in ("language_model", "meta_learning", "pipeline")]
+_FOLDERS = ("language_model", "meta_learning", "pipeline", "model_parallel")
+sys.path[:0] = [str(_EXAMPLES / name) for name in _FOLDERS]

@@ -38,11 +38,16 @@ def test_schedules_learn_the_same(tmp_path: Path) -> None:
     assert len(found["losses"]) == 22
     assert other["losses"] == pytest.approx(found["losses"], rel=1e-2)
     assert found["losses"][-1] < 0.8 * found["losses"][0]
-    assert found["schedules"].keys() == {"naive", "gpipe", "1f1b", "interleaved", "zbv"}
+    every = {"naive", "gpipe", "1f1b", "interleaved", "zbv", "pipedream"}
+    assert found["schedules"].keys() == every
+    versions = {name: each["versions_held"] for name, each in found["schedules"].items()}
+    assert versions == {name: [2, 1] if name == "pipedream" else [1, 1] for name in every}
+    assert found["schedules"]["1f1b"]["accuracy"] == found["accuracy"]
     peaks = {name: each["peak_activations"] for name, each in found["schedules"].items()}
     assert peaks["gpipe"] == [4, 4]
     assert peaks["1f1b"] == [2, 1]
     assert peaks["naive"] == [1, 1]
+    assert peaks["pipedream"] == [2, 1]
     for each in found["schedules"].values():
         assert 0 < each["idle_share"] < 1
         assert each["steps_per_s"] > 0
@@ -54,8 +59,29 @@ def test_schedules_learn_the_same(tmp_path: Path) -> None:
 
 def test_schedules_that_cannot_be_are_left_out_and_blocks_frozen(tmp_path: Path) -> None:
     found, text = run(tmp_path, "--microbatches", "2", "--freeze", "2")
-    assert found["schedules"].keys() == {"naive", "gpipe", "1f1b", "interleaved"}
+    assert found["schedules"].keys() == {"naive", "gpipe", "1f1b", "interleaved", "pipedream"}
     assert "zbv          left out: " in text
+
+
+def test_a_pipeline_that_does_not_wait_learns_with_replicas(tmp_path: Path) -> None:
+    arguments = "--schedule pipedream --weights vertical-sync --replicas 2,1 --workers 3".split()
+    found, text = run(tmp_path, *arguments)
+    assert len(found["losses"]) == 89  # of 16 images each
+    assert sum(found["losses"][-10:]) < 0.9 * sum(found["losses"][:10])
+    assert found["schedules"].keys() == {"gpipe", "1f1b", "pipedream"}
+    trial = found["schedules"]["pipedream"]
+    assert trial["versions_held"] == [2, 2, 2]
+    assert trial["accuracy"] == found["accuracy"]
+    assert "zbv          left out: zbv has no replicas" in text
+    assert "SchedulePipeDream" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_a_pipeline_shrinks_while_layers_freeze(tmp_path: Path) -> None:
+    found, text = run(tmp_path, *"--workers 4 --blocks 6 --epochs 6 --shrink 0.34".split())
+    assert found["frozen"] == [0, 0, 0, 2, 2, 4]
+    assert found["stages"] == [4, 4, 4, 4, 4, 2]
+    assert found["losses"][-1] < 0.8 * found["losses"][0]
+    assert "stages by epoch: 4 4 4 4 4 2" in text
 
 
 def test_ctrl_c_ends_it_at_once_with_all_its_workers(tmp_path: Path) -> None:

@@ -319,6 +319,17 @@ class Grammar:
                 None,
             ),
             "serving:fetch": lambda: self._address(chance.randrange(_VALUES)),
+            "stream_sources:begin": lambda: chance.choice(
+                (
+                    (chance.randrange(4), self._function(), (self.value(1),), {}),
+                    (
+                        *(chance.randrange(4), chance.choice(_METHODS), (self.value(1),), {}),
+                        reference(chance.randrange(_VALUES)),
+                    ),
+                )
+            ),
+            "stream_sources:pull": lambda: (chance.randrange(4), chance.randrange(4)),
+            "stream_sources:end": lambda: (chance.randrange(4),),
         }
         return fitting[short]()
 

@@ -29,6 +29,7 @@ from torchweft.protocol.membership.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.requests import Request
+from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.reactor import Reactor
 from torchweft.serialize.reading import make_reader
@@ -94,6 +95,7 @@ class World:
         self.agent.slots[WORKER] = self.worker
         self.agent.slots[ENGINE] = self.worker.engine
         self.gatherings = self.agent.slots[GATHERINGS] = Gatherings(self.agent)
+        self.sources = self.agent.slots[SOURCES] = Sources(self.agent, lambda source: None)
         self.agent._when_lost = self._peer_lost
         self._stop_at_the_edges()
         current_agent.install(self.agent)
@@ -186,6 +188,9 @@ class World:
             function(first, second)
         else:
             raise AssertionError("a message has work without end")
+        for source in self.sources.open():
+            while source.is_asked and source.answer_next():
+                pass
         self.worker.references.tick(time.monotonic() + 1)
         self.agent.calls.expire(time.monotonic() + 60)
 
@@ -194,6 +199,7 @@ class World:
         self.gatherings.peer_lost(peer)
         self.worker.engine.peer_lost(peer)
         self.agent.cancelling.peer_lost(peer)
+        self.sources.peer_lost(peer)
         self.worker.references.peer_lost(peer)
         serving.cancel_creations(self.worker, peer)
 
@@ -209,6 +215,7 @@ class World:
         with contextlib.suppress(Exception):
             self.gatherings.close()
         self.worker.references.close()
+        self.sources.close(0.0)
         self.worker.close(1.0)
         for number in (SENDER, OTHER):
             self.agent.peers[number].link = None

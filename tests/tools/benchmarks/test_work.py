@@ -52,3 +52,14 @@ def test_activity_takes_a_moment_only(name: str) -> None:
     begin = time.process_time()
     step()
     assert 0 < time.process_time() - begin < 1
+
+
+def test_a_work_may_have_a_clock_of_its_own() -> None:
+    now = {"ns": 0}
+
+    def run() -> None:
+        now["ns"] += 3_000
+
+    for prepare in (None, lambda: None):
+        work = Work(run, prepare=prepare, clock=lambda: now["ns"])
+        assert measure(work, 2, [])["values"] == pytest.approx([3e-6, 3e-6])

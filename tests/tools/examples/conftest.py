@@ -7,4 +7,5 @@ from pathlib import Path
 
 _EXAMPLES = Path(__file__).parents[3] / "examples"
 # All folders have a train.py; `import train` finds the first one.
-sys.path[:0] = [str(_EXAMPLES / name) for name in ("language_model", "meta_learning", "pipeline")]
+_FOLDERS = ("language_model", "meta_learning", "pipeline", "embedding")
+sys.path[:0] = [str(_EXAMPLES / name) for name in _FOLDERS]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from arguments import SCHEDULES, make_schedule, parse_options
+from arguments import REPLICATED, SCHEDULES, make_schedule, parse_options
 from charts import draw_timelines
 from numerals import TESTED, Images, batches, load_images, padded
 from residual import make_network
@@ -15,16 +15,26 @@ from training import Trial
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline import cut_evenly
 from torchweft.pipeline.recording import Recording
-from torchweft.pipeline.schedules import Costs, predict
+from torchweft.pipeline.schedules import Costs, Weights, predict
 
 
 def test_every_schedule_can_be_chosen_with_its_defaults() -> None:
-    stages = {"naive": 4, "gpipe": 4, "1f1b": 4, "interleaved": 8, "zbv": 8}
+    stages = {"naive": 4, "gpipe": 4, "1f1b": 4, "interleaved": 8, "zbv": 8, "pipedream": 4}
     assert stages.keys() == SCHEDULES.keys()
     for name, count in stages.items():
         options = parse_options(["--schedule", name])
         table = make_schedule(options, name).table(options.workers)
-        assert (table.n_workers, table.n_stages, table.n_microbatches) == (4, count, 8)
+        batches = 40 if name == "pipedream" else 8
+        assert (table.n_workers, table.n_stages, table.n_microbatches) == (4, count, batches)
+
+
+@pytest.mark.parametrize("name", REPLICATED)
+def test_several_workers_may_hold_a_stage(name: str) -> None:
+    options = parse_options(f"--schedule {name} --replicas 2,1,1 --weights 2bw".split())
+    table = make_schedule(options, name).table(4)
+    assert [table.replicas(stage) for stage in range(table.n_stages)] == [(0, 1), (2,), (3,)]
+    if name == "pipedream":
+        assert table.weights is Weights.DOUBLE_BUFFERED
 
 
 def test_the_interleaved_schedule_may_have_more_stages() -> None:
@@ -40,11 +50,19 @@ def test_the_interleaved_schedule_may_have_more_stages() -> None:
         ("--workers 0", "0 is not a whole number from 1 up"),
         ("--microbatches 7", "--batch 128 cannot be cut into 7 micro-batches"),
         ("--freeze 9", "--freeze 9: there are 8 blocks"),
+        ("--shrink 1", "1 is not a number from 0 up and below 1"),
+        ("--shrink 0.3 --schedule zbv", "--shrink is for gpipe and 1f1b"),
+        ("--shrink 0.3 --freeze 1", "--shrink chooses frozen layers and replicas itself"),
         ("--stages 6", "--stages 6 is no multiple of 4 workers"),
         ("--stages 8", "1f1b has 4 stages on 4 workers, not 8"),
         ("--schedule zbv --blocks 4", "zbv has 8 stages on 4 workers, and the network 6 layers"),
         ("--schedule zbv --microbatches 4", "micro-batches"),
         ("--checkpoint sometimes", "invalid choice: 'sometimes'"),
+        ("--schedule pipedream --checkpoint except_last", "pipedream has no last micro-batch"),
+        ("--weights best", "invalid choice: 'best'"),
+        ("--replicas 2,x", "x is not a whole number from 1 up"),
+        ("--replicas 2,1", "pass replicas whose sum is 4"),
+        ("--schedule zbv --replicas 2,1,1", "zbv has no replicas; gpipe, 1f1b, pipedream have"),
     ],
 )
 def test_options_that_cannot_be_are_told_in_a_line(
@@ -105,9 +123,9 @@ def test_the_picture_shows_every_schedule(tmp_path: Path) -> None:
     for name in SCHEDULES:
         table = make_schedule(options, name).table(4)
         workers = [WorkerInfo(f"worker{n}", n) for n in range(4)]
-        recording = Recording(table, (), workers, lambda: None, list)
+        recording = Recording(lambda _, table=table: table, (), workers, lambda: None, list)
         recording.steps = (predict(table, Costs.uniform(table.n_stages)),)
-        trials.append(Trial(name, recording, 1.0))
+        trials.append(Trial(name, recording, 1.0, (1, 1, 1, 1)))
     draw_timelines(trials, tmp_path / "all.png")
     draw_timelines(trials[:1], tmp_path / "one.png")
     sizes = [(tmp_path / name).stat().st_size for name in ("all.png", "one.png")]

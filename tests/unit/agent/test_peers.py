@@ -21,7 +21,7 @@ from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.protocol.connecting import Hello, Patience, Purpose, State, Terms, Verdict
 from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
-from torchweft.secret import Secret
+from torchweft.secret import Secret, key_of_observers
 from torchweft.transport.addresses import UnixAddress, dial, listen_unix
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import Link
@@ -48,7 +48,11 @@ class Side:
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
             self.connector = Connector(me, False, KEY, capabilities, self, None, has_secret=False)
         self.acceptor = Acceptor(
-            self.connector, self._lookup, lambda connection: None, lambda peer: None
+            self.connector,
+            self._lookup,
+            lambda connection: None,
+            lambda peer: None,
+            key_of_observers(None),
         )
         self.refusals = 0
 

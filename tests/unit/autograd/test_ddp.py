@@ -13,12 +13,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.autograd import ddp
-from torchweft.autograd.component import Live
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.ddp import Averaging, find_averaging
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass
-from torchweft.autograd.walk import Reached
+from torchweft.autograd.walk import Live, Reached
 from torchweft.errors import AutogradError
 from torchweft.protocol.backward import ROOTS, Progress
 
@@ -71,26 +70,22 @@ def test_modules_are_known_if_they_are_made_before_or_after() -> None:
     assert known() == [after]
 
 
-def sends(*message_ids: int) -> list[Live]:
-    return [Live(message_id, ()) for message_id in message_ids]
-
-
-def reached(*modules: Any) -> Reached:
+def reached(message_id: int, *modules: Any) -> Reached:
     weights = [module.module.weight for module in modules]
     leaves = {get_gradient_edge(weight).node: weight for weight in weights}
-    return Reached([], leaves, [])
+    return Reached([Live(message_id, ())], leaves, {})
 
 
 def test_a_pass_that_reaches_no_such_module_is_left_alone() -> None:
     ddp.watch()
-    components = [(reached(), sends(1))]
+    components = [reached(1)]
     assert find_averaging(components, Gradients()) is None
     module = make_module()
     assert find_averaging(components, Gradients()) is None
-    assert find_averaging([(reached(module), sends(1))], Gradients()) is not None
+    assert find_averaging([reached(1, module)], Gradients()) is not None
 
 
-def averaging_of(*components: tuple[Reached, list[Live]]) -> tuple[Averaging, Context]:
+def averaging_of(*components: Reached) -> tuple[Averaging, Context]:
     context = Context(1, 0)
     averaging = find_averaging(components, context.gradients)
     assert averaging is not None
@@ -99,14 +94,14 @@ def averaging_of(*components: tuple[Reached, list[Live]]) -> tuple[Averaging, Co
 
 def held_back(averaging: Averaging, *executed: int, live: tuple[int, ...] = ()) -> list[int]:
     progress = Progress(executed=list(executed))
-    averaging.hold_back(progress, bool(live), dict.fromkeys(live))
+    averaging.hold_back(progress, bool(live), live)
     return progress.executed
 
 
 def test_the_module_made_last_has_the_first_turn() -> None:
     ddp.watch()
     first, second = make_module(), make_module()
-    averaging, context = averaging_of((reached(first), sends(1)), (reached(second), sends(2)))
+    averaging, context = averaging_of(reached(1, first), reached(2, second))
     for module in (first, second):
         averaging.add_all([(module.module.weight, torch.ones(1, 2))], ())
     assert held_back(averaging, 1) == []
@@ -125,7 +120,7 @@ def test_the_module_made_last_has_the_first_turn() -> None:
 def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
     ddp.watch()
     module = make_module()
-    averaging, _ = averaging_of(*[(reached(module), sends(number)) for number in (1, 2, 3)])
+    averaging, _ = averaging_of(*[reached(number, module) for number in (1, 2, 3)])
     assert held_back(averaging, 1) == []
     assert held_back(averaging, live=(1, 2)) == []
     assert not averaging.is_due
@@ -180,7 +175,7 @@ def test_what_is_not_supported_is_refused(attribute: str, value: object, match: 
     module = make_module()
     setattr(module, attribute, value or [_in_backward(module.module.weight)])
     with pytest.raises(AutogradError, match=match):
-        averaging_of((reached(module), sends(1)))
+        averaging_of(reached(1, module))
 
 
 def test_a_hook_for_gradients_is_called_with_those_of_other_passes() -> None:

@@ -8,8 +8,13 @@ import pytest
 
 from tests.unit.agent.group import Member, group_of, wait_until
 from tests.unit.transport.reading import not_main  # noqa: F401
+from torchweft.autograd.codec import PassMode, PassName
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.listening import Listener, Reading
+from torchweft.autograd.pass_state import LedPassState
 from torchweft.transport.link import READ_TICK_S, Link
+from torchweft.transport.spinning import Spinning
 
 pytestmark = pytest.mark.usefixtures("not_main")
 
@@ -83,3 +88,29 @@ def test_a_broken_session_is_waited_for_without_a_spin(
     assert 1 <= reads <= 12
     links_of(trio)[0].report_break("a test")  # type: ignore[attr-defined]
     listener.give_back(reading)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_main_thread_sleeps_where_spinning_is_not_worthwhile(
+    trio: list[Member], monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    first = trio[0]
+    peers = [first.peer(other) for other in trio[1 : 1 + count]]
+    if not links_of(trio)[0].may_be_interrupted:
+        pytest.skip("the main thread does not read a session")
+    wait_until(lambda: not any(0 in link.readers for link in links_of(trio)))
+    monkeypatch.setattr(Spinning, "is_worthwhile", lambda _: False)
+    reads = 0
+    receive_own = Link.receive_own
+
+    def count_reads(link: Link, **options: bool) -> object:
+        nonlocal reads
+        reads += 1
+        return receive_own(link, **options)
+
+    monkeypatch.setattr(Link, "receive_own", count_reads)
+    name = PassName(1, 1, 1, PassMode())
+    led = LedPassState(0, name, LocalPass(Context(1, 0)), timeout_s=3 * READ_TICK_S)
+    Listener(first.agent).lead_in_main(peers, lambda: None, led)
+    assert count <= reads <= 8 * count
+    assert not any(0 in link.readers for link in links_of(trio))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.walk import Partition, SentGraph
+from torchweft.autograd.walk import Live, Partition, Reached, SentGraph
 
 
 def edges(*tensors: Tensor) -> tuple[GradientEdge, ...]:
@@ -20,14 +20,17 @@ def received(context: Context, message_id: int) -> Tensor:
     return context.record_receive(message_id, 1, [torch.ones(2)], [1])[0]
 
 
+def numbers_of(components: dict[int, Reached]) -> list[list[int]]:
+    """Returns for each send the numbers of the sends of its component."""
+    return [[send.message_id for send in reached.sends] for reached in components.values()]
+
+
 def test_a_receive_is_reported_by_the_first_walk_that_reaches_it() -> None:
     context = Context(1, 0)
     first, second = received(context, 11), received(context, 12)
     graph = SentGraph(context.receive_of)
-    _, reached = graph.add(edges(first * 2))
-    assert [record.message_id for record in reached.values()] == [11]
-    _, reached = graph.add(edges(first + second))
-    assert [record.message_id for record in reached.values()] == [12]
+    assert graph.add(Live(1, edges(first * 2))).message_ids() == [11]
+    assert graph.add(Live(2, edges(first + second))).message_ids() == [12]
 
 
 def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> None:
@@ -35,11 +38,13 @@ def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> 
     weight, value = torch.ones(2, requires_grad=True), received(context, 11)
     shared = weight.exp()
     graph = SentGraph(context.receive_of)
-    for tensor in (shared * 2, weight * 3, shared * 4, value * weight, value * 5, weight):
-        graph.add(edges(tensor))
+    tensors = (shared * 2, weight * 3, shared * 4, value * weight, value * 5, weight)
+    for number, tensor in enumerate(tensors):
+        graph.add(Live(number, edges(tensor)))
     components = graph.components()
-    assert [reached.members for reached in components] == [[0, 2], [1], [3, 4], [5]]
-    assert all(list(reached.leaves.values()) == [weight] for reached in components)
+    assert numbers_of(components) == [[0, 2], [1], [0, 2], [3, 4], [3, 4], [5]]
+    assert components[0] is components[2]
+    assert all(list(reached.leaves.values()) == [weight] for reached in components.values())
 
 
 def test_a_leaf_with_hooks_holds_sends_together() -> None:
@@ -47,8 +52,8 @@ def test_a_leaf_with_hooks_holds_sends_together() -> None:
     weight.register_hook(lambda gradient: gradient)
     graph = SentGraph({})
     for factor in (2, 3):
-        graph.add(edges(weight * factor))
-    assert [reached.members for reached in graph.components()] == [[0, 1]]
+        graph.add(Live(factor, edges(weight * factor)))
+    assert numbers_of(graph.components()) == [[2, 3], [2, 3]]
 
 
 def test_signatures_are_the_sends_that_reach_a_node() -> None:
@@ -58,9 +63,9 @@ def test_signatures_are_the_sends_that_reach_a_node() -> None:
     first, second = shared.exp(), shared.sin()
     seeds = [(1, edges(first)), (2, edges(second, shared))]
     graph = SentGraph(context.receive_of)
-    for _, seed in seeds:
-        graph.add(seed)
-    (reached,) = graph.components()
+    for bit, seed in seeds:
+        graph.add(Live(bit, seed))
+    reached = graph.components()[1]
     partition = Partition(seeds, context.receive_of, reached.leaves)
     nodes = [tensor.grad_fn for tensor in (first, second, shared, value)]
     assert [partition.signature_of(node) for node in nodes] == [1, 2, 3, 3]

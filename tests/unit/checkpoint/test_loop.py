@@ -100,6 +100,29 @@ def test_a_step_is_saved_when_it_has_been_done_and_break_saves_nothing(disk: Dis
     assert disk.steps == [2, 4]
 
 
+def test_notice_that_the_host_is_given_up_saves_and_ends_the_program(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    notice = tmp_path / "notice"
+    monkeypatch.setenv("WEFT_NOTICE_FILE", str(notice))
+    steps = iter(resumable(9, "d", {}, every=100))
+    assert [next(steps) for _ in range(4)] == [0, 1, 2, 3]
+    notice.touch()
+    with pytest.raises(SystemExit) as caught:
+        next(steps)
+    assert caught.value.code == 75
+    assert disk.steps == [4]
+
+
+def test_notice_in_the_last_step_ends_nothing(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WEFT_NOTICE_FILE", str(tmp_path))
+    disk.steps = [5]
+    assert list(resumable(6, "d", {}, every=100)) == [5]
+    assert disk.steps == [5, 6]
+
+
 def test_it_saves_by_the_clock(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

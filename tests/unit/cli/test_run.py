@@ -9,6 +9,7 @@ import pytest
 
 from torchweft.cli import run
 from torchweft.cli.main import main
+from torchweft.launch import local
 from torchweft.launch.restarts import RestartPolicy
 
 
@@ -28,7 +29,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], Any, dict[st
         made.append((names, job, options))
         return 7
 
-    monkeypatch.setattr(run, "run_workers", run_workers)
+    monkeypatch.setattr(local, "run_workers", run_workers)
     monkeypatch.setattr(run, "command_console", lambda: None)
     return made
 

@@ -118,6 +118,16 @@ def test_names_mean_nothing_without_a_group() -> None:
         world.get_worker_id("worker0")
 
 
+def test_a_launcher_with_variables_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in PLACE:
+        monkeypatch.delenv(variable, raising=False)
+    names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
+    local_names = ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
+    for variable, value in zip(names + local_names, "3512", strict=True):
+        monkeypatch.setenv(variable, value)
+    assert world.get_world_info() == asked_one_by_one() == (3, 5, 1, 2)
+
+
 def test_default_names_sort_by_rank() -> None:
     names = [world.default_worker_name_format(rank, 12, 0, 1) for rank in range(12)]
     assert names == sorted(names)

@@ -12,7 +12,7 @@ from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline import recording
 from torchweft.pipeline.recording import Notes, Recording, StepNotes, WorkerNotes, timelines_of
-from torchweft.pipeline.schedules import ScheduleGPipe, Timeline
+from torchweft.pipeline.schedules import ScheduleGPipe, Table, Timeline
 from torchweft.probe import clock_id
 
 TABLE = ScheduleGPipe(1).table(2)
@@ -22,12 +22,16 @@ NEAR = StepNotes(4, [(100.0, 101.0), (103.5, 105.0)], 1)
 FAR = StepNotes(4, [(31.0, 32.0), (32.0, 33.5)], 1)
 
 
+def table_of(n_minibatches: int) -> Table:
+    return TABLE
+
+
 def bounds(timeline: Timeline) -> list[list[tuple[float, float]]]:
     return [[(span.start_s, span.end_s) for span in row] for row in timeline.spans]
 
 
 def recorded(notes: Sequence[WorkerNotes]) -> Recording:
-    found = Recording(TABLE, EDGES, WORKERS, lambda: None, lambda: list(notes))
+    found = Recording(table_of, EDGES, WORKERS, lambda: None, lambda: list(notes))
     with found:
         pass
     return found
@@ -35,7 +39,7 @@ def recorded(notes: Sequence[WorkerNotes]) -> Recording:
 
 def test_times_are_counted_from_the_first_action_on_one_clock() -> None:
     notes = [WorkerNotes("", [NEAR]), WorkerNotes("", [FAR])]
-    (timeline,) = timelines_of(TABLE, EDGES, notes, [0.0, -70.0])
+    (timeline,) = timelines_of(table_of, EDGES, notes, [0.0, -70.0])
     assert bounds(timeline) == [[(0, 1), (3.5, 5)], [(1, 2), (2, 3.5)]]
     assert timeline.makespan_s == 5
     assert timeline.is_measured
@@ -47,7 +51,7 @@ def test_steps_that_one_worker_did_not_complete_are_left_out() -> None:
         WorkerNotes("", [NEAR._replace(step=step) for step in (4, 5, 6)]),
         WorkerNotes("", [FAR._replace(step=step) for step in (4, 6)]),
     ]
-    assert len(timelines_of(TABLE, EDGES, notes, [0.0, -70.0])) == 2
+    assert len(timelines_of(table_of, EDGES, notes, [0.0, -70.0])) == 2
 
 
 def test_another_clock_is_read_by_the_shortest_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +128,7 @@ def test_the_error_of_the_block_is_the_one_that_is_raised() -> None:
     def lost() -> list[WorkerNotes]:
         raise WorkerLost("far is lost", worker="far")
 
-    with pytest.raises(KeyError), Recording(TABLE, EDGES, WORKERS, lambda: None, lost):
+    with pytest.raises(KeyError), Recording(table_of, EDGES, WORKERS, lambda: None, lost):
         raise KeyError
-    with pytest.raises(WorkerLost), Recording(TABLE, EDGES, WORKERS, lambda: None, lost):
+    with pytest.raises(WorkerLost), Recording(table_of, EDGES, WORKERS, lambda: None, lost):
         pass

@@ -21,6 +21,7 @@ from torch.futures import Future as PlainFuture
 from tests.unit.agent.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft import knobs
+from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled, QueueFull, SerializationError, WorkerLost
 from torchweft.rpc import calls, stack_report
 from torchweft.rpc.functions import async_execution
@@ -307,7 +308,7 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
         request = local.caller.request(local.peer, function, (), {}, LIMIT_S)
         context.delitem(sys.modules, "only_there")
         assert request.entries
-        call = calls.PendingCall(local.peer.id, local.peer.name, function, LIMIT_S)
+        call = PendingCall(local.peer.id, local.peer.name, function, LIMIT_S)
         local.caller.agent.calls.ask_and_wait(local.peer, call, request)
         with pytest.raises(SerializationError, match="No module named 'only_there'"):
             local.caller.result_of(call)
@@ -526,10 +527,10 @@ def test_a_full_queue_counts_the_code_of_waiting_calls() -> None:
 def test_whether_a_function_is_slow_is_known_by_its_code(local: Pair) -> None:
     function = lambda s: time.sleep(s)  # noqa: E731
     for duration_s in (0.0, 0.01, 0.0):
-        for _ in range(3):
-            local.sync(function, duration_s)
+        local.sync(function, duration_s)
         (code,) = local.peer_of_callee.kept_codes._table.values()
-        wait_until(lambda: code.is_slow == (duration_s > 0))  # noqa: B023
+        while code.is_slow != (duration_s > 0):  # A busy machine makes some calls slow.
+            local.sync(function, duration_s)
 
 
 def test_a_report_names_calls_that_wait(local: Pair) -> None:

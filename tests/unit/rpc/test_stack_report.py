@@ -9,7 +9,8 @@ import pytest
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import stack_report
-from torchweft.rpc.stack_report import _inwards, _lines, answer_signal
+from torchweft.rpc.frames import inwards, lines
+from torchweft.rpc.stack_report import answer_signal
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +54,10 @@ def test_what_is_no_signal_is_refused() -> None:
 
 
 def test_a_strict_worker_tells_no_source_code() -> None:
-    frames = _inwards(sys._getframe())
-    with_source, without = (_lines(frames, has_source)[-1] for has_source in (True, False))
+    frames = inwards([sys._getframe()])
+    with_source, without = (lines(frames, has_source)[-1] for has_source in (True, False))
     assert (
-        with_source == f"{without}\n    frames = _inwards(sys._getframe())" or "\n" in with_source
+        with_source == f"{without}\n    frames = inwards([sys._getframe()])" or "\n" in with_source
     )
     assert "\n" not in without
     assert without.endswith(", in test_a_strict_worker_tells_no_source_code")

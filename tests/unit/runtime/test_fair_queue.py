@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.thorough import examples
-from torchweft.runtime.fair_queue import OWN, SWEEP_LIMIT, FairQueue
+from torchweft.runtime.fair_queue import LAST, OWN, SWEEP_LIMIT, FairQueue
 
 
 def nothing(*_: Any) -> None:
@@ -158,3 +158,14 @@ def test_many_threads_lose_and_double_nothing() -> None:
         for sender in (OWN, 1, 2):
             numbers = [number for of, number in into if of == sender]
             assert numbers == sorted(numbers)
+
+
+def test_last_tasks_run_when_no_other_waits() -> None:
+    queue = FairQueue(10, 1000)
+    queue.append((print, "last", None), LAST)
+    queue.append((print, "own", None))
+    assert queue.offer((print, "other", None), 5, 1)
+    queue.append((print, "last again", None), LAST)
+    found = [queue.popleft()[1] for _ in range(4)]
+    assert found == ["own", "other", "last", "last again"]
+    assert not queue.ready

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tables import cases
 from torchweft.runtime.interrupts import call
-from torchweft.runtime.thread_modes import READERS, UNTOUCHED, take_away, tidy
+from torchweft.runtime.thread_modes import (
+    READERS,
+    THREADS,
+    UNTOUCHED,
+    take_away,
+    tidy,
+)
 
 LIMIT_S = 20.0
 
@@ -174,3 +182,57 @@ def test_modes_of_two_are_kept_apart_in_any_order() -> None:
     between, again, after = on_a_thread(run)
     assert between == after == PLAIN
     assert again == [True, True]
+
+
+@pytest.fixture
+def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Operations use two threads; no task has set another number."""
+    monkeypatch.setattr(THREADS, "wanted", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+class Worker:
+    """A thread that runs tasks one after the other, as threads of a reactor do."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1)
+
+    def run(self, task: Callable[[], Any]) -> Any:
+        def serve() -> Any:
+            before = THREADS.follow()
+            try:
+                return task()
+            finally:
+                THREADS.note(before)
+
+        return self._pool.submit(serve).result(LIMIT_S)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_number_of_threads_that_a_task_sets_is_that_of_all_tasks() -> None:
+    first, second = Worker(), Worker()
+    try:
+        assert [each.run(torch.get_num_threads) for each in (first, second)] == [2, 2]
+        first.run(lambda: torch.set_num_threads(1))
+        assert [each.run(torch.get_num_threads) for each in (second, first)] == [1, 1]
+        second.run(lambda: torch.set_num_threads(3))
+        assert [each.run(torch.get_num_threads) for each in (first, second)] == [3, 3]
+    finally:
+        first.close()
+        second.close()
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_new_thread_has_the_number_that_the_program_has_set() -> None:
+    torch.set_num_threads(1)
+    worker = Worker()
+    try:
+        assert worker.run(torch.get_num_threads) == 1
+    finally:
+        worker.close()

@@ -520,3 +520,33 @@ def test_an_empty_tensor_with_a_dimension_beyond_the_limit_of_numpy_survives() -
     received, _ = inline.decode(encoded[0], 0)
     assert [each.shape for each in received] == [each.shape for each in sent]
     assert torch.equal(received[0], sent[0])
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(3, 2),
+        torch.arange(3),
+        torch.ones(2, 2, 2, dtype=torch.complex64),
+        torch.ones(2, 3, dtype=torch.bool),
+    ],
+)
+def test_rows_are_encoded_as_single_tensors_are(tensor: torch.Tensor) -> None:
+    rows = inline.encode_rows(tensor)
+    assert rows is not None
+    assert [row.content for row in rows] == [inline.encode((row,))[0] for row in tensor]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(2, 3, requires_grad=True),
+        torch.ones(3, 2).T,
+        torch.ones(2, 0),
+        torch.ones(0, 2),
+        torch.ones(2, 3, dtype=torch.bfloat16),
+        torch.ones(1, 1 << 20),
+    ],
+)
+def test_rows_that_need_a_closer_look_are_left(tensor: torch.Tensor) -> None:
+    assert inline.encode_rows(tensor) is None

@@ -39,9 +39,18 @@ CALLERS = {
 
 _MAY_SEND = re.compile(rf'\b({"|".join(sorted(CALLERS))})\(|b["\']torchweft\.')
 
-BY_THEMSELVES = ("torchweft.checkpoint.", "torchweft.pipeline.")
-"""Their functions read and remove files, or take modules of the program, so a worker that takes
-part must list them itself."""
+BY_THEMSELVES = (
+    "torchweft.checkpoint.",
+    "torchweft.embedding.",
+    "torchweft.hybrid.",
+    "torchweft.observe.doctor.",
+    "torchweft.pipeline.",
+    "torchweft.rl.",
+    "torchweft.testing:",
+    "torchweft.weights.",
+)
+"""Their functions read and remove files, measure, or take modules or tables of the program, so a
+worker that takes part must list them itself."""
 
 NOT_RUN = (
     "torchweft.__main__",

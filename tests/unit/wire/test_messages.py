@@ -19,6 +19,7 @@ from torchweft.wire.messages import (
     NO_CREATION,
     NUMBER,
     NUMBER_OFFSET,
+    PLAIN,
     POSITIONAL,
     TABLES,
     HandedReference,
@@ -28,12 +29,14 @@ from torchweft.wire.messages import (
     decode_code,
     decode_code_names,
     decode_ints,
+    decode_post,
     decode_reply,
     decode_tables,
     encode_call,
     encode_call_front,
     encode_code,
     encode_ints,
+    encode_post,
     encode_reply,
     encode_reply_front,
     encode_tables,
@@ -226,6 +229,21 @@ def test_numbers_that_lead_beyond_a_message_are_refused(decode: Decode, valid: b
                 decode(bytes(damaged))
 
 
+@settings(max_examples=examples(60))
+@given(unsigned, st.binary(max_size=255), sections)
+def test_a_plain_message_for_a_port(port: int, head: bytes, tensors: bytes) -> None:
+    frame = encode_post(port, head, tensors)
+    kind, flags, count, size, number = HEADER.unpack_from(frame)
+    assert (kind, flags, count, number) == (Kind.POST, PLAIN, 0, port)
+    control = frame[HEADER_BYTES:]
+    assert len(control) == size
+    found, start = decode_post(control)
+    assert (found, control[start:]) == (head, tensors)
+    for cut in range(len(head) + 1):
+        with pytest.raises(ProtocolError, match="and its head"):
+            decode_post(control[:cut])
+
+
 def test_tables_that_are_longer_than_their_message_are_refused() -> None:
     valid = encode_tables(b"table", b"channels")
     for size in range(len(valid) + 1):
@@ -240,7 +258,15 @@ def test_tables_that_are_longer_than_their_message_are_refused() -> None:
 @settings(max_examples=examples(60))
 @given(
     st.sampled_from(
-        [decode_call, decode_reply, decode_tables, decode_ints, decode_code, decode_code_names]
+        [
+            decode_call,
+            decode_reply,
+            decode_tables,
+            decode_ints,
+            decode_code,
+            decode_code_names,
+            decode_post,
+        ]
     ),
     st.one_of(
         st.binary(max_size=120),

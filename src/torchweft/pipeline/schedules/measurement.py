@@ -61,7 +61,8 @@ def report(
         names: The workers' names.
         peak_held: For each worker, the most forward passes whose activations it kept.
     """
-    steps = f"{len(measured)} steps" if len(measured) > 1 else "1 step"
+    step = "run" if predicted.table.is_asynchronous else "step"
+    steps = f"{len(measured)} {step}s" if len(measured) > 1 else f"1 {step}"
     width = max(map(len, (*names, "worker")))
     line = f"{{:{width}}}  {{:>8}}  {{:>9}}  {{:>8}}  {{:>9}}".format
     lines = [
@@ -78,7 +79,7 @@ def report(
     idle_share = fmean(each.idle_share for each in measured)
     lines.append(line("all", _percent(idle_share), _percent(predicted.idle_share), "", ""))
     took_s = median(each.makespan_s for each in measured)
-    lines.append(line("step", _seconds(took_s), _seconds(predicted.makespan_s), "", ""))
+    lines.append(line(step, _seconds(took_s), _seconds(predicted.makespan_s), "", ""))
     return "\n".join(each.rstrip() for each in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchweft.errors import ConfigurationError
@@ -86,6 +87,11 @@ class Table:
     def is_asynchronous(self) -> bool:
         """Whether the optimizer steps are part of the table."""
         return any(action.kind is Kind.UPDATE for row in self.rows for action in row)
+
+    @property
+    def seats(self) -> Mapping[tuple[int, int], int]:
+        """The worker that runs each stage for each micro-batch."""
+        return self._workers
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         """Returns the worker that runs a stage for a micro-batch.

@@ -54,6 +54,10 @@ class CallTable(Generic[Entry]):
         """Removes and returns an entry; None if it was taken before or never existed."""
         return self._entries.pop(number, None)
 
+    def all(self) -> list[Entry]:
+        """Returns the open entries."""
+        return list(self._entries.copy().values())
+
     def has(self, number: int) -> bool:
         """Whether an entry waits under ``number``."""
         return number in self._entries

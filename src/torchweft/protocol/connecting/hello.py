@@ -10,6 +10,7 @@ from torchweft.protocol.connecting.actions import Answer, Terms, Verdict
 
 PURPOSE, TO = "purpose", "to"
 SESSION, POSITION, ATTEMPT, SET = "session", "position", "attempt", "set"
+QUESTION = "question"
 
 
 class Purpose(enum.Enum):
@@ -21,6 +22,8 @@ class Purpose(enum.Enum):
     PROBE = "probe"
     DATA = "data"
     INTRODUCTION = "introduction"
+    OBSERVE = "observe"
+    """A question of an observer, which is no worker."""
 
 
 class Hello(NamedTuple):
@@ -33,6 +36,7 @@ class Hello(NamedTuple):
         attempt: The number of the session's connection attempt.
         position: How many bytes of the session the dialler has received.
         set_number: The set of data connections that the connection belongs to.
+        question: What an observer asks.
     """
 
     purpose: Purpose
@@ -41,6 +45,7 @@ class Hello(NamedTuple):
     attempt: int = 0
     position: int = 0
     set_number: int = 0
+    question: str = ""
 
     @classmethod
     def about(cls, purpose: Purpose, to: int, terms: Terms | None, position: int = 0) -> Hello:
@@ -78,6 +83,8 @@ class Hello(NamedTuple):
             facts[POSITION] = self.position
         elif self.purpose is Purpose.DATA:
             facts[SET] = self.set_number
+        elif self.purpose is Purpose.OBSERVE:
+            facts[QUESTION] = self.question
         return facts
 
     @classmethod
@@ -98,6 +105,7 @@ class Hello(NamedTuple):
             _number(facts, ATTEMPT) if has_attempt else 0,
             position_in(facts) if purpose is Purpose.RESUME else 0,
             _number(facts, SET) if purpose is Purpose.DATA else 0,
+            str(facts.get(QUESTION)) if purpose is Purpose.OBSERVE else "",
         )
 
 
@@ -114,3 +122,7 @@ def _number(facts: dict[str, Any], name: str) -> int:
     if type(number) is not int:
         raise ProtocolError(f"the {name} of a connection has number {number!r}")
     return number
+
+
+OBSERVER = -1
+"""The id of an observer, which is no worker."""

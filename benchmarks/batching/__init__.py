@@ -1,0 +1,1 @@
+"""Batched calls: answers of a policy to many callers, beside torch RPC's own pattern."""

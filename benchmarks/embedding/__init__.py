@@ -1,0 +1,1 @@
+"""Lookups and pushes of embedding tables that are spread over servers."""

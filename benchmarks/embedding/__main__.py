@@ -1,0 +1,11 @@
+"""Measures embedding tables on servers; see the README beside this file."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.embedding.question import QUESTION
+from benchmarks.frame import main
+
+if __name__ == "__main__":
+    sys.exit(main(QUESTION))

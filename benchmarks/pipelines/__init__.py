@@ -1,0 +1,1 @@
+"""Steps of pipelines on two workers, beside torch.distributed.pipelining."""

@@ -1,0 +1,1 @@
+"""Reinforcement learning: environment steps of observers that share an agent."""

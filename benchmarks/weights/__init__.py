@@ -1,0 +1,1 @@
+"""Weights by version: pauses of samplers, bytes moved, deltas, and killed publishers."""

@@ -1,0 +1,54 @@
+"""A transport of torchrl's inference server: collectors on other workers ask by remote calls."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torchrl.modules.inference_server import InferenceClient, ThreadingTransport
+
+from torchweft import rpc
+from torchweft.rpc.functions import async_execution
+
+
+class WeftTransport(ThreadingTransport):
+    """Requests of this and of other workers, which the server answers in batches.
+
+    It is made on the server's worker, which must be in a group. A client may be passed to any
+    worker as an argument of a call.
+    """
+
+    @async_execution
+    def ask(self, request: TensorDictBase) -> torch.futures.Future[TensorDictBase]:
+        """Answers a call of another worker when the server has; no thread waits for it."""
+        answer: torch.futures.Future[TensorDictBase] = torch.futures.Future()
+        self.submit(request).add_done_callback(lambda done: settle(answer, done))
+        return answer
+
+    def client(self) -> InferenceClient:
+        return InferenceClient(Asking(rpc.RRef(self)))
+
+
+class Asking:
+    """A client's side of the transport: a reference, so it may travel."""
+
+    def __init__(self, transport: rpc.RRef[WeftTransport]) -> None:
+        self._transport = transport
+
+    def submit(self, request: TensorDictBase) -> Future[TensorDictBase]:
+        answer: Future[TensorDictBase] = Future()
+        call = self._transport.rpc_async().ask(request)
+        call.add_done_callback(lambda done: settle(answer, done))
+        return answer
+
+
+def settle(answer: Any, done: Any) -> None:
+    """Passes on a result or an error between futures of PyTorch and of Python."""
+    try:
+        result = done.result() if isinstance(done, Future) else done.value()
+    except Exception as error:
+        answer.set_exception(error)
+    else:
+        answer.set_result(result)

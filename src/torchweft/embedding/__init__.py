@@ -1,0 +1,81 @@
+"""Embedding tables on servers: large tables cut into shards, rows pulled and gradients pushed."""
+
+from torchweft.embedding.cache import Cache
+from torchweft.embedding.dynamic import Occupancy
+from torchweft.embedding.errors import (
+    BadIds,
+    BadOffsets,
+    CapacityError,
+    IdOutOfRange,
+    InputError,
+    PlanError,
+    StepError,
+    TablesMismatch,
+)
+from torchweft.embedding.inputs import Jagged
+from torchweft.embedding.optimizer import TablesOptimizer
+from torchweft.embedding.plan import (
+    ColumnWise,
+    Constant,
+    Copies,
+    Dynamic,
+    Normal,
+    Placed,
+    Plan,
+    RowWise,
+    Shard,
+    Shards,
+    StepCost,
+    TableConfig,
+    TableWise,
+    Uniform,
+    fit_step_cost,
+    plan_tables,
+)
+from torchweft.embedding.pulled import Traffic
+from torchweft.embedding.rules import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam
+from torchweft.embedding.stream import RowStream
+from torchweft.embedding.tables import Tables
+from torchweft.embedding.touched import touched_shares
+from torchweft.embedding.wire import Wire
+
+__all__ = [
+    "Adagrad",
+    "BadIds",
+    "BadOffsets",
+    "Cache",
+    "CapacityError",
+    "ColumnWise",
+    "Constant",
+    "Copies",
+    "Dynamic",
+    "IdOutOfRange",
+    "InputError",
+    "Jagged",
+    "Normal",
+    "Occupancy",
+    "Placed",
+    "Plan",
+    "PlanError",
+    "RowStream",
+    "RowWise",
+    "RowWiseAdagrad",
+    "Rule",
+    "SGD",
+    "Shard",
+    "Shards",
+    "SparseAdam",
+    "StepCost",
+    "StepError",
+    "TableConfig",
+    "TableWise",
+    "Tables",
+    "TablesMismatch",
+    "TablesOptimizer",
+    "Traffic",
+    "Uniform",
+    "Wire",
+    "fit_step_cost",
+    "plan_tables",
+    "touched_shares",
+]

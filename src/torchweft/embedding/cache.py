@@ -1,0 +1,228 @@
+"""Rows that a trainer keeps: which stay, and how long they are valid. No I/O, no clock.
+
+Rules of the file: a row is known by its key in a stack. *Born* is the age of a value: the version
+of its server, or the trainer's own step in the asynchronous mode. A lookup passes three points. It
+*reserves* its keys, and is told which of them to pull. Their values *arrive*. It *takes* the rows
+and *releases* them, or it *abandons* them. Reserved rows are held; of the others, the policy keeps
+as many as the cache has room for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from torchweft.embedding.rows import put, take
+from torchweft.errors import ConfigurationError
+
+Policy = Literal["frequency", "recent"]
+_POLICIES: Final = ("frequency", "recent")
+_NEVER: Final = -(1 << 62)
+_DROPPED: Final = 64
+"""A full cache drops one row of so many."""
+
+Ints = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Which rows a trainer keeps between lookups; see ``Tables``.
+
+    Args:
+        share: The rows that are kept, as a share of all rows of the tables on servers; 0 keeps only
+            rows that batches of a stream are waiting for.
+        policy: ``"frequency"`` keeps the rows that most lookups needed, ``"recent"`` those that
+            were needed last.
+        steps: For the asynchronous mode, and only there: in how many of its steps a trainer uses a
+            row after the step in which it pulled the row.
+
+    Raises:
+        ConfigurationError: A value cannot work.
+    """
+
+    share: float = 0.1
+    policy: Policy = "frequency"
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.share, (int, float)) or not 0 <= self.share <= 1:
+            raise ConfigurationError(f"the share of a cache is {self.share!r}; it is from 0 to 1")
+        if self.policy not in _POLICIES:
+            raise ConfigurationError(
+                f"the policy of a cache is {self.policy!r}; use one of {', '.join(_POLICIES)}"
+            )
+        if self.steps is not None and (type(self.steps) is not int or self.steps < 0):
+            raise ConfigurationError(f"steps of a cache is {self.steps!r}; pass a number of steps")
+
+
+class RowCache:
+    """Rows of one stack; not thread-safe.
+
+    Args:
+        keys: Number of keys.
+        size: How many rows to keep, beside those that are held.
+        dim: Number of columns.
+        dtype: Type of the values.
+        policy: Which rows stay.
+    """
+
+    def __init__(
+        self, keys: int, size: int, dim: int, dtype: torch.dtype, policy: Policy = "frequency"
+    ) -> None:
+        self._size = size
+        self._policy = policy
+        self._slot_of = np.full(keys, -1, np.int32)
+        self._counts = np.zeros(keys if policy == "frequency" else 0, np.int32)
+        self._values = torch.empty(0, dim, dtype=dtype)
+        self._lookups = 0
+        self._held = 0
+        self._key_of = np.empty(0, np.int64)  # -1 where a slot is free
+        self._born = np.empty(0, np.int64)  # of the values that are here
+        self._coming = np.empty(0, np.int64)  # of the values that are here or on their way
+        self._version = np.empty(0, np.int64)
+        self._used = np.empty(0, np.int64)
+        self._holders = np.empty(0, np.int32)
+        self._free = np.empty(0, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._key_of) - len(self._free)
+
+    def reserve(self, keys: Tensor, oldest: int, now: int, *, may_wait: bool) -> Tensor:
+        """Holds rows for a lookup, and returns which of them it has to pull.
+
+        Args:
+            keys: The keys, each once.
+            oldest: The smallest age that will do when the rows are used.
+            now: The age that a row is expected to have if it is pulled now.
+            may_wait: Whether rows will do that an earlier lookup has yet to receive.
+        """
+        found = keys.numpy()
+        slots = self._slots(found)
+        self._held += int(np.count_nonzero(self._holders[slots] == 0))
+        self._holders[slots] += 1
+        ages = self._coming if may_wait else self._born
+        is_wanted = ages[slots] < oldest
+        self._coming[slots[is_wanted]] = now
+        return torch.from_numpy(is_wanted)
+
+    def _slots(self, keys: Ints) -> Ints:
+        """Returns the slots of keys; those that have none get one."""
+        slots = self._slot_of[keys].astype(np.int64)
+        new = np.flatnonzero(slots < 0)
+        if len(new):
+            if len(new) > len(self._free):
+                self._grow(len(new))
+            taken, self._free = self._free[: len(new)], self._free[len(new) :]
+            slots[new] = taken
+            self._slot_of[keys[new]] = taken
+            self._key_of[taken] = keys[new]
+            for ages in (self._born, self._coming, self._version):
+                ages[taken] = _NEVER
+            self._used[taken] = self._lookups
+            self._holders[taken] = 0
+        return slots
+
+    def _grow(self, count: int) -> None:
+        old = len(self._key_of)
+        more = max(count, old // 2)
+
+        def longer(array: NDArray[Any], value: int) -> NDArray[Any]:
+            return np.concatenate([array, np.full(more, value, array.dtype)])
+
+        self._key_of = longer(self._key_of, -1)
+        self._born = longer(self._born, _NEVER)
+        self._coming = longer(self._coming, _NEVER)
+        self._version = longer(self._version, _NEVER)
+        self._used = longer(self._used, 0)
+        self._holders = longer(self._holders, 0)
+        self._free = np.concatenate([self._free, np.arange(old, old + more)])
+        self._values = torch.cat(
+            [self._values, self._values.new_empty(more, self._values.shape[1])]
+        )
+
+    def arrive(self, keys: Tensor, values: Tensor, born: Tensor, versions: Tensor) -> None:
+        """Sets the values of reserved rows, unless younger ones are here.
+
+        Args:
+            keys: The keys, each once.
+            values: Their rows.
+            born: Their ages.
+            versions: The versions of their servers.
+        """
+        slots = self._slot_of[keys.numpy()].astype(np.int64)
+        ages = born.numpy()
+        is_younger = ages >= self._born[slots]
+        if not is_younger.all():
+            slots, ages = slots[is_younger], ages[is_younger]
+            mask = torch.from_numpy(is_younger)
+            values, versions = values[mask], versions[mask]
+        put(self._values, torch.from_numpy(slots), values.contiguous())
+        self._born[slots] = ages
+        self._coming[slots] = np.maximum(self._coming[slots], ages)
+        self._version[slots] = versions.numpy()
+
+    def too_old(self, keys: Tensor, oldest: int) -> Tensor:
+        """Returns which of some reserved rows are older than a lookup may use."""
+        return torch.from_numpy(self._born[self._slot_of[keys.numpy()]] < oldest)
+
+    def take(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns copies of reserved rows that are here, and their versions."""
+        slots = self._slot_of[keys.numpy()].astype(np.int64)
+        return take(self._values, torch.from_numpy(slots)), torch.from_numpy(self._version[slots])
+
+    def release(self, keys: Tensor) -> None:
+        """Ends the hold of a lookup that has used its rows."""
+        found = keys.numpy()
+        slots = self._slot_of[found].astype(np.int64)
+        self._lookups += 1
+        self._used[slots] = self._lookups
+        if self._policy == "frequency":
+            self._counts[found] += 1
+        self._let_go(slots)
+
+    def abandon(self, keys: Tensor, pulled: Tensor) -> None:
+        """Ends the hold of a lookup that does not use its rows.
+
+        Args:
+            keys: The keys that it reserved.
+            pulled: Which of them it was to pull; they do not arrive.
+        """
+        slots = self._slot_of[keys.numpy()].astype(np.int64)
+        lost = slots[pulled.numpy()]
+        self._coming[lost] = self._born[lost]
+        self._let_go(slots)
+
+    def _let_go(self, slots: Ints) -> None:
+        self._holders[slots] -= 1
+        idle = slots[self._holders[slots] == 0]
+        self._held -= len(idle)
+        self._drop(idle[self._born[idle] == _NEVER])
+        if len(self) - self._held > self._size:
+            self._drop(self._surplus())
+
+    def _surplus(self) -> Ints:
+        """Returns the slots of the rows that the policy drops."""
+        slots = np.flatnonzero((self._key_of >= 0) & (self._holders == 0))
+        count = len(slots) - (self._size - self._size // _DROPPED)
+        score = self._used[slots]
+        if self._policy == "frequency":
+            score = (self._counts[self._key_of[slots]].astype(np.int64) << 32) + score
+        return slots[np.argpartition(score, count - 1)[:count]]
+
+    def _drop(self, slots: Ints) -> None:
+        self._slot_of[self._key_of[slots]] = -1
+        self._key_of[slots] = -1
+        self._free = np.concatenate([self._free, slots])
+
+    def clear(self) -> None:
+        """Makes all values too old for any lookup; rows that are on their way are still awaited."""
+        is_here = self._coming == self._born
+        self._coming[is_here] = _NEVER
+        self._born[:] = _NEVER
+        self._drop(np.flatnonzero((self._key_of >= 0) & (self._holders == 0)))

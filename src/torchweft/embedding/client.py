@@ -1,0 +1,140 @@
+"""A worker's side of a collection: its step, and its calls to the servers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchweft.embedding import host
+from torchweft.embedding.calls import call_servers, start_calls
+from torchweft.embedding.errors import StepError
+from torchweft.embedding.optimizer import Pushes
+from torchweft.errors import CallTimeout
+from torchweft.ids import WorkerInfo
+from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
+
+_ASK_S = 5.0
+
+
+class Client:
+    """Calls the servers of a collection, which it makes there if it is the first; not thread-safe.
+
+    Args:
+        name: Name of the collection.
+        options: All that trainers and servers agree on.
+        limit_s: Limit of each call; infinite for none.
+
+    Raises:
+        TablesMismatch: Another trainer has made the collection with other options.
+        StepError: An earlier step has failed on some of the servers.
+    """
+
+    def __init__(self, name: str, options: host.Options, limit_s: float) -> None:
+        me = get_worker_info().name
+        self.name = name
+        self.staleness = options.staleness
+        self.trainer = options.trainers.index(me) if me in options.trainers else -1
+        """This worker's position among the trainers; -1 if it is none."""
+        self.timeout_s = 0.0 if math.isinf(limit_s) else limit_s
+        self.servers = {server: get_worker_info(server) for server in options.layout.servers}
+        self._uncounted: dict[str, list[int]] = {}
+        self._hosts: list[RRef[host.Host]] = []
+        self.step = self._set_up(options)
+        """The step that this trainer is in."""
+
+    def _set_up(self, options: host.Options) -> int:
+        answers = self.call_all(host.set_up, options)
+        self._hosts = [reference for reference, _ in answers.values()]
+        if self.trainer < 0:
+            return 0
+        steps = {server: steps[self.trainer] for server, (_, steps) in answers.items()}
+        if len(set(steps.values())) > 1:
+            raise StepError(
+                f"the servers of {self.name!r} are at different steps of this trainer: {steps}; an "
+                "earlier step failed on some of them, so make the tables again, or restore them"
+            )
+        return next(iter(steps.values()), 0)
+
+    def call_all(self, function: Any, *args: Any) -> dict[str, Any]:
+        """Calls a function on all servers with the name of the collection; blocks."""
+        given = dict.fromkeys(self.servers.values(), (self.name, *args))
+        return call_servers(function, given, self.timeout_s) if given else {}
+
+    def call(self, server: str, function: Any, *args: Any) -> Any:
+        """Calls a function on one server with the name of the collection; blocks."""
+        given = (self.name, *args)
+        return rpc_sync(self.servers[server], function, given, timeout=self.timeout_s)
+
+    def pull(self, requests: Mapping[str, Any]) -> dict[str, Any]:
+        """Pulls for this trainer's step; each server counts its staleness. Blocks."""
+        given = self._given(requests, self.trainer)
+        return call_servers(host.pull, given, self.timeout_s) if given else {}
+
+    def start_pull(self, requests: Mapping[str, Any]) -> dict[str, Future[Any]]:
+        """Sends a pull for a later step; servers do not count it."""
+        # Not as a pull of this step: the server may see it after the push of the step.
+        return start_calls(host.pull, self._given(requests, -1), self.timeout_s)
+
+    def _given(
+        self, requests: Mapping[str, Any], trainer: int
+    ) -> dict[WorkerInfo, tuple[Any, ...]]:
+        return {
+            self.servers[server]: (self.name, trainer, self.step, of_server)
+            for server, of_server in requests.items()
+        }
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether this worker trains, with a bound of the staleness."""
+        return self.trainer >= 0 and self.staleness is not None
+
+    def note_staleness(self, server: str, steps: int) -> None:
+        """Has a server count the staleness of rows of it that were used without a counted pull."""
+        self._uncounted.setdefault(server, []).append(steps)
+
+    def push(self, lr: float, seen: int, pushes: Pushes) -> None:
+        """Pushes the gradients of this trainer's step; blocks until it may go on.
+
+        Args:
+            lr: The learning rate.
+            seen: The oldest version of the rows of this step.
+            pushes: The gradients.
+
+        Raises:
+            CallTimeout: Other trainers have not made this step in time; names them.
+            WorkerLost: A server, or a trainer that this step waits for, is lost.
+        """
+        given = {}
+        for server, info in self.servers.items():
+            of_server = [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()]
+            uncounted: Sequence[int] = self._uncounted.pop(server, [])
+            given[info] = (self.name, self.trainer, self.step, lr, seen, of_server, uncounted)
+        if given:
+            try:
+                call_servers(host.push, given, self.timeout_s)
+            except CallTimeout as error:
+                raise self._explained(error) from error
+        self.step += 1
+
+    def _explained(self, error: CallTimeout) -> CallTimeout:
+        """Returns the error with the names of the trainers that were waited for."""
+        late: list[str] = []
+        if error.worker in self.servers:
+            server = self.servers[error.worker]
+            late = rpc_sync(server, host.missing, args=(self.name,), timeout=_ASK_S)
+        if not late:
+            return error
+        names = ", ".join(map(repr, late))
+        return CallTimeout(
+            f"step {self.step} of tables {self.name!r} waits for the trainers {names}: {error}",
+            worker=error.worker,
+            call=error.call,
+            elapsed_s=error.elapsed_s,
+        )
+
+    def close(self) -> None:
+        """Ends this worker's use of the collection; blocks."""
+        hosts, self._hosts = self._hosts, []
+        if hosts:
+            self.call_all(host.close)

@@ -1,0 +1,271 @@
+"""One server's part of a dynamic table: rows of any ids, which come and go with the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchweft.embedding import initial
+from torchweft.embedding.errors import CapacityError, InputError
+from torchweft.embedding.idmap import Ints
+from torchweft.embedding.plan import Layout, Stack
+from torchweft.embedding.roster import Roster
+from torchweft.embedding.rows import Part, put, take
+from torchweft.embedding.shard import Gradients, Shard
+
+ROWS: Final = "rows."
+WAITING: Final = "waiting."
+"""How the names of tensors begin in a snapshot: of ids with rows, and of those without."""
+_VALUE_PARTS: Final = 2
+
+
+class Occupancy(NamedTuple):
+    """The ids of a dynamic table.
+
+    Attributes:
+        rows: Ids that have rows now.
+        capacity: The largest number of rows.
+        waiting: Ids that were seen, but not often enough for a row.
+        admitted: Ids that have got rows since the tables were made.
+        evicted: Ids that have lost them to others.
+        dropped: Waiting ids that have lost their counts to others.
+    """
+
+    rows: int
+    capacity: int
+    waiting: int
+    admitted: int
+    evicted: int
+    dropped: int
+
+
+class DynamicShard(Shard):
+    """Rows of one dynamic table; not thread-safe. Its rows in messages are ids.
+
+    Args:
+        stack: The stack of the table.
+        server: Position of this server among those of the stack.
+        seed: The seed of the collection.
+        limit: The largest number of ids in a push.
+    """
+
+    def __init__(self, stack: Stack, server: int, seed: int, limit: int) -> None:
+        super().__init__(stack, server, seed)
+        self._member = stack.members[0]
+        self._config = self._member.config
+        assert self._config.dynamic is not None
+        self._dynamic = self._config.dynamic
+        self._seed = seed
+        self._limit = limit
+        self._clear()
+
+    def _clear(self) -> None:
+        capacity = len(self.rows_of(self._member))
+        self._held = Roster(capacity, self._dynamic.evict)
+        self._waiting = Roster(capacity if self._dynamic.admit_after > 1 else 0, "age")
+
+    def _begin(self, seed: int) -> None:
+        """Leaves the rows as they are: each is set when an id gets it."""
+
+    # Lookups
+
+    def pull(self, rows: Tensor) -> Tensor:
+        """Returns rows of ids: initial values where an id has no row.
+
+        Raises:
+            InputError: The ids are of another type or shape.
+        """
+        self._check(rows)
+        places = torch.from_numpy(self._held.find(rows.numpy()))
+        found = take(self.weights, places.clamp(min=0))
+        unknown = (places < 0).nonzero().view(-1)
+        if len(unknown):
+            found[unknown] = self._initial(rows[unknown])
+        return found
+
+    def pool(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """Refuses: trainers pool the rows of dynamic tables.
+
+        Raises:
+            InputError: Always.
+        """
+        raise InputError(
+            f"server {self.name!r} was asked for sums of {self._tables()}, whose ids are dynamic; "
+            "ask for rows",
+            server=self.name,
+        )
+
+    def _initial(self, ids: Tensor) -> Tensor:
+        return initial.values_of_ids(self._config, ids, self._member.columns, self._seed)
+
+    # Steps
+
+    def check(self, gradients: Gradients) -> None:
+        """Checks gradients, before they count as part of a step.
+
+        Raises:
+            CapacityError: There are more ids than a push may have.
+            InputError: The gradients do not fit the ids or the stack.
+        """
+        if any(len(part) > _VALUE_PARTS for part in gradients.parts):
+            raise InputError(
+                f"server {self.name!r} was sent gradients of bags of {self._tables()}, whose ids "
+                "are dynamic; send those of rows",
+                server=self.name,
+            )
+        super().check(gradients)
+        count = sum(len(part[0]) for part in gradients.parts)
+        if count > self._limit:
+            raise beyond_capacity(self._config.name, self.name, count, self._limit)
+
+    def _check(self, rows: Tensor) -> None:
+        if rows.dtype != torch.int64 or rows.dim() != 1:
+            raise InputError(
+                f"server {self.name!r} was sent ids of {self._tables()} of {rows.dtype} with "
+                f"{rows.dim()} dimensions; send torch.int64 with one",
+                server=self.name,
+            )
+
+    def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:
+        if not parts:
+            return parts
+        ids = np.unique(np.concatenate([part[0].numpy() for part in parts]))
+        self._note(ids)
+        found = []
+        for rows, values in parts:
+            is_held = torch.from_numpy(self._held.find(rows.numpy()) >= 0)
+            found.append((rows[is_held], values[is_held]))
+        return found
+
+    def _note(self, ids: Ints) -> None:
+        """Counts ids, rising, that occur in this step; admits those that are due."""
+        step = int(self.steps[0])
+        places = self._held.find(ids)
+        is_held = places >= 0
+        self._held.touch(places[is_held], step)
+        new, counts = self._due(ids[~is_held], step)
+        if len(new):
+            # A row is reused, so nothing of its former id may remain.
+            rows = torch.from_numpy(self._held.add(new, counts, step))
+            weights = self._initial(torch.from_numpy(new))
+            assert self._rule is not None
+            for name, values in self._rule.state_for(weights).items():
+                put(self.state[name], rows, values)
+            put(self.weights, rows, weights)
+
+    def _due(self, ids: Ints, step: int) -> tuple[Ints, Ints]:
+        """Counts ids without rows; returns those that have occurred often enough, and counts."""
+        places = self._waiting.find(ids)
+        is_known = places >= 0
+        counts = np.ones(len(ids), np.int64)
+        counts[is_known] += self._waiting.counts[places[is_known]]
+        is_due = counts >= self._dynamic.admit_after
+        self._waiting.remove(places[is_known & is_due])
+        self._waiting.touch(places[is_known & ~is_due], step)
+        others = ~is_known & ~is_due
+        if others.any():
+            self._waiting.add(ids[others], counts[others], step)
+        return ids[is_due], counts[is_due]
+
+    def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
+        places = torch.from_numpy(self._held.find(rows.numpy()))
+        super()._change(places, gradients, lr, step)
+
+    # Ids and rows
+
+    def occupancy(self) -> Occupancy:
+        """Returns how many ids there are."""
+        held, waiting = self._held, self._waiting
+        return Occupancy(
+            len(held), held.capacity, len(waiting), held.added, held.evicted, waiting.evicted
+        )
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """Returns copies of the ids that have rows, rising, and of these rows."""
+        places = self._held.held()
+        return torch.from_numpy(self._held.ids[places]), take(
+            self.weights, torch.from_numpy(places)
+        )
+
+    def copied(self, number: int) -> dict[str, Tensor]:
+        """Returns copies of all ids, rows and state, in the order of ids."""
+        places = torch.from_numpy(self._held.held())
+        found = {**_described(ROWS, self._held), f"{ROWS}weights": take(self.weights, places)}
+        for name, values in self.state.items():
+            found[f"{ROWS}state.{name}"] = take(values, places)
+        return {**found, **_described(WAITING, self._waiting)}
+
+    def replace(self, content: Mapping[str, Tensor], steps: float) -> None:
+        """Sets ids, rows and state: those of a snapshot that belong on this server."""
+        self._clear()
+        self.steps.fill_(steps)
+        chosen, places = (
+            torch.from_numpy(each) for each in self._held.fill(*_parts(ROWS, content))
+        )
+        put(self.weights, places, take(content[f"{ROWS}weights"], chosen))
+        for name, values in self.state.items():
+            put(values, places, take(content[f"{ROWS}state.{name}"], chosen))
+        self._waiting.fill(*_parts(WAITING, content))
+
+
+def capacity_limit(stack: Stack, server: int, trainers: int) -> int:
+    """Returns how many ids one push may have, so that those of all trainers have rows.
+
+    Args:
+        stack: The stack of a dynamic table.
+        server: Position of the server among those of the stack.
+        trainers: Number of pushes in a step.
+    """
+    return len(stack.members[0].rows_on(server, stack.stripes)) // trainers
+
+
+def beyond_capacity(table: str, server: str, count: int, limit: int) -> CapacityError:
+    """Returns the error of a step with too many ids of a dynamic table."""
+    return CapacityError(
+        f"a step has {count} ids of table {table!r} on {server!r}, and a trainer may push {limit} "
+        "there in one step; make the table with more rows, or the batch smaller",
+        table=table,
+        server=server,
+        count=count,
+        limit=limit,
+    )
+
+
+def check_capacity(
+    layout: Layout,
+    pushes: Mapping[str, Mapping[int, tuple[int, Sequence[Part]]]],
+    trainers: int,
+) -> None:
+    """Checks that the servers have rows for the dynamic ids of a trainer's step.
+
+    Args:
+        layout: The stacks.
+        pushes: By server and stack: the members that were looked up, and gradients.
+        trainers: Number of pushes in a step.
+
+    Raises:
+        CapacityError: A server has too few for a table.
+    """
+    for server, by_stack in pushes.items():
+        for number, (_, parts) in by_stack.items():
+            stack = layout.stacks[number]
+            if stack.is_dynamic:
+                count = sum(len(part[0]) for part in parts)
+                limit = capacity_limit(stack, stack.servers.index(server), trainers)
+                if count > limit:
+                    raise beyond_capacity(stack.members[0].config.name, server, count, limit)
+
+
+def _described(prefix: str, roster: Roster) -> dict[str, Tensor]:
+    places = roster.held()
+    arrays = {"ids": roster.ids, "counts": roster.counts, "ages": roster.ages}
+    return {prefix + name: torch.from_numpy(each[places]) for name, each in arrays.items()}
+
+
+def _parts(prefix: str, content: Mapping[str, Tensor]) -> tuple[Ints, Ints, Ints]:
+    ids, counts, ages = (content[prefix + name].numpy() for name in ("ids", "counts", "ages"))
+    return ids, counts, ages

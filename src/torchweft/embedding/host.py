@@ -1,0 +1,361 @@
+"""The shards of a collection on one server, and the functions that trainers call there."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweft.agent.current import current
+from torchweft.embedding.dynamic import DynamicShard, capacity_limit
+from torchweft.embedding.errors import InputError, StepError, TablesMismatch
+from torchweft.embedding.plan import Layout, Stack
+from torchweft.embedding.rows import Part
+from torchweft.embedding.rules import Rule
+from torchweft.embedding.shard import Gradients, Shard
+from torchweft.embedding.steps import Due, Steps
+from torchweft.embedding.wire import Wire, decode, encode
+from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.rpc import RRef, functions, on_worker_lost
+
+_hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
+_making = threading.Lock()
+
+Rows = tuple[int, Tensor]
+"""A stack, and the rows to return."""
+Pools = tuple[int, Tensor, Tensor, Tensor | None]
+"""A stack, rows of bags, the lengths of the bags, weights of the rows."""
+Push = tuple[int, int, list[Part]]
+"""A stack, its members that were looked up, and gradients."""
+
+
+class Options(NamedTuple):
+    """All that the trainers of a collection, and its servers, agree on.
+
+    Attributes:
+        layout: The stacks.
+        trainers: Names of the trainers.
+        staleness: The bound, or None for the asynchronous mode.
+        averages: Whether the gradients of a step are averaged over the trainers.
+        seed: Seed of the initial values.
+        wire: The form of values in messages.
+    """
+
+    layout: Layout
+    trainers: tuple[str, ...]
+    staleness: int | None
+    averages: bool
+    seed: int
+    wire: Wire = Wire()
+
+    @property
+    def pushes(self) -> int:
+        """The number of pushes in a step."""
+        return 1 if self.staleness is None else len(self.trainers)
+
+
+class Lesson(NamedTuple):
+    """Gradients of one trainer for one step.
+
+    Attributes:
+        lr: The learning rate.
+        gradients: The gradients by stack.
+    """
+
+    lr: float
+    gradients: dict[int, Gradients]
+
+
+class Host:
+    """The shards of a collection on this worker. Thread-safe.
+
+    Args:
+        options: The collection.
+        name: Name of this worker.
+    """
+
+    def __init__(self, options: Options, name: str) -> None:
+        self.options = options
+        self.name = name
+        self.shards = {
+            number: _shard(stack, stack.servers.index(name), options)
+            for number, stack in enumerate(options.layout.stacks)
+            if name in stack.servers
+        }
+        self.steps: Steps[Lesson] = Steps(options.trainers, options.staleness, name)
+        self.lock = threading.Lock()
+        self.rule: Rule | None = None
+        self.uses = 0
+        """How many workers have made the collection and not closed it."""
+        self._futures: dict[tuple[int, int], torch.futures.Future[int]] = {}
+        self._lost: WorkerLost | None = None
+        forget = on_worker_lost(_weak_callback(self))
+        self._finalize = weakref.finalize(self, forget)
+
+    # Trainers
+
+    def pull(self, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
+        """Returns the version, and the rows or the sums of bags for each request."""
+        with self.lock, self._blaming_the_lost():
+            if trainer >= 0:
+                self.steps.check_pull(trainer, step)
+            found = []
+            for stack, *wanted in requests:
+                shard = self._shard(stack)
+                found.append(shard.pool(*wanted) if len(wanted) > 1 else shard.pull(*wanted))
+            version = self.steps.version
+        return version, [encode(values, self.options.wire.pulled) for values in found]
+
+    def push(
+        self,
+        trainer: int,
+        step: int,
+        lr: float,
+        seen: int,
+        pushes: Sequence[Push],
+        ahead: Sequence[int] = (),
+    ) -> torch.futures.Future[int]:
+        """Takes a trainer's gradients of a step; the future has the version after them.
+
+        ``ahead`` has the staleness of each pull ahead whose rows were used in the step.
+        """
+        if self.rule is None:
+            raise ConfigurationError(f"no optimizer is set for the tables on {self.name!r}")
+        lesson = Lesson(
+            lr, {stack: self._checked(stack, used, parts) for stack, used, parts in pushes}
+        )
+        future: torch.futures.Future[int] = torch.futures.Future()
+        with self.lock, self._blaming_the_lost():
+            due = self.steps.push(trainer, step, lesson, seen)
+            self.steps.count(ahead)
+            self._futures[trainer, step] = future
+            for lessons in due.applied:
+                self._apply(lessons)
+        self._settle(due)
+        return future
+
+    @contextlib.contextmanager
+    def _blaming_the_lost(self) -> Iterator[None]:
+        """Raises the loss of a trainer where a step is out of order because of it."""
+        try:
+            yield
+        except StepError:
+            if self._lost is not None:
+                raise self._lost from None
+            raise
+
+    def _checked(self, stack: int, used: int, parts: Sequence[Part]) -> Gradients:
+        shard, form = self._shard(stack), self.options.wire.pushed
+        gradients = Gradients(
+            used,
+            [
+                (*part, decode(values, form, shard.stack.dtype, self.name))
+                for *part, values in parts
+            ],
+        )
+        shard.check(gradients)
+        return gradients
+
+    def _apply(self, lessons: Sequence[Lesson]) -> None:
+        divisor = len(lessons) if self.options.averages else 1
+        for number, shard in self.shards.items():
+            pushed = [each.gradients[number] for each in lessons if number in each.gradients]
+            shard.apply(pushed, lessons[0].lr, divisor)
+
+    def _settle(self, due: Due[Lesson]) -> None:
+        """Answers pushes; outside of the lock, as callbacks run here."""
+        for each in due.answered:
+            self._futures.pop(each).set_result(self.steps.version)
+        for each in due.failed:
+            assert self._lost is not None
+            self._futures.pop(each).set_exception(self._lost)  # type: ignore[arg-type]
+
+    def trainer_lost(self, error: WorkerLost) -> None:
+        """Fails the pushes that wait for a worker, if it is a trainer."""
+        if error.worker not in self.options.trainers:
+            return
+        with self.lock:
+            self._lost = self._lost or error
+            due = self.steps.lose(self.options.trainers.index(error.worker))
+        self._settle(due)
+
+    def _shard(self, stack: int) -> Shard:
+        shard = self.shards.get(stack)
+        if shard is None:
+            raise InputError(f"server {self.name!r} has no rows of stack {stack}", server=self.name)
+        return shard
+
+    # Set-up
+
+    def set_rule(self, rule: Rule) -> None:
+        """Sets the optimizer; nothing happens if it is set already.
+
+        Raises:
+            TablesMismatch: Another one is set.
+        """
+        with self.lock:
+            if self.rule is not None and self.rule != rule:
+                raise TablesMismatch(
+                    f"the tables on {self.name!r} have the optimizer {self.rule}, and this trainer "
+                    f"asks for {rule}; all trainers use the same",
+                    server=self.name,
+                    part="optimizer",
+                )
+            if self.rule is None:
+                for shard in self.shards.values():
+                    shard.set_rule(rule)
+                self.rule = rule
+
+
+def _shard(stack: Stack, server: int, options: Options) -> Shard:
+    if not stack.is_dynamic:
+        return Shard(stack, server, options.seed)
+    limit = capacity_limit(stack, server, options.pushes)
+    return DynamicShard(stack, server, options.seed, limit)
+
+
+def _weak_callback(host: Host) -> Callable[[WorkerLost], None]:
+    reference = weakref.ref(host)
+
+    def call(error: WorkerLost) -> None:
+        found = reference()
+        if found is not None:
+            found.trainer_lost(error)
+
+    return call
+
+
+# Functions that trainers call; by name.
+
+
+def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
+    """Returns the shards of a collection, made if they do not exist, and the steps of the trainers.
+
+    Raises:
+        TablesMismatch: A collection of this name was made with other options.
+    """
+    server = current().me.name
+    with _making:
+        host = _hosts.get(name)
+        if host is None:
+            host = _hosts[name] = Host(options, server)
+        if host.options == options:
+            host.uses += 1
+    if host.options != options:
+        part, theirs, ours = _difference(host.options, options)
+        raise TablesMismatch(
+            f"server {server!r} has tables under the name {name!r} that differ in {part}: it has "
+            f"{theirs}, and this trainer asks for {ours}",
+            server=server,
+            part=part,
+        )
+    return RRef(host), [host.steps.step_of(number) for number in range(len(options.trainers))]
+
+
+def _difference(first: Options, second: Options) -> tuple[str, object, object]:
+    """Returns the name of what differs, and both values."""
+    for option in ("trainers", "staleness", "averages", "seed", "wire"):
+        one, other = getattr(first, option), getattr(second, option)
+        if one != other:
+            return option, one, other
+    members = [
+        {
+            (member.config.name, member.columns): (member.config, stack.servers, member.server)
+            for stack in options.layout.stacks
+            for member in stack.members
+        }
+        for options in (first, second)
+    ]
+    for key in dict.fromkeys([*members[0], *members[1]]):
+        one, other = (each.get(key) for each in members)
+        if one != other:
+            return f"table {key[0]!r}", one, other
+    return "the order of tables", first.layout.servers, second.layout.servers
+
+
+def close(name: str) -> None:
+    """Ends one worker's use of a collection; after the last one, its name is free."""
+    with _making:
+        host = host_of(name)
+        host.uses -= 1
+        if not host.uses:
+            del _hosts[name]
+
+
+def set_rule(name: str, rule: Rule) -> None:
+    """Sets the optimizer of a collection."""
+    host_of(name).set_rule(rule)
+
+
+def pull(name: str, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Returns the version, and rows or sums of bags."""
+    return host_of(name).pull(trainer, step, requests)
+
+
+@functions.async_execution
+def push(name: str, trainer: int, step: int, *given: Any) -> torch.futures.Future[int]:
+    """Takes the gradients of a step; answered when the trainer may go on."""
+    return host_of(name).push(trainer, step, *given)
+
+
+def missing(name: str) -> list[str]:
+    """Returns the trainers that have not pushed the step that is applied next."""
+    host = host_of(name)
+    with host.lock:
+        return host.steps.missing()
+
+
+def staleness(name: str) -> dict[int, int]:
+    """Returns how often each staleness was observed on this server."""
+    host = host_of(name)
+    with host.lock:
+        return dict(host.steps.staleness)
+
+
+def read(name: str, stack: int, member: int) -> Tensor:
+    """Returns this server's rows of a member of a stack."""
+    host = host_of(name)
+    with host.lock:
+        return _rows_of(host, stack, member).clone()
+
+
+def write(name: str, stack: int, member: int, values: Tensor) -> None:
+    """Sets this server's rows of a member of a stack.
+
+    Raises:
+        InputError: The values have another shape or type; nothing was changed.
+    """
+    host = host_of(name)
+    with host.lock:
+        rows = _rows_of(host, stack, member)
+        if values.shape != rows.shape or values.dtype != rows.dtype:
+            raise InputError(
+                f"server {host.name!r} was sent values {list(values.shape)} of {values.dtype} for "
+                f"rows {list(rows.shape)} of {rows.dtype}",
+                server=host.name,
+            )
+        rows.copy_(values)
+
+
+def _rows_of(host: Host, stack: int, number: int) -> Tensor:
+    return host._shard(stack).held(number)["weights"]
+
+
+def host_of(name: str) -> Host:
+    """Returns a collection's shards on this worker.
+
+    Raises:
+        ConfigurationError: There are none; all trainers have closed the collection.
+    """
+    host = _hosts.get(name)
+    if host is None:
+        raise ConfigurationError(
+            f"worker {current().me.name!r} has no tables under the name {name!r}; they live as "
+            "long as a worker has not closed them"
+        )
+    return host

@@ -1,0 +1,318 @@
+"""Looks up tables on servers: ids in, rows out as leaves, with a cache of rows if there is one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.arguments import did_you_mean
+from torchweft.embedding.cache import Cache, RowCache
+from torchweft.embedding.cached import Ages, CachedRows
+from torchweft.embedding.calls import wait_for
+from torchweft.embedding.client import Client
+from torchweft.embedding.errors import BadIds
+from torchweft.embedding.inputs import Checker, Flat
+from torchweft.embedding.lookup import Fetch, prepare
+from torchweft.embedding.plan import Plan, Stack, TableConfig
+from torchweft.embedding.pulled import Looked, Pulled, Traffic
+from torchweft.embedding.pulling import Pulling
+from torchweft.embedding.routing import Router, make_router
+from torchweft.embedding.wire import Wire
+from torchweft.rpc import Future
+
+Found = list[tuple[Pulled, Tensor]]
+Copied = Callable[[TableConfig, Flat], Tensor]
+"""Looks up a table that this worker has a copy of."""
+
+
+class Lookups:
+    """The lookups of one worker in a collection; not thread-safe.
+
+    Args:
+        client: Calls the servers.
+        plan: The tables and where they are.
+        wire: The form of values in messages.
+        cache: Which rows to keep, or None.
+        copied: Looks up copies.
+    """
+
+    def __init__(
+        self, client: Client, plan: Plan, wire: Wire, cache: Cache | None, copied: Copied
+    ) -> None:
+        self._client = client
+        self._plan = plan
+        self._form = wire.pulled
+        self._cache = cache
+        self._copied = copied
+        self._checkers = {each.name: _checker(plan, each) for each in plan.configs}
+        self._traffic = {each.name: Traffic() for each in plan.configs}
+        self._routers = [make_router(stack, wire) for stack in plan.layout.stacks]
+        self._caches = [] if cache is None else [_cache_of(cache, each) for each in self._routers]
+        self._places = itertools.count()
+        self.is_trained = False
+        """Whether this worker steps the rows, so that those that it has grow old."""
+        self.touched: list[Tensor] = []
+        """The leaves that have a gradient."""
+
+    def look_up(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the output of each table; blocks."""
+        flats = self._flats(inputs)
+        if self._cache is None:
+            pulling = Pulling(self._prepared(flats), self._form)
+            return self._outputs(flats, self._pulled(pulling))
+        wanted = self._reserved(flats)
+        try:
+            rows = Pulling([each.fetch for each in wanted], self._form)
+            ages = self._ages()
+            return self._outputs(flats, self._settled(wanted, rows, self._pull(rows), ages))
+        finally:
+            for each in wanted:
+                each.abandon()
+
+    def send(self, inputs: Mapping[str, Any], waiting: int) -> Ahead | CachedAhead:
+        """Sends the pull of a lookup that is used later.
+
+        Args:
+            inputs: What to look up.
+            waiting: How many lookups that were sent are used before.
+        """
+        flats = self._flats(inputs)
+        if self._cache is None:
+            pulling = Pulling(self._prepared(flats), self._form)
+            return Ahead(self, flats, pulling, self._client.start_pull(pulling.requests))
+        wanted = self._reserved(flats, waiting)
+        rows = Pulling([each.fetch for each in wanted], self._form)
+        try:
+            ages, futures = self._ages(), self._client.start_pull(rows.requests)
+        except BaseException:
+            for each in wanted:
+                each.abandon()
+            raise
+        return CachedAhead(self, flats, wanted, rows, ages, futures)
+
+    # Inputs
+
+    def checker(self, name: str) -> Checker:
+        """Returns what checks the inputs of a table.
+
+        Raises:
+            BadIds: There is no such table.
+        """
+        checker = self._checkers.get(name)
+        if checker is None:
+            hint = did_you_mean(str(name), list(self._checkers))
+            raise BadIds(f"there is no table {name!r} to look up{hint}", table=str(name))
+        return checker
+
+    def _flats(self, inputs: Mapping[str, Any]) -> dict[str, Flat]:
+        return {name: self.checker(name).flat(value) for name, value in inputs.items()}
+
+    def _looked(self, flats: Mapping[str, Flat]) -> Iterable[tuple[int, Router, list[Looked]]]:
+        for stack, router in enumerate(self._routers):
+            looked = [
+                Looked(number, member, flats[member.config.name])
+                for number, member in enumerate(router.stack.members)
+                if member.config.name in flats
+            ]
+            if looked:
+                yield stack, router, looked
+
+    def _prepared(self, flats: Mapping[str, Flat]) -> list[Pulled]:
+        return [
+            pulled
+            for stack, router, looked in self._looked(flats)
+            for pulled in prepare(stack, router, looked)
+        ]
+
+    # Pulls without a cache
+
+    def _pull(self, pulling: Pulling[Any]) -> dict[str, Any]:
+        return self._client.pull(pulling.requests)
+
+    def _pulled(self, pulling: Pulling[Pulled]) -> Found:
+        return self._taken(pulling, self._pull(pulling))
+
+    def pulled_ahead(self, pulling: Pulling[Pulled], answers: Mapping[str, Any]) -> Found:
+        """Returns what was pulled ahead, or pulls it again if it is too old."""
+        client = self._client
+        staleness = {server: client.step - version for server, (version, _) in answers.items()}
+        if client.is_bounded and max(staleness.values(), default=0) > (client.staleness or 0):
+            self._count(pulling.wanted)
+            return self._pulled(pulling)
+        if client.is_bounded:
+            for server, steps in staleness.items():
+                client.note_staleness(server, steps)
+        return self._taken(pulling, answers)
+
+    def _taken(self, pulling: Pulling[Pulled], answers: Mapping[str, Any]) -> Found:
+        self._count(pulling.wanted)
+        found = []
+        for pulled, answer in pulling.answers(answers):
+            pulled.place = next(self._places)
+            pulled.version = min(answer.versions.values(), default=self._client.step)
+            found.append((pulled, pulled.gather(answer.values)))
+        return found
+
+    def _count(self, wanted: Iterable[Pulled]) -> None:
+        for pulled in wanted:
+            for moved in pulled.moved:
+                traffic = self._traffic[moved.table]
+                traffic.ids += moved.ids
+                traffic.rows += moved.rows
+                traffic.hits += moved.hits
+                traffic.pulled_bytes += moved.pulled_bytes
+
+    # Pulls with a cache
+
+    def _ages(self, waiting: int = 0) -> Ages:
+        """Returns the ages of rows that are used after some lookups have been used."""
+        client, cache = self._client, self._cache
+        assert cache is not None
+        used = client.step + (waiting if self.is_trained else 0)
+        bound = client.staleness if client.staleness is not None else cache.steps
+        assert bound is not None
+        return Ages(used - bound, client.step, client.staleness is None)
+
+    def _reserved(self, flats: Mapping[str, Flat], waiting: int | None = None) -> list[CachedRows]:
+        ages, is_ahead = self._ages(waiting or 0), waiting is not None
+        return [
+            CachedRows(stack, router, looked, self._caches[stack], ages, may_wait=is_ahead)
+            for stack, router, looked in self._looked(flats)
+        ]
+
+    def _settled(
+        self,
+        wanted: list[CachedRows],
+        rows: Pulling[Fetch],
+        answers: Mapping[str, Any],
+        asked: Ages,
+    ) -> Found:
+        """Takes rows over into the cache, pulls those again that are too old, and returns all."""
+        for each, (fetch, answer) in zip(wanted, rows.answers(answers), strict=True):
+            each.arrive(fetch, answer, asked)
+        ages = self._ages()
+        late = [(each, old) for each in wanted if (old := each.late(ages)) is not None]
+        if late:
+            again = Pulling([old for _, old in late], self._form)
+            parts = again.answers(self._pull(again))
+            for (each, _), (old, answer) in zip(late, parts, strict=True):
+                each.arrive(old, answer, ages)
+        oldest: dict[str, int] = {}
+        found: Found = []
+        for each in wanted:
+            each.place = next(self._places)
+            each.version = self._client.step
+            values, versions = each.take()
+            found.append((each, values))
+            for server, version in versions.items():
+                oldest[server] = min(version, oldest.get(server, version))
+        if self._client.is_bounded:
+            for server, version in oldest.items():
+                self._client.note_staleness(server, self._client.step - version)
+        self._count(wanted)
+        return found
+
+    def clear_cache(self) -> None:
+        """Drops all rows that were kept."""
+        for cache in self._caches:
+            cache.clear()
+
+    # Outputs
+
+    def _outputs(self, flats: Mapping[str, Flat], found: Found) -> dict[str, Tensor]:
+        parts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in flats}
+        for pulled, values in found:
+            if torch.is_grad_enabled():
+                values = pulled.make_leaf(values, self._touch)
+            for member, output in pulled.outputs(values):
+                parts[member.config.name].append((member.columns.start, output))
+        return {name: self._output(name, flat, parts[name]) for name, flat in flats.items()}
+
+    def _output(self, name: str, flat: Flat, parts: list[tuple[int, Tensor]]) -> Tensor:
+        if self._plan.placed[name].is_copied:
+            return self._copied(self._checkers[name].config, flat)
+        columns = [output for _, output in sorted(parts, key=lambda part: part[0])]
+        joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+        if len(flat.shape) > 1:
+            joined = joined.view(*flat.shape, joined.shape[1])
+        return joined if flat.device == joined.device else joined.to(flat.device)
+
+    def _touch(self, pulled: Pulled) -> None:
+        leaf = pulled.leaf()
+        if leaf is not None and not pulled.is_noted:
+            pulled.is_noted = True
+            self.touched.append(leaf)
+
+    # Figures
+
+    def note_pushed(self, pulled: Iterable[Pulled]) -> None:
+        """Counts the bytes of a push."""
+        for each in pulled:
+            for moved in each.moved:
+                self._traffic[moved.table].pushed_bytes += moved.pushed_bytes
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Returns what lookups and pushes have moved, by table."""
+        return {name: replace(traffic) for name, traffic in self._traffic.items()}
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A lookup that was sent before it is needed."""
+
+    lookups: Lookups
+    flats: Mapping[str, Flat]
+    pulling: Pulling[Pulled]
+    futures: Mapping[str, Future[Any]]
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Waits for the rows, and returns the output of each table."""
+        found = self.lookups.pulled_ahead(self.pulling, wait_for(self.futures))
+        return self.lookups._outputs(self.flats, found)
+
+    def cancel(self) -> None:
+        """Ends the pull; its rows are not wanted."""
+        for future in self.futures.values():
+            future.cancel()
+
+
+@dataclass(frozen=True)
+class CachedAhead:
+    """A lookup that was sent before it is needed; the cache holds its rows for it."""
+
+    lookups: Lookups
+    flats: Mapping[str, Flat]
+    wanted: list[CachedRows] = field(repr=False)
+    rows: Pulling[Fetch]
+    asked: Ages
+    futures: Mapping[str, Future[Any]]
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Waits for the rows, and returns the output of each table."""
+        answers = wait_for(self.futures)
+        found = self.lookups._settled(self.wanted, self.rows, answers, self.asked)
+        return self.lookups._outputs(self.flats, found)
+
+    def cancel(self) -> None:
+        """Ends the pull, and gives up the rows that are held for it."""
+        for future in self.futures.values():
+            future.cancel()
+        for each in self.wanted:
+            each.abandon()
+
+
+def _checker(plan: Plan, config: TableConfig) -> Checker:
+    servers = dict.fromkeys(shard.server for shard in plan.placed[config.name].shards)
+    return Checker(config, ", ".join(servers))
+
+
+def _cache_of(cache: Cache, router: Router) -> RowCache:
+    stack: Stack = router.stack
+    keys = len(stack.servers) * stack.stride
+    rows = sum(each.config.rows for each in stack.members)
+    return RowCache(keys, int(cache.share * rows), stack.dim, stack.dtype, cache.policy)

@@ -1,0 +1,131 @@
+"""Steps the rows of tables on their servers, with the interface of ``torch.optim``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from torchweft.autograd import get_gradients
+from torchweft.embedding.pulled import Pulled
+from torchweft.embedding.rows import Part, sum_rows
+from torchweft.embedding.rules import Rule
+from torchweft.embedding.wire import Form, encode
+from torchweft.errors import ConfigurationError
+
+Pushes = dict[str, dict[int, tuple[int, list[Part]]]]
+"""By server and stack: the members that were looked up, and gradients of rows or of bags."""
+
+
+class TablesOptimizer(Optimizer):
+    """Steps the tables of a collection; made by ``Tables.optimizer``.
+
+    ``param_groups[0]`` holds the learning rate, which may be changed at any time, also by the
+    schedulers of ``torch.optim.lr_scheduler``; and the pulled rows that have a gradient, until the
+    step. Gradients of several backward passes add up until ``step`` or ``zero_grad``. Not
+    thread-safe.
+
+    Args:
+        rule: The optimizer of the rows.
+        touched: The leaves that have a gradient; the collection adds to it.
+        push: Sends the gradients of a step.
+        form: The form of the gradients in messages.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        touched: list[Tensor],
+        push: Callable[[float, Sequence[Pulled], Pushes], None],
+        form: Form | None = None,
+    ) -> None:
+        self._form = form
+        self._touched = touched
+        self._push = push
+        self._is_base_ready = False
+        super().__init__([{"params": []}], {"lr": rule.lr})
+        self._is_base_ready = True
+        self.rule = rule
+        self.param_groups.append({"params": touched, "lr": rule.lr})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: rows are found by lookups.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        if self._is_base_ready:
+            raise ConfigurationError("the parameters of this optimizer are the rows of its tables")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients that were not pushed."""
+        for leaf in self._touched:
+            leaf.grad = None
+            leaf.weft_pulled.is_noted = False  # type: ignore[attr-defined]
+        self._touched.clear()
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Pushes the gradients, and waits until this trainer may go on. Blocks.
+
+        With ``staleness=0``, that is when all trainers have made this step. Every trainer calls it
+        once for each step, also if it has looked nothing up.
+
+        Args:
+            context_id: A context of distributed autograd, whose gradients are pushed; by default
+                those in ``.grad``.
+
+        Raises:
+            WorkerLost: A server, or a trainer that this step waits for, is lost.
+            CallTimeout: Other trainers have not made this step in time; names them.
+            CapacityError: It has more dynamic ids than a server has rows for. Nothing was sent, and
+                the gradients are dropped; the step may be made with fewer.
+            AutogradError: There is no such context here.
+        """
+        # In the order of lookups, whatever the order of the backward pass: sums repeat bit by bit.
+        found = sorted(self._found(context_id), key=lambda each: each[0].place)
+        pushes: Pushes = {}
+        for pulled, gradient in found:
+            for server, part in pulled.pushes(gradient).items():
+                used, parts = pushes.setdefault(server, {}).get(pulled.number, (0, []))
+                pushes[server][pulled.number] = used, [*parts, part]
+            for server in pulled.stack.servers:
+                by_stack = pushes.setdefault(server, {})
+                used, parts = by_stack.get(pulled.number, (0, []))
+                by_stack[pulled.number] = used | pulled.used, parts
+        for by_stack in pushes.values():
+            for number, (used, parts) in by_stack.items():
+                encoded = [(*part, encode(values, self._form)) for *part, values in _merged(parts)]
+                by_stack[number] = used, encoded
+        self._push(float(self.param_groups[0]["lr"]), [pulled for pulled, _ in found], pushes)
+
+    def _found(self, context_id: int | None) -> Iterable[tuple[Pulled, Tensor]]:
+        """Takes the leaves with their gradients."""
+        if context_id is None:
+            leaves = [leaf for leaf in self._touched if leaf.grad is not None]
+            found = [
+                (_pulled(leaf), leaf.grad.detach()) for leaf in leaves if leaf.grad is not None
+            ]
+            self.zero_grad()
+            return found
+        mine = {id(leaf): leaf for leaf in self._touched}
+        found = []
+        for leaf, gradient in get_gradients(context_id).items():
+            if mine.pop(id(leaf), None) is not None:
+                found.append((_pulled(leaf), gradient))
+        self._touched[:] = mine.values()
+        return found
+
+
+def _pulled(leaf: Tensor) -> Pulled:
+    pulled: Pulled = leaf.weft_pulled  # type: ignore[attr-defined]
+    return pulled
+
+
+def _merged(parts: list[Part]) -> list[Part]:
+    """Sums gradients of rows, so that each row is pushed once."""
+    rows = [part for part in parts if len(part) == 2]
+    if len(rows) < 2:
+        return parts
+    return [sum_rows(rows), *(part for part in parts if len(part) > 2)]

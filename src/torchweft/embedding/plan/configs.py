@@ -1,0 +1,164 @@
+"""Descriptions of tables: sizes, pooling, initial values."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from torchweft.embedding.errors import PlanError
+
+Pooling = Literal["sum", "mean", "max", "none"]
+_POOLINGS = ("sum", "mean", "max", "none")
+Evict = Literal["age", "frequency"]
+_EVICTS = ("age", "frequency")
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Initial values from a normal distribution, as those of ``nn.Embedding``."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Initial values from a uniform distribution over ``[low, high)``."""
+
+    low: float = -0.1
+    high: float = 0.1
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same initial value everywhere."""
+
+    value: float = 0.0
+
+
+Initial = Normal | Uniform | Constant
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """Ids that are any int64, and have rows while they are in use.
+
+    An id gets a row in the step in which it is the ``admit_after``-th time among those with a
+    gradient; until then, it is read as its initial value. If the table is full, others lose theirs.
+
+    Args:
+        admit_after: In how many steps an id occurs before it is trained, that step included.
+        evict: Whether a full table gives up the rows that were trained longest ago, or those that
+            were trained in the fewest steps.
+
+    Raises:
+        PlanError: A value cannot work.
+    """
+
+    admit_after: int = 1
+    evict: Evict = "age"
+
+    def __post_init__(self) -> None:
+        if type(self.admit_after) is not int or self.admit_after < 1:
+            raise PlanError(f"admit_after={self.admit_after!r}; it must be a positive integer")
+        if self.evict not in _EVICTS:
+            raise PlanError(f"evict={self.evict!r}; use one of {', '.join(_EVICTS)}")
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """A table.
+
+    Args:
+        name: Its name, without dots; also its name in the inputs and outputs of lookups.
+        rows: Number of rows, so ids are from 0 to ``rows - 1``. With dynamic ids, the largest
+            number of rows that the servers hold together.
+        dim: Number of columns.
+        pooling: ``sum``, ``mean`` or ``max`` of each bag, as ``nn.EmbeddingBag``; or ``none`` for
+            a row for each id, as ``nn.Embedding``.
+        dtype: ``torch.float32`` or ``torch.float64``.
+        initial: The initial values.
+        padding_idx: An id that does not count in a bag, and whose row is never changed; its row
+            begins as zeros. Negative numbers count from the end, but not with dynamic ids.
+        dynamic: For dynamic ids: when they get rows, and which lose them. None for ids that are
+            numbers of rows.
+
+    Raises:
+        PlanError: A value cannot work.
+    """
+
+    name: str
+    rows: int
+    dim: int
+    pooling: Pooling = "sum"
+    dtype: torch.dtype = torch.float32
+    initial: Initial = field(default_factory=Normal)
+    padding_idx: int | None = None
+    dynamic: Dynamic | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or "." in self.name:
+            raise PlanError(f"a table is named {self.name!r}; use a name without dots")
+        for name, value in (("rows", self.rows), ("dim", self.dim)):
+            if type(value) is not int or value < 1:
+                self._refuse(f"{name}={value!r}; it must be a positive integer")
+        if self.pooling not in _POOLINGS:
+            self._refuse(f"pooling={self.pooling!r}; use one of {', '.join(_POOLINGS)}")
+        if self.dtype not in _DTYPES:
+            self._refuse(f"dtype={self.dtype}; rows are of torch.float32 or torch.float64")
+        if not isinstance(self.initial, (Normal, Uniform, Constant)):
+            self._refuse(f"initial={self.initial!r}; use Normal, Uniform or Constant")
+        if self.dynamic is not None:
+            self._check_dynamic()
+        elif self.padding_idx is not None:
+            if not -self.rows <= self.padding_idx < self.rows:
+                self._refuse(f"padding_idx={self.padding_idx}, and there are {self.rows} rows")
+            object.__setattr__(self, "padding_idx", self.padding_idx % self.rows)
+
+    def _check_dynamic(self) -> None:
+        if not isinstance(self.dynamic, Dynamic):
+            self._refuse(f"dynamic={self.dynamic!r}; use Dynamic()")
+        if self.padding_idx is not None and not -(2**63) <= self.padding_idx < 2**63:
+            self._refuse(f"padding_idx={self.padding_idx}, which is no int64")
+
+    def _refuse(self, reason: str) -> None:
+        raise PlanError(f"table {self.name!r} has {reason}", table=self.name)
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return self.dim * self.dtype.itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the table."""
+        return self.rows * self.row_bytes
+
+    @property
+    def number(self) -> int:
+        """A number that follows from the name alone, for seeds."""
+        return zlib.crc32(self.name.encode())
+
+
+def check_names(configs: Iterable[TableConfig]) -> tuple[TableConfig, ...]:
+    """Returns the tables.
+
+    Raises:
+        PlanError: There is none, one is of another type, or two have the same name.
+    """
+    found = tuple(configs)
+    if not found:
+        raise PlanError("there is no table; pass at least one TableConfig")
+    seen: set[str] = set()
+    for config in found:
+        if not isinstance(config, TableConfig):
+            raise PlanError(f"a table is a {type(config).__name__}; describe it by a TableConfig")
+        if config.name in seen:
+            raise PlanError(f"two tables are named {config.name!r}", table=config.name)
+        seen.add(config.name)
+    return found

@@ -1,0 +1,160 @@
+"""Stacks tables of equal dimension: one tensor per server with the rows of all of them.
+
+A key numbers all rows of a stack: ``server * stride + row``, where ``row`` is that in the server's
+tensor.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchweft.embedding.plan.configs import TableConfig
+from torchweft.embedding.plan.shards import Shard
+
+
+class Member(NamedTuple):
+    """Some columns of a table in a stack.
+
+    Attributes:
+        config: The table.
+        columns: The columns.
+        server: Position of the first server among those of the stack.
+        base: Row of the server's tensor where the rows of the table begin, on each of its servers.
+    """
+
+    config: TableConfig
+    columns: range
+    server: int
+    base: int
+
+    def rows_on(self, server: int, stripes: int) -> range:
+        """Returns the rows of the table that a server of the stack holds."""
+        first = server if stripes > 1 else 0
+        if stripes == 1 and server != self.server:
+            return range(0)
+        return range(first, self.config.rows, stripes)
+
+
+class Stack(NamedTuple):
+    """Tables of equal dimension, type and kind of pooling, on some servers.
+
+    Attributes:
+        servers: Names of the servers.
+        dim: Number of columns.
+        dtype: Type of the values.
+        takes_max: Whether its tables pool by maximum.
+        stripes: Number of servers over which each member is cut by row: all, or 1 if each member
+            is on one server.
+        stride: The largest number of rows on a server.
+        members: The tables.
+    """
+
+    servers: tuple[str, ...]
+    dim: int
+    dtype: torch.dtype
+    takes_max: bool
+    stripes: int
+    stride: int
+    members: tuple[Member, ...]
+
+    def size_on(self, server: int) -> int:
+        """Returns the number of rows of a server's tensor."""
+        if self.stripes > 1:
+            return self.stride
+        return sum(each.config.rows for each in self.members if each.server == server)
+
+    def held_on(self, server: int) -> Iterator[tuple[int, Member]]:
+        """Yields the members that a server has rows of, with their positions, by row."""
+        for number, member in enumerate(self.members):
+            if self.stripes > 1 or member.server == server:
+                yield number, member
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether it is of a dynamic table, its only member."""
+        return self.members[0].config.dynamic is not None
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of a row."""
+        return self.dim * self.dtype.itemsize
+
+
+class Layout(NamedTuple):
+    """All stacks of a collection.
+
+    Attributes:
+        servers: Names of the servers that hold something, sorted.
+        stacks: The stacks.
+    """
+
+    servers: tuple[str, ...]
+    stacks: tuple[Stack, ...]
+
+
+class _Kind(NamedTuple):
+    dim: int
+    dtype: torch.dtype
+    takes_max: bool
+
+
+class _Striped(NamedTuple):
+    servers: tuple[str, ...]
+    kind: _Kind
+
+
+def lay_out(configs: Sequence[TableConfig], shards: Mapping[str, Sequence[Shard]]) -> Layout:
+    """Returns the stacks of tables.
+
+    Args:
+        configs: The tables.
+        shards: The shards of each table that is on servers; they cover it.
+    """
+    striped: defaultdict[_Striped, list[tuple[TableConfig, range]]] = defaultdict(list)
+    single: defaultdict[_Kind, list[tuple[TableConfig, Shard]]] = defaultdict(list)
+    dynamic: list[Stack] = []
+    for config in configs:
+        by_columns: defaultdict[range, list[Shard]] = defaultdict(list)
+        for shard in shards.get(config.name, ()):
+            by_columns[shard.columns].append(shard)
+        for columns, parts in by_columns.items():
+            kind = _Kind(len(columns), config.dtype, config.pooling == "max")
+            ordered = sorted(parts, key=lambda each: each.rows.start)
+            servers = tuple(each.server for each in ordered)
+            if config.dynamic is not None:
+                own = [(config, columns)]
+                dynamic.append(_striped(servers, kind, own))
+            elif len(parts) == 1:
+                single[kind].append((config, parts[0]))
+            else:
+                striped[_Striped(servers, kind)].append((config, columns))
+    stacks = [_striped(key.servers, key.kind, tables) for key, tables in striped.items()]
+    stacks += [_single(kind, tables) for kind, tables in single.items()]
+    stacks += dynamic
+    names = sorted({name for stack in stacks for name in stack.servers})
+    return Layout(tuple(names), tuple(stacks))
+
+
+def _striped(
+    servers: tuple[str, ...], kind: _Kind, tables: Sequence[tuple[TableConfig, range]]
+) -> Stack:
+    members, base = [], 0
+    for config, columns in tables:
+        members.append(Member(config, columns, 0, base))
+        base += -(-config.rows // len(servers))
+    return Stack(servers, *kind, len(servers), base, tuple(members))
+
+
+def _single(kind: _Kind, tables: Sequence[tuple[TableConfig, Shard]]) -> Stack:
+    servers = sorted({shard.server for _, shard in tables})
+    ends = [0] * len(servers)
+    members = []
+    for config, shard in tables:
+        server = servers.index(shard.server)
+        members.append(Member(config, shard.columns, server, ends[server]))
+        ends[server] += config.rows
+    return Stack(tuple(servers), *kind, 1, max(ends), tuple(members))

@@ -1,0 +1,275 @@
+"""Decides where each table goes, and what a step of it sends.
+
+A table on servers sends the rows that are touched; copies send all of it, in an all-reduce (Kim et
+al., "Parallax", EuroSys 2019). Both grow with the number of trainers. So the decision depends on
+the share of rows that a trainer touches in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from torchweft.arguments import did_you_mean
+from torchweft.embedding.errors import PlanError
+from torchweft.embedding.plan.configs import TableConfig, check_names
+from torchweft.embedding.plan.layout import Layout, lay_out
+from torchweft.embedding.plan.shards import (
+    ColumnWise,
+    Copies,
+    Place,
+    RowWise,
+    Shard,
+    Shards,
+    TableWise,
+)
+
+ID_BYTES: Final = 4
+"""Size of a row's number in messages; dynamic ids have twice that."""
+
+_COPIES_LIMIT_BYTES: Final = 2**30
+_ROW_COST: Final = 2.0
+_WORDS = {RowWise: "by row", ColumnWise: "by column", TableWise: "whole", Shards: "shards"}
+
+
+class Placed(NamedTuple):
+    """Where a table goes, and why.
+
+    Attributes:
+        place: The kind of its place.
+        shards: Its shards; none for copies.
+        touched: Share of its rows that a trainer touches in a step; None if it is not known.
+        server_bytes: What a step sends if the table is on servers, of all trainers; None if the
+            share is not known.
+        copies_bytes: What a step sends if each trainer has a copy, of all trainers.
+        reason: Why it goes there.
+    """
+
+    place: Place
+    shards: tuple[Shard, ...]
+    touched: float | None
+    server_bytes: int | None
+    copies_bytes: int
+    reason: str
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether each trainer has a copy."""
+        return not self.shards
+
+    @property
+    def step_bytes(self) -> int | None:
+        """What a step sends, of all trainers; None if that is not known."""
+        return self.copies_bytes if self.is_copied else self.server_bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The places of all tables; printed as a table.
+
+    Attributes:
+        configs: The tables.
+        placed: The place of each table, by name.
+        trainers: Number of trainers.
+    """
+
+    configs: tuple[TableConfig, ...]
+    placed: Mapping[str, Placed]
+    trainers: int
+
+    @property
+    def layout(self) -> Layout:
+        """The stacks of the tables that are on servers."""
+        return lay_out(self.configs, {name: each.shards for name, each in self.placed.items()})
+
+    @property
+    def copied(self) -> tuple[TableConfig, ...]:
+        """The tables of which each trainer has a copy."""
+        return tuple(each for each in self.configs if self.placed[each.name].is_copied)
+
+    def __str__(self) -> str:
+        """Returns a line for each table: sizes, place, bytes that a step sends, and the reason."""
+        header = ("table", "rows", "dim", "size", "place", "touched", "bytes/step", "reason")
+        lines = [header, *(self._line(config) for config in self.configs)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        is_number = [title in ("rows", "dim", "size", "touched", "bytes/step") for title in header]
+        shown = "\n".join(
+            "  ".join(
+                cell.rjust(width) if right else cell.ljust(width)
+                for cell, width, right in zip(line, widths, is_number, strict=True)
+            ).rstrip()
+            for line in lines
+        )
+        return f"{shown}\n{_trainers(self.trainers)}; bytes of all of them, without headers"
+
+    def _line(self, config: TableConfig) -> tuple[str, ...]:
+        placed = self.placed[config.name]
+        where = "copies"
+        if placed.shards:
+            servers = dict.fromkeys(shard.server for shard in placed.shards)
+            where = f"{_WORDS[type(placed.place)]}: {', '.join(servers)}"
+        return (
+            config.name,
+            f"{config.rows:,}",
+            str(config.dim),
+            _bytes_text(config.size_bytes),
+            where,
+            "?" if placed.touched is None else f"{placed.touched:.2%}",
+            "?" if placed.step_bytes is None else f"{placed.step_bytes:,}",
+            placed.reason,
+        )
+
+
+def plan_tables(
+    configs: Iterable[TableConfig],
+    servers: Sequence[str],
+    *,
+    trainers: int = 1,
+    touched: Mapping[str, float] | None = None,
+    places: Mapping[str, Place] | None = None,
+    copies_limit_bytes: int = _COPIES_LIMIT_BYTES,
+    row_cost: float = _ROW_COST,
+) -> Plan:
+    """Decides where each table goes.
+
+    A table whose touched rows cost less than an all-reduce of all of it goes to the servers. So
+    does a table that is too large for copies, or whose share of touched rows is not known. Tables
+    larger than half of a server's part of all rows are cut by row over all servers. The others go
+    whole to the server with the fewest bytes: if servers pool, that moves fewer bytes.
+
+    Args:
+        configs: The tables.
+        servers: Names of the workers that hold rows.
+        trainers: Number of trainers.
+        touched: Share of its rows that a trainer touches in a step, by table; see
+            ``touched_shares``.
+        places: Places that are decided already, by table.
+        copies_limit_bytes: Size of all copies together that a trainer may have.
+        row_cost: Cost of a byte of a row, which is looked up, sorted and sent, in bytes of an
+            all-reduce.
+
+    Raises:
+        PlanError: A table cannot be placed as requested, or a name is of no table.
+    """
+    found = check_names(configs)
+    shares = _checked_shares(found, touched or {})
+    decided = dict(places or {})
+    _check_known(found, decided, "places")
+    if trainers < 1:
+        raise PlanError(f"trainers={trainers}; there is at least one")
+    reasons: dict[str, str] = {}
+    left_bytes = copies_limit_bytes
+    for config in sorted(found, key=lambda each: each.size_bytes):
+        reasons[config.name] = "requested"
+        if config.name not in decided:
+            sizes = server_bytes(config, shares.get(config.name), trainers)
+            is_copied, reason = _decided(
+                config, sizes, copies_bytes(config, trainers), row_cost, left_bytes
+            )
+            reasons[config.name] = reason
+            if is_copied:
+                decided[config.name] = Copies()
+        if isinstance(decided.get(config.name), Copies):
+            left_bytes -= config.size_bytes
+    decided |= _spread([each for each in found if each.name not in decided], servers)
+    placed = {
+        config.name: Placed(
+            decided[config.name],
+            _checked(config, decided[config.name].shards(config)),
+            shares.get(config.name),
+            server_bytes(config, shares.get(config.name), trainers),
+            copies_bytes(config, trainers),
+            reasons[config.name],
+        )
+        for config in found
+    }
+    return Plan(found, placed, trainers)
+
+
+def _spread(configs: Sequence[TableConfig], servers: Sequence[str]) -> dict[str, Place]:
+    """Returns places on servers: large tables are cut by row, others go whole to the emptiest."""
+    share_bytes = sum(each.size_bytes for each in configs) / max(1, len(servers))
+    loads = dict.fromkeys(servers, 0)
+    places: dict[str, Place] = {}
+    for config in sorted(configs, key=lambda each: each.size_bytes, reverse=True):
+        if config.size_bytes > share_bytes / 2 and len(servers) > 1:
+            places[config.name] = RowWise(*servers[: config.rows])
+        else:
+            emptiest = min(loads, key=lambda server: loads[server])
+            places[config.name] = TableWise(emptiest)
+            loads[emptiest] += config.size_bytes
+    return places
+
+
+def _checked(config: TableConfig, shards: tuple[Shard, ...]) -> tuple[Shard, ...]:
+    """Returns the shards of a table, where they may be of it."""
+    if config.dynamic is not None and {shard.columns for shard in shards} != {range(config.dim)}:
+        raise PlanError(
+            f"table {config.name!r} has dynamic ids, and cannot have copies or be cut by column; "
+            "cut it by row, or put it on one server",
+            table=config.name,
+        )
+    return shards
+
+
+def _decided(
+    config: TableConfig,
+    rows_bytes: int | None,
+    whole_bytes: int,
+    row_cost: float,
+    left_bytes: int,
+) -> tuple[bool, str]:
+    """Returns whether a table is copied, and why."""
+    if config.dynamic is not None:
+        return False, "dynamic ids"
+    if config.size_bytes > left_bytes:
+        return False, "too large for copies"
+    if rows_bytes is None:
+        return False, "the share of touched rows is not known"
+    compared = f"{_bytes_text(rows_bytes)} of rows, {_bytes_text(whole_bytes)} of an all-reduce"
+    if rows_bytes * row_cost < whole_bytes:
+        return False, f"sparse: {compared}"
+    return True, f"dense: {compared}"
+
+
+def server_bytes(config: TableConfig, touched: float | None, trainers: int) -> int | None:
+    """Returns what a step of a table on servers sends: ids and rows, pulled and pushed."""
+    if touched is None:
+        return None
+    id_bytes = ID_BYTES if config.dynamic is None else 2 * ID_BYTES
+    return round(2 * trainers * touched * config.rows * (id_bytes + config.row_bytes))
+
+
+def copies_bytes(config: TableConfig, trainers: int) -> int:
+    """Returns what a ring all-reduce of a table's gradient sends."""
+    return 2 * (trainers - 1) * config.size_bytes
+
+
+def _checked_shares(
+    configs: Sequence[TableConfig], touched: Mapping[str, float]
+) -> Mapping[str, float]:
+    _check_known(configs, touched, "touched")
+    for name, share in touched.items():
+        if not 0 <= share <= 1:
+            raise PlanError(f"touched has {share} for table {name!r}; a share is from 0 to 1")
+    return touched
+
+
+def _check_known(configs: Sequence[TableConfig], given: Mapping[str, Any], what: str) -> None:
+    names = [config.name for config in configs]
+    for name in given:
+        if name not in names:
+            hint = did_you_mean(name, names)
+            raise PlanError(f"{what} names {name!r}, which is no table{hint}", table=name)
+
+
+def _trainers(count: int) -> str:
+    return "1 trainer" if count == 1 else f"{count} trainers"
+
+
+def _bytes_text(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count} B"

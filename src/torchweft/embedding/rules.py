@@ -1,0 +1,178 @@
+"""Optimizers on rows: each changes the rows of a step, and the state beside them.
+
+A rule is given copies of the rows that have a gradient, each once; other rows are not touched. SGD,
+Adagrad and sparse Adam are those of ``torch.optim`` for sparse gradients. Momentum is lazy: a row
+that is not touched keeps its velocity, and does not move.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torchweft.errors import ConfigurationError
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Rule(abc.ABC):
+    """How an optimizer changes rows.
+
+    Args:
+        lr: Learning rate at the beginning.
+    """
+
+    lr: float = 0.01
+
+    def __post_init__(self) -> None:
+        self._check("lr", self.lr >= 0, "at least 0")
+
+    def _check(self, name: str, is_valid: bool, expected: str) -> None:
+        if not is_valid:
+            value = getattr(self, name)
+            raise ConfigurationError(f"{type(self).__name__} has {name}={value}; it is {expected}")
+
+    needs_whole_rows = False
+    """Whether the change of a value depends on the other columns, so that all must be here."""
+
+    @abc.abstractmethod
+    def state_for(self, weights: Tensor) -> State:
+        """Returns the state of new rows ``(rows, dim)``; each tensor has a row for each of them."""
+
+    @abc.abstractmethod
+    def apply(
+        self, weights: Tensor, state: State, gradients: Tensor, lr: float, step: Tensor
+    ) -> None:
+        """Changes rows and their state in place.
+
+        Args:
+            weights: The rows that have a gradient, ``(n, dim)``.
+            state: Their state.
+            gradients: Their gradients, ``(n, dim)``; not changed.
+            lr: The learning rate of this step.
+            step: How many steps the table of each row has made, this one included: a float64
+                tensor without dimensions, or ``(n, 1)``.
+        """
+
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """Stochastic gradient descent: ``torch.optim.SGD`` with sparse gradients.
+
+    Args:
+        lr: Learning rate at the beginning.
+        momentum: Factor of the velocity of a row, once for each step that touches the row.
+    """
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("momentum", 0 <= self.momentum < 1, "from 0 to less than 1")
+
+    def state_for(self, weights: Tensor) -> State:
+        """Returns the velocities, zeros, if there is momentum."""
+        return {"velocity": torch.zeros_like(weights)} if self.momentum else {}
+
+    def apply(
+        self, weights: Tensor, state: State, gradients: Tensor, lr: float, step: Tensor
+    ) -> None:
+        """Changes rows and their state in place."""
+        if self.momentum:
+            gradients = state["velocity"].mul_(self.momentum).add_(gradients)
+        weights.add_(gradients, alpha=-lr)
+
+
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    """``torch.optim.Adagrad`` with sparse gradients.
+
+    Args:
+        lr: Learning rate at the beginning.
+        lr_decay: Decay of the learning rate with the steps of a table.
+        initial_accumulator_value: Initial sum of squares.
+        eps: Added to the root of the sum.
+    """
+
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("lr_decay", "initial_accumulator_value", "eps"):
+            self._check(name, getattr(self, name) >= 0, "at least 0")
+
+    def state_for(self, weights: Tensor) -> State:
+        """Returns the sums of squares of each value."""
+        return {"sum": torch.full_like(weights, self.initial_accumulator_value)}
+
+    def apply(
+        self, weights: Tensor, state: State, gradients: Tensor, lr: float, step: Tensor
+    ) -> None:
+        """Changes rows and their state in place."""
+        deviation = state["sum"].add_(self._squares(gradients)).sqrt().add_(self.eps)
+        change = gradients / deviation
+        if self.lr_decay:
+            change *= (1 / (1 + (step - 1) * self.lr_decay)).to(change.dtype)
+        weights.add_(change, alpha=-lr)
+
+    def _squares(self, gradients: Tensor) -> Tensor:
+        return gradients.square()
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(Adagrad):
+    """Adagrad with one sum for each row: of the mean of its squared gradients.
+
+    As in FBGEMM (``EXACT_ROWWISE_ADAGRAD``) and torchrec; its state is ``1 / dim`` of Adagrad's.
+    """
+
+    needs_whole_rows = True
+
+    def state_for(self, weights: Tensor) -> State:
+        """Returns the sums of mean squares of each row."""
+        return {"sum": weights.new_full((len(weights), 1), self.initial_accumulator_value)}
+
+    def _squares(self, gradients: Tensor) -> Tensor:
+        return gradients.square().mean(1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class SparseAdam(Rule):
+    """``torch.optim.SparseAdam``: Adam whose moments change only where a row has a gradient.
+
+    Args:
+        lr: Learning rate at the beginning.
+        betas: Decay of the first and the second moment.
+        eps: Added to the root of the second moment.
+    """
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to less than 1")
+        self._check("eps", self.eps > 0, "greater than 0")
+
+    def state_for(self, weights: Tensor) -> State:
+        """Returns both moments, zeros."""
+        return {"first": torch.zeros_like(weights), "second": torch.zeros_like(weights)}
+
+    def apply(
+        self, weights: Tensor, state: State, gradients: Tensor, lr: float, step: Tensor
+    ) -> None:
+        """Changes rows and their state in place."""
+        first_decay, second_decay = self.betas
+        first = state["first"].lerp_(gradients, 1 - first_decay)
+        second = state["second"].lerp_(gradients.square(), 1 - second_decay)
+        correction = (1 - second_decay**step).sqrt() / (1 - first_decay**step)
+        change = first / second.sqrt().add_(self.eps)
+        change *= correction.to(change.dtype)
+        weights.add_(change, alpha=-lr)

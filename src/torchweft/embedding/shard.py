@@ -1,0 +1,229 @@
+"""One server's part of a stack: rows, and the optimizer's state beside them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweft.embedding import initial
+from torchweft.embedding.errors import IdOutOfRange, InputError
+from torchweft.embedding.plan import Member, Stack
+from torchweft.embedding.rows import Bags, Part, pooled, put, summed, take
+from torchweft.embedding.rules import Rule
+
+_INTEGERS: Final = (torch.int32, torch.int64)
+_ENTRY_PARTS: Final = 3
+_CHUNK_BYTES: Final = 1 << 21
+"""Gradients that are applied at a time: they stay in memory that is warm."""
+
+
+class Gradients(NamedTuple):
+    """Gradients of rows of one stack on one server.
+
+    Attributes:
+        used: Bit i tells that the stack's member i was looked up.
+        parts: The gradients.
+    """
+
+    used: int
+    parts: Sequence[Part]
+
+
+class Shard:
+    """Rows of the tables of a stack; not thread-safe.
+
+    Args:
+        stack: The stack.
+        server: Position of this server among those of the stack.
+        seed: The seed of the collection.
+    """
+
+    def __init__(self, stack: Stack, server: int, seed: int) -> None:
+        self.stack = stack
+        self.name = stack.servers[server]
+        self._server = server
+        self.weights = torch.empty(stack.size_on(server), stack.dim, dtype=stack.dtype)
+        self.steps = torch.zeros(len(stack.members), dtype=torch.float64)
+        """How many steps each member has made."""
+        self._rule: Rule | None = None
+        self.state: dict[str, Tensor] = {}
+        self._begin(seed)
+
+    def _begin(self, seed: int) -> None:
+        """Sets the initial values."""
+        for _, member in self.stack.held_on(self._server):
+            rows = self.rows_of(member)
+            target = self.weights[member.base : member.base + len(rows)]
+            initial.fill(target, member.config, rows, member.columns, seed)
+
+    def rows_of(self, member: Member) -> range:
+        """Returns the rows of a table that this shard has."""
+        return member.rows_on(self._server, self.stack.stripes)
+
+    def held(self, number: int) -> dict[str, Tensor]:
+        """Returns the rows of a member and the state beside them; nothing is copied."""
+        member = self.stack.members[number]
+        rows = slice(member.base, member.base + len(self.rows_of(member)))
+        state = {f"state.{name}": values[rows] for name, values in self.state.items()}
+        return {"weights": self.weights[rows], **state}
+
+    def copied(self, number: int) -> dict[str, Tensor]:
+        """Returns copies of the rows of a member and of the state beside them, for a snapshot."""
+        return {name: values.clone() for name, values in self.held(number).items()}
+
+    def set_rule(self, rule: Rule) -> None:
+        """Sets the optimizer, with new state."""
+        self._rule = rule
+        self.state = rule.state_for(self.weights)
+
+    def pull(self, rows: Tensor) -> Tensor:
+        """Returns rows.
+
+        Raises:
+            IdOutOfRange: There is no such row.
+        """
+        self._check(rows)
+        return take(self.weights, rows)
+
+    def pool(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+        """Returns the sums of bags of rows.
+
+        Raises:
+            IdOutOfRange: There is no such row.
+            InputError: The lengths or weights do not fit the rows.
+        """
+        self._check(rows)
+        self._check_bags(rows, lengths, weights)
+        starts = lengths.cumsum(0, dtype=lengths.dtype).sub_(lengths)
+        return pooled(self.weights, Bags(rows, starts, weights))
+
+    def check(self, gradients: Gradients) -> None:
+        """Checks gradients, before they count as part of a step.
+
+        Raises:
+            IdOutOfRange: There is no such row.
+            InputError: The gradients do not fit the rows or the stack.
+        """
+        for rows, *entries, values in gradients.parts:
+            self._check(rows)
+            self._check_gradients(values, len(values) if entries else len(rows))
+            if entries:
+                self._check_entries(rows, entries, len(values))
+
+    def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int) -> None:
+        """Makes one step of the optimizer with the sum of gradients, in their order.
+
+        Args:
+            pushed: Checked gradients, such as those of all trainers.
+            lr: The learning rate.
+            divisor: The sum is divided by it.
+        """
+        assert self._rule is not None
+        used = functools.reduce(lambda one, other: one | other, (each.used for each in pushed), 0)
+        members = [number for number in range(len(self.steps)) if used >> number & 1]
+        self.steps[members] += 1
+        parts = self._admitted([part for each in pushed for part in each.parts])
+        steps_of = self._steps_of()
+        for rows, gradients in summed(parts, max(1, _CHUNK_BYTES // self.stack.row_bytes)):
+            if divisor > 1:
+                gradients = gradients / divisor
+            self._change(rows, gradients, lr, steps_of(rows))
+
+    def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:
+        """Returns the gradients of those rows that are changed."""
+        return parts
+
+    def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
+        """Changes rows that occur once."""
+        assert self._rule is not None
+        weights = take(self.weights, rows)
+        state = {name: take(values, rows) for name, values in self.state.items()}
+        self._rule.apply(weights, state, gradients, lr, step)
+        put(self.weights, rows, weights)
+        for name, values in state.items():
+            put(self.state[name], rows, values)
+
+    def _steps_of(self) -> Callable[[Tensor], Tensor]:
+        """Returns a function that returns the number of steps of the tables of rows."""
+        held = [(number, member.base) for number, member in self.stack.held_on(self._server)]
+        steps = self.steps[[number for number, _ in held]]
+        if bool((steps == steps[0]).all()):
+            return lambda _: steps[0]
+        bases = torch.tensor([base for _, base in held])
+
+        def steps_of(rows: Tensor) -> Tensor:
+            return steps[torch.searchsorted(bases, rows.long(), right=True) - 1].unsqueeze(1)
+
+        return steps_of
+
+    def _check(self, rows: Tensor) -> None:
+        if rows.dtype not in _INTEGERS or rows.dim() != 1:
+            raise InputError(
+                f"server {self.name!r} was sent rows of {rows.dtype} with {rows.dim()} dimensions",
+                server=self.name,
+            )
+        if not len(rows):
+            return
+        low, high = (int(each) for each in torch.aminmax(rows))
+        if low < 0 or high >= len(self.weights):
+            row = low if low < 0 else high
+            position = int((rows == row).nonzero()[0])
+            raise IdOutOfRange(
+                f"server {self.name!r} was asked for row {row} of a stack of {self._tables()}, "
+                f"and has {len(self.weights)} rows of it",
+                server=self.name,
+                id=row,
+                position=position,
+            )
+
+    def _check_bags(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> None:
+        fits = lengths.dtype == rows.dtype and lengths.dim() == 1
+        if not fits or (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(rows):
+            raise InputError(
+                f"server {self.name!r} was sent bags of {self._tables()} that do not fit their "
+                f"{len(rows)} ids",
+                server=self.name,
+            )
+        if weights is not None and (
+            weights.shape != rows.shape or weights.dtype != self.stack.dtype
+        ):
+            raise InputError(
+                f"server {self.name!r} was sent weights {list(weights.shape)} of {weights.dtype} "
+                f"for {len(rows)} ids of {self._tables()}",
+                server=self.name,
+            )
+
+    def _check_entries(self, rows: Tensor, parts: Sequence[Tensor | None], count: int) -> None:
+        fits = len(parts) == _ENTRY_PARTS
+        if fits:
+            counts, entries, weights = parts
+            assert counts is not None
+            assert entries is not None
+            self._check_bags(entries, counts, weights)
+            fits = len(counts) == len(rows)
+            if len(entries):
+                fits &= 0 <= int(entries.min()) <= int(entries.max()) < count
+        if not fits:
+            raise InputError(
+                f"server {self.name!r} was sent gradients of {self._tables()} that do not fit "
+                f"their {len(rows)} rows",
+                server=self.name,
+            )
+
+    def _check_gradients(self, gradients: Tensor, count: int) -> None:
+        shape = (count, self.stack.dim)
+        if tuple(gradients.shape) != shape or gradients.dtype != self.stack.dtype:
+            raise InputError(
+                f"server {self.name!r} was sent gradients {list(gradients.shape)} of "
+                f"{gradients.dtype} for {self._tables()}; expected {list(shape)} of "
+                f"{self.stack.dtype}",
+                server=self.name,
+            )
+
+    def _tables(self) -> str:
+        names = dict.fromkeys(repr(member.config.name) for member in self.stack.members)
+        return ", ".join(names)

@@ -1,0 +1,453 @@
+"""``Tables``: embedding tables on servers, as a module."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.arguments import limit_of
+from torchweft.checkpoint import Snapshot
+from torchweft.embedding import host, occupied, saving
+from torchweft.embedding.cache import Cache
+from torchweft.embedding.client import Client
+from torchweft.embedding.copies import look_up_copy, make_copy
+from torchweft.embedding.dynamic import Occupancy, check_capacity
+from torchweft.embedding.errors import BadIds, PlanError
+from torchweft.embedding.inputs import Flat
+from torchweft.embedding.lookups import Lookups
+from torchweft.embedding.optimizer import Pushes, TablesOptimizer
+from torchweft.embedding.pieces import Held, pieces_of
+from torchweft.embedding.plan import Plan, TableConfig
+from torchweft.embedding.pulled import Pulled, Traffic
+from torchweft.embedding.rules import Rule
+from torchweft.embedding.stream import RowStream
+from torchweft.embedding.wire import Wire
+from torchweft.errors import ConfigurationError
+from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
+
+B = TypeVar("B")
+_WAIT_S = 60.0
+
+
+class Tables(nn.Module):
+    """Embedding tables on servers, and copies of those that the plan gives each trainer.
+
+    Each trainer makes one with equal arguments. The first one makes the rows on the servers. They
+    live until all trainers have called ``close`` or are gone. A worker that is no trainer may make
+    one to read.
+
+    A step is ordinary::
+
+        tables = Tables(plan, trainers=["trainer0", "trainer1"])
+        optimizer = tables.optimizer(Adagrad(lr=0.05))
+        for users, items, target in batches:
+            optimizer.zero_grad()
+            out = tables({"user": users, "item": items})
+            loss = criterion(model(out["user"], out["item"]), target)
+            loss.backward()
+            optimizer.step()
+
+    Copies are in ``parameters()``: step them with a local optimizer, and average their gradients by
+    ``DistributedDataParallel``. Not thread-safe.
+
+    Args:
+        plan: The tables and where they are; see ``plan_tables``.
+        name: Name of the collection; others on the same servers have other names.
+        trainers: Names of the workers that train, in the order in which their gradients are summed;
+            by default this worker.
+        staleness: The steps by which a trainer may be ahead of the slowest one; 0 for the
+            synchronous mode, None for the asynchronous mode, in which pushes are applied as they
+            come.
+        reduction: Whether the gradients of a step are averaged over trainers, or summed. In the
+            asynchronous mode each push is a step of its own.
+        seed: Seed of the initial values.
+        timeout: Seconds for each pull and step; 0 for no limit. A step waits for other trainers.
+        cache: Which rows this trainer keeps between lookups, for at most ``staleness`` steps; by
+            default none. Trainers may differ in it.
+        wire: The form of rows and gradients in messages; by default that of the tables.
+
+    Raises:
+        TablesMismatch: Another trainer has made the collection with other arguments.
+        ConfigurationError: An argument cannot work, or there is a cache beside dynamic tables.
+        UnknownWorker: There is no such server.
+        WorkerLost: A server is lost.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        name: str = "tables",
+        trainers: Sequence[str] | None = None,
+        staleness: int | None = 0,
+        reduction: Literal["mean", "sum"] = "mean",
+        seed: int = 0,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        cache: Cache | None = None,
+        wire: Wire = Wire(),  # noqa: B008  # immutable
+    ) -> None:
+        super().__init__()
+        me = get_worker_info().name
+        self.plan = plan
+        self.name = name
+        self.trainers = (me,) if trainers is None else tuple(trainers)
+        _check_options(self.trainers, staleness, reduction)
+        if cache is not None:
+            _check_cache(cache, staleness, me in self.trainers)
+        self._wire = wire
+        self._cache = cache
+        for stack in plan.layout.stacks:
+            if stack.is_dynamic and cache is not None:
+                raise ConfigurationError(
+                    f"table {stack.members[0].config.name!r} has dynamic ids, and a cache finds "
+                    "rows by numbers; make the tables without a cache, or dynamic tables apart"
+                )
+        averages = reduction == "mean"
+        options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire)
+        self._options = options
+        self._client = Client(name, options, limit_of(timeout, _WAIT_S))
+        self._lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
+        self._optimizer: TablesOptimizer | None = None
+        self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
+
+    # Lookups
+
+    def forward(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Looks up ids of one or several tables. Blocks; one call to each server.
+
+        Args:
+            inputs: By table: a tensor of ids, of any shape without pooling, or ``(bags, length)``;
+                ``Jagged`` with offsets; or a nested tensor with the layout ``torch.jagged``.
+
+        Returns:
+            By table: ``(bags, dim)``, or ``(*ids.shape, dim)`` without pooling, as
+            ``nn.EmbeddingBag`` and ``nn.Embedding``.
+
+        Raises:
+            BadIds: Ids or weights are of a wrong type or shape, or a name is of no table.
+            BadOffsets: Offsets do not begin at 0, do not rise, or go beyond the ids.
+            IdOutOfRange: A table has no row for an id.
+            WorkerLost: A server is lost.
+            CallTimeout: A server did not answer in time.
+        """
+        return self._lookups.look_up(inputs)
+
+    def stream(
+        self,
+        batches: Iterable[B],
+        ahead: int,
+        inputs: Callable[[B], Mapping[str, Any]] = lambda batch: cast("Mapping[str, Any]", batch),
+    ) -> RowStream[B]:
+        """Returns batches in order, with the outputs of their lookups, pulled some batches ahead.
+
+        ::
+
+            with tables.stream(batches, 4, lambda batch: {"word": batch.words}) as stream:
+                for batch, out in stream:
+                    optimizer.zero_grad()
+                    criterion(model(out["word"]), batch.target).backward()
+                    optimizer.step()
+
+        Waiting for a batch sends the pulls of those ahead, and blocks until its own rows are
+        here. An error of ``batches``, or ids that cannot be used, end the stream as soon as they
+        are drawn. Leaving the block cancels the pulls that are under way.
+
+        Rows that were pulled ahead have the values of that time. The bound of the collection holds
+        all the same: a trainer pulls rows again if they are older than ``staleness`` steps when it
+        needs them. With a cache, a row is pulled once for all drawn batches that need it, and
+        only rows that are too old are pulled again. Streams are not aware of ``set_weights`` and
+        ``restore``: open one afterwards.
+
+        Args:
+            batches: The batches of the program; at most ``ahead + 1`` are drawn and not yielded.
+            ahead: How many batches are pulled before they are needed.
+            inputs: Returns what to look up for a batch, as for ``forward``; by default the batch.
+
+        Returns:
+            An iterator of pairs of batch and outputs. It raises the errors of ``forward``.
+
+        Raises:
+            ConfigurationError: These tables are trained, and ``ahead`` is more than ``staleness``:
+                all rows would be pulled again. Pulls need no bound where nothing is trained.
+        """
+        client, bound = self._client, self._client.staleness
+        if self._optimizer is not None and bound is not None and ahead > bound:
+            raise ConfigurationError(
+                f"tables {self.name!r} have staleness={bound}, and rows that are pulled {ahead} "
+                f"steps ahead are older; pass at most ahead={bound}, or make the tables with "
+                f"staleness={ahead}"
+            )
+        kept = None if self._cache is None or client.staleness is not None else self._cache.steps
+        if self._optimizer is not None and kept is not None and ahead > kept:
+            raise ConfigurationError(
+                f"the cache of tables {self.name!r} has steps={kept}, and rows that are pulled "
+                f"{ahead} steps ahead are older; pass at most ahead={kept}, or Cache(steps={ahead})"
+            )
+        return RowStream(batches, ahead, inputs, self._lookups.send)
+
+    def _look_up_copy(self, config: TableConfig, flat: Flat) -> Tensor:
+        return look_up_copy(self.copies[config.name], config, flat)
+
+    def clear_cache(self) -> None:
+        """Drops the rows that this trainer has cached, so that the next lookups pull them.
+
+        Call it after another worker has set or restored rows. ``set_weights`` and ``restore`` do it
+        for the worker that calls them.
+        """
+        self._lookups.clear_cache()
+
+    # Training
+
+    def optimizer(self, rule: Rule) -> TablesOptimizer:
+        """Returns the optimizer of the tables on servers; its state is beside the rows. Blocks.
+
+        Every trainer calls it with the same rule.
+
+        Args:
+            rule: ``SGD``, ``Adagrad``, ``RowWiseAdagrad`` or ``SparseAdam`` of this package.
+
+        Raises:
+            TablesMismatch: Another trainer uses another one.
+            PlanError: A table is cut by column, and the optimizer needs whole rows.
+            ConfigurationError: This worker is no trainer, or has called it before; or it has a
+                cache, and with ``staleness=0`` no cached row is valid after a step.
+        """
+        if self._client.trainer < 0:
+            raise ConfigurationError(f"this worker is not among the trainers {self.trainers}")
+        if self._optimizer is not None:
+            raise ConfigurationError("these tables have an optimizer already")
+        if self._cache is not None and self._client.staleness == 0:
+            raise ConfigurationError(
+                f"tables {self.name!r} have staleness=0, so no cached row is valid after a step; "
+                "make them with a larger staleness, or without a cache"
+            )
+        for stack in self.plan.layout.stacks:
+            for member in stack.members:
+                if rule.needs_whole_rows and len(member.columns) < member.config.dim:
+                    raise PlanError(
+                        f"table {member.config.name!r} is cut by column, and "
+                        f"{type(rule).__name__} needs whole rows; cut it by row, or use Adagrad",
+                        table=member.config.name,
+                    )
+        self._client.call_all(host.set_rule, rule)
+        touched, form = self._lookups.touched, self._wire.pushed
+        self._optimizer = TablesOptimizer(rule, touched, self._push, form)
+        self._lookups.is_trained = True
+        return self._optimizer
+
+    def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
+        check_capacity(self._options.layout, pushes, self._options.pushes)
+        seen = min((each.version for each in pulled), default=0)
+        self._client.push(lr, seen, pushes)
+        self._lookups.note_pushed(pulled)
+
+    # Rows
+
+    @torch.no_grad()
+    def weights(self, name: str) -> Tensor:
+        """Returns a copy of a whole table, ``(rows, dim)``, on the CPU. Blocks.
+
+        Raises:
+            BadIds: There is no such table, or its ids are dynamic.
+        """
+        config = self._with_numbers(name)
+        if name in self.copies:
+            copy: Tensor = self.copies[name].detach().cpu().clone()
+            return copy
+        whole = torch.empty(config.rows, config.dim, dtype=config.dtype)
+        for (_, server, rows, columns), stack, number in self._pieces(name):
+            part = self._client.call(server, host.read, stack, number)
+            whole[rows.start :: rows.step, columns.start : columns.stop] = part
+        return whole
+
+    @torch.no_grad()
+    def set_weights(self, name: str, values: Tensor) -> None:
+        """Sets all rows of a table; the optimizer's state stays. Blocks.
+
+        Args:
+            name: The table.
+            values: ``(rows, dim)``, of the table's type.
+
+        Raises:
+            BadIds: There is no such table, its ids are dynamic, or the values do not fit; nothing
+                was changed.
+        """
+        config = self._with_numbers(name)
+        shape = (config.rows, config.dim)
+        if tuple(values.shape) != shape or values.dtype != config.dtype:
+            raise BadIds(
+                f"table {name!r} has {list(shape)} values of {config.dtype}, and was given "
+                f"{list(values.shape)} of {values.dtype}",
+                table=name,
+            )
+        if name in self.copies:
+            self.copies[name].copy_(values)
+        for (_, server, rows, columns), stack, number in self._pieces(name):
+            part = values[rows.start :: rows.step, columns.start : columns.stop].contiguous()
+            self._client.call(server, host.write, stack, number, part)
+        self.clear_cache()
+
+    def rows(self, name: str) -> tuple[Tensor, Tensor]:
+        """Returns copies of the ids of a dynamic table that have rows, and of these. Blocks.
+
+        Returns:
+            The ids, ``(n,)``, int64, rising; and their rows, ``(n, dim)``, on the CPU.
+
+        Raises:
+            BadIds: There is no such table, or its ids are not dynamic.
+        """
+        if self._lookups.checker(name).config.dynamic is None:
+            raise BadIds(
+                f"the ids of table {name!r} are numbers of rows; read it by weights()", table=name
+            )
+        return occupied.joined_rows(self._client.call_all(occupied.rows, name).values())
+
+    def occupancy(self) -> dict[str, Occupancy]:
+        """Returns how many ids of each dynamic table have rows, on all servers. Blocks."""
+        return occupied.joined_occupancy(self._client.call_all(occupied.occupancy).values())
+
+    def _with_numbers(self, name: str) -> TableConfig:
+        config = self._lookups.checker(name).config
+        if config.dynamic is not None:
+            raise BadIds(
+                f"table {name!r} has dynamic ids, and so no rows of all ids; read those that it "
+                "has by rows()",
+                table=name,
+            )
+        return config
+
+    def _pieces(self, name: str) -> list[Held]:
+        return [each for each in pieces_of(self.plan.layout) if each.piece.table == name]
+
+    # Snapshots
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Snapshot:
+        """Saves all rows, the optimizer's state beside them, and further state. Blocks.
+
+        One worker calls it, between two of its steps; each server writes its own rows. With
+        ``staleness=0`` the other trainers need not wait, if the caller is a trainer. Otherwise no
+        trainer may be in a step. Of random numbers, those of this worker are saved.
+
+        Args:
+            directory: Where snapshots are kept; see ``torchweft.checkpoint.save``.
+            step: How many steps have been done.
+            state: Further state of the program, such as the dense part and its optimizer; see
+                ``torchweft.checkpoint.save``.
+            keep: How many snapshots to keep; None for all.
+
+        Raises:
+            StepError: Servers are in the middle of a step, or a trainer has pushed meanwhile. There
+                is no new snapshot.
+            CheckpointError: A worker could not write its part.
+            WorkerLost: A worker was lost. Earlier snapshots are unchanged.
+        """
+        return saving.save(self._collection(), directory, step, state, keep)
+
+    def restore(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        state: dict[str, Any] | None = None,
+        step: int | None = None,
+    ) -> Snapshot:
+        """Restores what ``save`` saved, also onto other servers or shards. Blocks.
+
+        One worker calls it, when all trainers have set their optimizer, and before any looks up
+        rows of the next step. Rows and state go by table, row and column. The other trainers keep
+        their copies of tables and their learning rates: give them those of the caller, whose are
+        restored.
+
+        Args:
+            directory: Where the snapshots are.
+            state: Further state of the program, as it was saved; it is changed in place.
+            step: The snapshot after this many steps; by default the last snapshot.
+
+        Returns:
+            The snapshot; its ``step`` is the number of steps that have been done.
+
+        Raises:
+            SnapshotNotFound: There is none.
+            StateMismatch: It is of other tables or another optimizer. Nothing is changed.
+            StepError: Servers are in the middle of a step. Nothing is changed.
+            WorkerLost: A worker was lost; restore again onto the others, in new tables.
+        """
+        snapshot = saving.restore(self._collection(), directory, state, step)
+        self.clear_cache()
+        return snapshot
+
+    def _collection(self) -> saving.Collection:
+        return saving.Collection(
+            self.name,
+            self.plan,
+            self._client.servers,
+            self._client.staleness,
+            self._optimizer,
+            self.copies,
+            self._client.timeout_s,
+        )
+
+    # Figures
+
+    def traffic(self) -> dict[str, Traffic]:
+        """Returns what this trainer's lookups and pushes have moved, by table."""
+        return self._lookups.traffic()
+
+    def staleness(self) -> dict[int, int]:
+        """Returns how often each staleness was observed, on all servers and of all trainers.
+
+        In the asynchronous mode it is counted in pushes, and at each push; else in steps, and at
+        each pull.
+        """
+        total: dict[int, int] = {}
+        for counts in self._client.call_all(host.staleness).values():
+            for staleness, count in counts.items():
+                total[staleness] = total.get(staleness, 0) + count
+        return dict(sorted(total.items()))
+
+    def close(self) -> None:
+        """Releases the rows; they are dropped when all workers have closed the collection. Blocks.
+
+        Raises:
+            WorkerLost: A server is lost; the others have released the rows.
+        """
+        self._lookups.touched.clear()
+        self._client.close()
+
+
+def _check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
+    if not trainers or len(set(trainers)) < len(trainers):
+        raise ConfigurationError(f"trainers is {list(trainers)}; name each trainer once")
+    if staleness is not None and (type(staleness) is not int or staleness < 0):
+        raise ConfigurationError(
+            f"staleness is {staleness!r}; pass a number of steps, or None for the asynchronous mode"
+        )
+    if reduction not in ("mean", "sum"):
+        raise ConfigurationError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
+
+
+def _check_cache(cache: Cache, staleness: int | None, is_trainer: bool) -> None:
+    if not is_trainer:
+        raise ConfigurationError(
+            "this worker is not among the trainers, so it has no steps after which cached rows are "
+            "pulled again; make the tables without a cache"
+        )
+    if staleness is None and cache.steps is None:
+        raise ConfigurationError(
+            "in the asynchronous mode a cache needs a limit of its own, such as Cache(steps=8)"
+        )
+    if staleness is not None and cache.steps is not None:
+        raise ConfigurationError(
+            f"a cache has steps={cache.steps}, and the tables staleness={staleness}, which limits "
+            "the cache; leave steps out"
+        )

@@ -1,0 +1,201 @@
+"""The norm of the joined batch's gradient: of rows on servers, and of what each trainer has.
+
+A trainer has the gradients of the rows that its own batch uses. The norm is that of their average
+over all trainers, and rows that several trainers have used must be summed before they are squared.
+So each trainer sends its gradients to the servers of the rows. A server waits for all trainers,
+sums, and answers with one number. The gradients stay with the trainers, which scale them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.embedding.calls import call_servers
+from torchweft.embedding.pulled import Pulled
+from torchweft.embedding.rows import Part, summed
+from torchweft.errors import CallTimeout, ConfigurationError, OptimizerError, WorkerLost
+from torchweft.optim.clipping import norm, norm_of
+from torchweft.rpc import functions, get_worker_info, on_worker_lost
+
+Key = tuple[str, str, int]
+"""Name of the tables, a token of this run, and how many norms were measured before."""
+Stacks = dict[int, list[Part]]
+"""Gradients of rows of one server, by stack."""
+_DIVISION_GUARD = 1e-6
+"""The constant that torch adds to the norm before it divides by it."""
+_ROWS = 1 << 16
+"""Rows that are summed at a time."""
+
+
+def norm_of_mean(stacks: Sequence[Stacks], divisor: int, norm_type: float) -> Tensor:
+    """Returns the norm of the averaged gradients of rows; pure.
+
+    Args:
+        stacks: Of each trainer, in their order.
+        divisor: Number of trainers.
+        norm_type: The p of the p-norm.
+    """
+    norms = []
+    for number in sorted({number for each in stacks for number in each}):
+        parts = [part for each in stacks for part in each.get(number, [])]
+        norms += [norm(values / divisor, norm_type) for _, values in summed(parts, _ROWS)]
+    return norm_of(norms, norm_type)
+
+
+def stacks_by_server(leaves: Sequence[tuple[Pulled, Tensor]]) -> dict[str, Stacks]:
+    """Returns by server what the gradients of lookups would push."""
+    found: dict[str, Stacks] = {}
+    for pulled, gradient in sorted(leaves, key=lambda each: each[0].place):
+        for server, part in pulled.pushes(gradient).items():
+            found.setdefault(server, {}).setdefault(pulled.number, []).append(part)
+    return found
+
+
+def measure_rows(
+    key: Key,
+    trainers: Sequence[str],
+    servers: Mapping[str, Any],
+    leaves: Sequence[tuple[Pulled, Tensor]],
+    norm_type: float,
+    timeout_s: float,
+) -> list[Tensor]:
+    """Returns the norms of the averaged gradients of rows, one for each server. Blocks.
+
+    Args:
+        key: The round.
+        trainers: Names of all trainers.
+        servers: The servers, by name.
+        leaves: The lookups of this trainer, with their gradients.
+        norm_type: The p of the p-norm.
+        timeout_s: Limit of each call.
+
+    Raises:
+        WorkerLost: A server or another trainer is lost.
+        CallTimeout: Another trainer did not measure in time.
+    """
+    parts = stacks_by_server(leaves)
+    if len(trainers) == 1:
+        return [norm_of_mean([each], 1, norm_type) for _, each in sorted(parts.items())]
+    me = list(trainers).index(get_worker_info().name)
+    given = {
+        info: (key, me, tuple(trainers), norm_type, parts.get(name, {}))
+        for name, info in servers.items()
+    }
+    try:
+        answers = call_servers(measure, given, timeout_s)
+    except CallTimeout as error:
+        raise CallTimeout(
+            f"the norm of the gradients of tables {key[0]!r} needs all trainers, "
+            f"{', '.join(map(repr, trainers))}; each calls clip_grad_norm_ once a step: {error}",
+            worker=error.worker,
+            call=error.call,
+            elapsed_s=error.elapsed_s,
+        ) from error
+    return [answers[name] for name in sorted(answers)]
+
+
+def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Returns both as numbers.
+
+    Raises:
+        ConfigurationError: One of them cannot work.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not max_norm >= 0:
+        raise ConfigurationError(f"max_norm is {max_norm}; it is at least 0")
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type is {norm_type}; it is greater than 0, or math.inf")
+    return max_norm, norm_type
+
+
+def coefficient_of(total: Tensor, max_norm: float, *, error_if_nonfinite: bool) -> Tensor | None:
+    """Returns the factor of all gradients; None if they are left as they are.
+
+    Raises:
+        OptimizerError: The total is not finite, and that is an error.
+    """
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise OptimizerError(
+            f"the total norm of the gradients is {total.item()}, so they cannot be clipped; look "
+            "for the operation that made them so, or pass error_if_nonfinite=False"
+        )
+    coefficient = max_norm / (total + _DIVISION_GUARD)
+    return None if bool(coefficient >= 1) else coefficient
+
+
+# Servers
+
+
+class _Round:
+    """The gradients of one step, until all trainers have sent theirs."""
+
+    def __init__(self, trainers: Sequence[str], norm_type: float) -> None:
+        self.trainers = trainers
+        self.norm_type = norm_type
+        self.stacks: dict[int, Stacks] = {}
+        self.futures: list[torch.futures.Future[Tensor]] = []
+        self.forget: Callable[[], None] = lambda: None
+
+
+_rounds: dict[Key, _Round] = {}
+_lock = threading.Lock()
+
+
+@functions.async_execution
+def measure(
+    key: Key, trainer: int, trainers: Sequence[str], norm_type: float, stacks: Stacks
+) -> torch.futures.Future[Tensor]:
+    """Takes the gradients of a trainer; answered with the norm when all have sent theirs."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    with _lock:
+        if key not in _rounds:
+            _drop_stale(key)
+            _rounds[key] = _Round(trainers, norm_type)
+            # Within the lock, which the callback takes on another thread: else a round that is
+            # complete by now would leave its callback behind.
+            _rounds[key].forget = on_worker_lost(lambda error: _fail(key, error))
+        found = _rounds[key]
+        found.stacks[trainer] = stacks
+        found.futures.append(future)
+        is_complete = len(found.stacks) == len(trainers)
+        if is_complete:
+            del _rounds[key]
+    if is_complete:
+        found.forget()
+        _answer(found)
+    return future
+
+
+def _answer(found: _Round) -> None:
+    ordered = [found.stacks[trainer] for trainer in range(len(found.trainers))]
+    try:
+        total = norm_of_mean(ordered, len(ordered), found.norm_type)
+    except Exception as error:
+        for future in found.futures:
+            future.set_exception(error)  # type: ignore[arg-type]
+        return
+    for future in found.futures:
+        future.set_result(total)
+
+
+def _drop_stale(key: Key) -> None:
+    """Drops the rounds of the same tables for which some trainer never came."""
+    for stale in [each for each in _rounds if each[0] == key[0]]:
+        _rounds.pop(stale).forget()
+
+
+def _fail(key: Key, error: WorkerLost) -> None:
+    """Fails a round that waits for a lost worker."""
+    with _lock:
+        found = _rounds.get(key)
+        if found is None or error.worker not in found.trainers:
+            return
+        del _rounds[key]
+    found.forget()
+    for future in found.futures:
+        future.set_exception(error)  # type: ignore[arg-type]

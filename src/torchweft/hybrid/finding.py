@@ -1,0 +1,191 @@
+"""Finds the tables in a module, and measures which share of their rows batches touch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.arguments import did_you_mean
+from torchweft.embedding import TableConfig
+from torchweft.hybrid.errors import PlacementError
+
+TABLE_TYPES = (nn.Embedding, nn.EmbeddingBag)
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A table of a module.
+
+    Attributes:
+        path: Its path in the module, such as ``"tower.words"``.
+        table: The embedding.
+        config: Its description; the name has ``/`` in place of dots.
+        kept: Why it stays with the trainers as a part of the dense parameters; empty if it need
+            not.
+    """
+
+    path: str
+    table: nn.Embedding | nn.EmbeddingBag
+    config: TableConfig | None
+    kept: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the table; empty if it is kept."""
+        return "" if self.config is None else self.config.name
+
+
+def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
+    """Returns the tables of a module: those with ``sparse=True``, and those that are named.
+
+    Args:
+        module: The module.
+        named: Paths of embeddings that the program places itself.
+
+    Raises:
+        PlacementError: The module has no such table, a named one cannot be placed, or a table
+            changes rows while it is looked up.
+    """
+    if isinstance(module, TABLE_TYPES):
+        raise PlacementError("the module is itself a table; pass a module that contains it")
+    wanted = dict.fromkeys(named)
+    users = _users_of_weights(module)
+    embeddings = {path: each for path, each in module.named_modules() if type(each) in TABLE_TYPES}
+    for path in wanted:
+        if path not in embeddings:
+            hint = did_you_mean(path, embeddings)
+            raise PlacementError(
+                f"places names {path!r}, which is no nn.Embedding or nn.EmbeddingBag of the "
+                f"module{hint}",
+                parameter=path,
+            )
+    found = []
+    for path, table in embeddings.items():
+        if table.sparse or path in wanted:
+            kept = _reason_to_keep(path, table, users)
+            if kept and path in wanted:
+                raise PlacementError(f"{path!r} cannot be placed: {kept}", parameter=path)
+            found.append(Found(path, table, None if kept else config_of(path, table), kept))
+    if not found:
+        raise PlacementError(
+            "the module has no nn.Embedding or nn.EmbeddingBag with sparse=True: name those to "
+            f"place, by places={{...}}; it has {list(embeddings) or 'none'}"
+        )
+    return found
+
+
+def config_of(path: str, table: Any) -> TableConfig:
+    """Returns the description of a table."""
+    pooling: Any = table.mode if isinstance(table, nn.EmbeddingBag) else "none"
+    return TableConfig(
+        path.replace(".", "/"),
+        table.num_embeddings,
+        table.embedding_dim,
+        pooling,
+        table.weight.dtype,
+        padding_idx=table.padding_idx,
+    )
+
+
+def _users_of_weights(module: nn.Module) -> dict[int, list[str]]:
+    """Returns the paths of the modules that have each parameter, by its identity."""
+    users: dict[int, list[str]] = {}
+    for path, each in module.named_modules():
+        for parameter in each._parameters.values():
+            if parameter is not None:
+                users.setdefault(id(parameter), []).append(path)
+    return users
+
+
+def _reason_to_keep(path: str, table: Any, users: Mapping[int, list[str]]) -> str:
+    for option in ("max_norm", "scale_grad_by_freq"):
+        if getattr(table, option):
+            raise PlacementError(
+                f"{path!r} has {option}, which depends on the batch of one trainer, so trainers "
+                "would not compute what one process does; make it without",
+                parameter=path,
+            )
+    if "weight" not in table._parameters:
+        return "its weight is computed from other parameters"
+    others = [each for each in users.get(id(table.weight), []) if each != path]
+    if others:
+        return f"shared with {', '.join(map(repr, others))}"
+    if not table.weight.requires_grad:
+        return "it is frozen"
+    if table.weight.dtype not in _DTYPES:
+        return f"rows on servers have no {table.weight.dtype}"
+    return ""
+
+
+def ids_of(table: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Returns the ids that a call of an embedding looks up, without those of padding."""
+    given = args[0] if args else kwargs["input"]
+    ids: Tensor = (given.values() if given.is_nested else given).reshape(-1)
+    padding = table.padding_idx
+    return ids if padding is None else ids[ids != padding]
+
+
+def measure_shares(
+    module: nn.Module, tables: Iterable[Found], batches: Iterable[Any]
+) -> dict[str, float]:
+    """Returns the mean share of its rows that a batch touches, by the name of the table.
+
+    Runs the module on each batch: in evaluation mode, without gradients; random numbers are drawn
+    apart.
+
+    Args:
+        module: The module.
+        tables: Its tables.
+        batches: Arguments of the module: a tuple of them, or a single argument.
+
+    Raises:
+        PlacementError: There is no batch.
+    """
+    seen: dict[str, list[Tensor]] = {}
+    rows: dict[str, int] = {}
+    placed = [each for each in tables if each.config is not None]
+    count = 0
+    with torch.no_grad(), torch.random.fork_rng(), _evaluating(module), _watching(placed, seen):
+        for count, batch in enumerate(batches, start=1):  # noqa: B007  # counts
+            module(*batch if isinstance(batch, tuple) else (batch,))
+            for name, ids in seen.items():
+                rows[name] = rows.get(name, 0) + int(torch.unique(torch.cat(ids)).numel())
+            seen.clear()
+    if not count:
+        raise PlacementError("there is no batch to count rows in; pass some, or touched={...}")
+    configs = [each.config for each in placed if each.config is not None]
+    return {each.name: rows.get(each.name, 0) / count / each.rows for each in configs}
+
+
+@contextmanager
+def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterator[None]:
+    handles = []
+    for each in tables:
+        assert each.config is not None
+
+        def note(table: nn.Module, args: Any, kwargs: Any, name: str = each.config.name) -> None:
+            seen.setdefault(name, []).append(ids_of(table, args, kwargs).cpu())
+
+        handles.append(each.table.register_forward_pre_hook(note, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for each, was_training in modes:
+            each.training = was_training

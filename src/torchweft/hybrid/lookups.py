@@ -1,0 +1,112 @@
+"""Modules that look up rows on servers in place of embeddings, and tables that stay copies."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchweft.embedding import Jagged, Tables
+from torchweft.hybrid.finding import Found, ids_of
+
+
+class RemoteTable(nn.Module):
+    """Takes the place of an ``nn.Embedding`` or ``nn.EmbeddingBag`` whose rows are on servers.
+
+    Its call has the arguments of the module that it replaces. It has no parameters. An error in the
+    ids is that of ``torchweft.embedding.Tables.forward``.
+
+    Args:
+        name: Name of the table.
+        table: The module that it replaces.
+    """
+
+    def __init__(self, name: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
+        super().__init__()
+        self.name = name
+        self.shape = tuple(table.weight.shape)
+        self.includes_last = bool(getattr(table, "include_last_offset", False))
+        self._tables: list[Tables] = []  # in a list, so that it is no submodule
+
+    def connect(self, tables: Tables) -> None:
+        """Sets the collection that has the rows."""
+        self._tables = [tables]
+
+    def forward(
+        self,
+        input: Any,  # the name that nn.EmbeddingBag has for it
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+    ) -> Tensor:
+        """Looks up ids; see ``nn.Embedding`` and ``nn.EmbeddingBag``. Blocks."""
+        given = input
+        if not input.is_nested:
+            given = Jagged(input, offsets, per_sample_weights, self.includes_last)
+        found: Tensor = self._tables[0]({self.name: given})[self.name]
+        return found
+
+    def extra_repr(self) -> str:
+        """Returns the size, for the text of the model."""
+        rows, dim = self.shape
+        return f"{self.name!r}, {rows}, {dim}, on servers"
+
+
+class Copied:
+    """A table that each trainer has, with dense gradients; knows which rows were used.
+
+    Args:
+        found: The table; its gradients become dense.
+    """
+
+    def __init__(self, found: Found) -> None:
+        self.name = found.name
+        self.parameter = cast("nn.Parameter", found.table.weight)
+        self.used = torch.zeros(len(self.parameter), dtype=torch.bool)
+        """The rows that have had a gradient of this trainer since the last step."""
+        found.table.sparse = False
+        found.table.register_forward_hook(self._watch, with_kwargs=True)
+
+    def _watch(self, table: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            ids = ids_of(table, args, kwargs)
+            output.register_hook(lambda _: self._note(ids))  # type: ignore[no-untyped-call]
+
+    def _note(self, ids: Tensor) -> None:
+        self.used[ids.cpu()] = True
+
+
+def replace_tables(module: nn.Module, tables: list[Found]) -> list[RemoteTable]:
+    """Puts remote tables in the places of modules, in each place where a module occurs."""
+    remote = {id(each.table): RemoteTable(each.name, each.table) for each in tables}
+    for _, parent in list(module.named_modules()):
+        for name, child in parent._modules.items():
+            if id(child) in remote:
+                parent._modules[name] = remote[id(child)]
+    return list(remote.values())
+
+
+def replicate(module: nn.Module, names: list[str], **options: Any) -> tuple[nn.Module, list[Any]]:
+    """Puts modules under ``DistributedDataParallel``.
+
+    Args:
+        module: The model.
+        names: The paths of those of its modules that are replicated, or none for all of it.
+        options: Further arguments of ``DistributedDataParallel``.
+
+    Returns:
+        The module to call, and the replicas. A module without trained parameters is none.
+    """
+    if not names:
+        if not any(each.requires_grad for each in module.parameters()):
+            return module, []
+        whole = DistributedDataParallel(module, **options)
+        return whole, [whole]
+    found = []
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        replica = DistributedDataParallel(module.get_submodule(name), **options)
+        module.get_submodule(parent)._modules[last] = replica
+        found.append(replica)
+    return module, found

@@ -1,0 +1,313 @@
+"""``HybridModel``: one call places the parameters of a model on servers and trainers."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
+from torchweft.checkpoint import Snapshot
+from torchweft.embedding import Rule, Tables
+from torchweft.embedding.plan import Place
+from torchweft.embedding.pulled import Pulled
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.hybrid import clipping, saving
+from torchweft.hybrid.copies import CopiesOptimizer
+from torchweft.hybrid.finding import Found, find_tables
+from torchweft.hybrid.lookups import Copied, replace_tables, replicate
+from torchweft.hybrid.offers import Offer, agree, make_offer
+from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
+from torchweft.hybrid.trainers import Trainers
+from torchweft.ids import WorkerInfo
+from torchweft.rpc import get_worker_info
+
+_WAIT_S = 60.0
+
+
+class HybridModel(nn.Module):
+    """A model with sparse tables on servers, and all else replicated by DDP. Blocks.
+
+    The tables are the ``nn.EmbeddingBag`` and ``nn.Embedding`` with ``sparse=True`` anywhere in the
+    module. Each goes to the servers if rows cost less than an all-reduce of all of it. All trainers
+    make the model, with equal arguments, as ranks of a process group. The weights are those of the
+    first. A step is ordinary, and changes all parameters as one process with the joined batch
+    would, if the loss is a mean and all trainers have batches of one size::
+
+        model = HybridModel(module, ["server0", "server1"], batches=[first_batch])
+        optimizer = model.optimizer(Adagrad(lr=0.05), lambda dense: torch.optim.Adam(dense))
+        for batch, target in batches:
+            optimizer.zero_grad()
+            criterion(model(batch), target).backward()
+            optimizer.step()
+
+    Not thread-safe.
+
+    Args:
+        module: The model; it is changed in place, and used only through this one.
+        servers: Names of the workers that hold rows.
+        batches: Some batches, to measure the share of rows that a step touches: tuples with the
+            arguments of the module, or single arguments. The shares of all trainers are averaged.
+        touched: The shares, by path of a table, where they are known already.
+        places: The places of tables, by path, such as ``{"tower.words": RowWise("server0")}``;
+            ``Copies()`` for an all-reduce. Embeddings that are not sparse can be placed so, too.
+        replicas: Paths of the modules that are each put under a ``DistributedDataParallel`` of
+            their own; by default there is one for the whole model.
+        name: Name of the tables on the servers; other models there have other names.
+        process_group: The trainers; by default the default group, and this worker alone if there
+            is none.
+        timeout: Seconds for each pull and step; 0 for no limit.
+        ddp: Further arguments of ``DistributedDataParallel``.
+
+    Raises:
+        PlacementError: A parameter cannot be placed so. Nothing was moved.
+        TrainersDiffer: Another trainer has other parameters or arguments. Nothing was moved.
+        PlanError: A table cannot be cut so, or a share is none.
+        UnknownWorker: There is no such server.
+        WorkerLost: A server is lost.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        servers: Sequence[str],
+        *,
+        batches: Iterable[Any] | None = None,
+        touched: Mapping[str, float] | None = None,
+        places: Mapping[str, Place] | None = None,
+        replicas: Sequence[str] = (),
+        name: str = "hybrid",
+        process_group: Any = None,
+        timeout: float = UNSET_TIMEOUT,
+        **ddp: Any,
+    ) -> None:
+        super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ArgumentTypeError(f"module is {kind_of(module)}; pass an nn.Module")
+        self._trainers = Trainers.of(process_group)
+        tables: list[Found] = []
+
+        def offer() -> Offer:
+            tables.extend(find_tables(module, places or {}))
+            return make_offer(
+                module, tables, servers, batches, touched or {}, places or {}, replicas
+            )
+
+        offers = self._trainers.gather(offer)
+        self.plan = agree(self._trainers.names, offers)
+        self.name = name
+        self._key, self._rounds = (name, offers[0].token), 0
+        self._optimizer: HybridOptimizer | None = None
+        self._replicas_at = tuple(replicas)
+        self._timeout_s = limit_of(timeout, _WAIT_S)
+        self._infos: dict[str, WorkerInfo] = {}
+        self.tables: Tables | None = None
+        placed = self.plan.on_servers
+        if placed is not None:
+            self._infos = {each: get_worker_info(each) for each in placed.layout.servers}
+            self.tables = Tables(placed, name=name, trainers=self._trainers.names, timeout=timeout)
+        there = set() if placed is None else {each.name for each in placed.configs}
+        moved = [each for each in tables if each.name in there]
+        self._fill(moved)
+        self._paths = {each.name: each.path for each in moved}
+        self._module = [module]  # in a list: it is registered below, as it is called
+        self._copies = self._keep(module, tables, moved)
+        self._dense = _dense_parameters(module, self._copies)
+        self.called = module
+        self._replicas: list[Any] = []
+        if len(self._trainers.names) > 1:
+            options = {"process_group": process_group, **ddp}
+            self.called, self._replicas = replicate(module, list(replicas), **options)
+
+    def _keep(
+        self, module: nn.Module, tables: Sequence[Found], moved: Sequence[Found]
+    ) -> list[Copied]:
+        """Takes moved tables out of the module; returns those that stay."""
+        for each in tables:
+            each.table.sparse = False  # Their gradients are all-reduced as a whole.
+        for remote in replace_tables(module, list(moved)):
+            assert self.tables is not None
+            remote.connect(self.tables)
+        return [Copied(each) for each in tables if each.config is not None and each not in moved]
+
+    def _fill(self, moved: Sequence[Found]) -> None:
+        """Moves the weights of the first trainer to the servers; the others wait for that."""
+        if self.tables is None:
+            return
+        with self._trainers.first_alone() as is_first:
+            if is_first:
+                for each in moved:
+                    self.tables.set_weights(each.name, each.table.weight.detach().cpu())
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, without the tables on servers."""
+        return self._module[0]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module. Blocks; each table on servers is one call to each of its servers."""
+        return self.called(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leaves averaging to the next backward pass outside of this block, of all replicas.
+
+        The gradients of rows add up, too. Forward and backward passes are both in the block.
+        """
+        with ExitStack() as stack:
+            for each in self._replicas:
+                stack.enter_context(each.no_sync())
+            yield
+
+    def optimizer(self, rows: Rule, dense: DenseFactory) -> HybridOptimizer:
+        """Returns the optimizer of all parameters. Blocks; every trainer calls it once.
+
+        Args:
+            rows: The optimizer of the tables, wherever they are: ``SGD``, ``Adagrad``,
+                ``RowWiseAdagrad`` or ``SparseAdam`` of ``torchweft.embedding``.
+            dense: Returns the optimizer of the dense parameters, which it is given as a list. It is
+                not called if there are none.
+
+        Raises:
+            TablesMismatch: Another trainer uses another rule.
+            PlanError: A table is cut by column, and the rule needs whole rows.
+            ArgumentTypeError: An argument is of a wrong type.
+            PlacementError: ``dense`` returns an optimizer of other parameters.
+            ConfigurationError: The model has an optimizer already.
+        """
+        if self._optimizer is not None:
+            raise ConfigurationError("this model has an optimizer already")
+        if not isinstance(rows, Rule):
+            raise ArgumentTypeError(
+                f"rows is {kind_of(rows)}; pass a rule of torchweft.embedding, such as Adagrad()"
+            )
+        of_dense = make_dense(dense, self._dense)
+        of_copies = None
+        if self._copies:
+            of_copies = CopiesOptimizer(self._copies, rows, self._trainers.join_maximum)
+        of_rows = None if self.tables is None else self.tables.optimizer(rows)
+        self._optimizer = HybridOptimizer(of_rows, of_copies, of_dense, self._measure)
+        return self._optimizer
+
+    def _measure(self, leaves: Sequence[tuple[Pulled, Tensor]], norm_type: float) -> list[Tensor]:
+        if self.tables is None:
+            return []
+        self._rounds += 1
+        return clipping.measure_rows(
+            (*self._key, self._rounds),
+            self._trainers.names,
+            self._infos,
+            leaves,
+            norm_type,
+            0.0 if math.isinf(self._timeout_s) else self._timeout_s,
+        )
+
+    # Weights and snapshots
+
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """Returns the state of the module as it was before it was placed. Blocks.
+
+        It has the rows of all tables, on the CPU, so it must fit into the memory of this worker.
+        """
+        state: dict[str, Any] = dict(self.module.state_dict())
+        for path in self._replicas_at:
+            begin, replaced = f"{path}.", f"{path}.module."
+            state = {
+                begin + key.removeprefix(replaced) if key.startswith(replaced) else key: value
+                for key, value in state.items()
+            }
+        for name, path in self._paths.items():
+            assert self.tables is not None
+            state[f"{path}.weight"] = self.tables.weights(name)
+        return state
+
+    def save(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        step: int,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> Snapshot | None:
+        """Saves rows, dense part and optimizers after one step, in one snapshot. Blocks.
+
+        All trainers may call it, between the same two steps; the first one saves, and the others
+        go on: their next step waits for it. Each server writes its own rows.
+
+        Args:
+            directory: Where snapshots are kept; see ``torchweft.checkpoint.save``.
+            step: How many steps have been done.
+            state: Further state of the program, such as schedulers; see
+                ``torchweft.checkpoint.save``. It is that of the first trainer.
+            keep: How many snapshots to keep; None for all.
+
+        Returns:
+            The snapshot; None on other trainers than the first.
+
+        Raises:
+            CheckpointError: A worker could not write its part.
+            WorkerLost: A worker was lost. Earlier snapshots are unchanged.
+        """
+        if not self._trainers.is_first:
+            return None
+        whole = saving.tree(self.module, self._optimizer, state)
+        return saving.save(self.tables, directory, whole, step, keep)
+
+    def restore(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        state: dict[str, Any] | None = None,
+        step: int | None = None,
+    ) -> int:
+        """Restores what ``save`` saved, also onto other servers. Blocks; all trainers call it.
+
+        The first trainer reads the snapshot, and sends the others their part. The same tables must
+        be on servers: pass ``places`` if the plan could be another one.
+
+        Args:
+            directory: Where the snapshots are.
+            state: Further state of the program, as it was saved; changed in place on all trainers.
+            step: The snapshot after this many steps; by default the last snapshot.
+
+        Returns:
+            The number of steps that have been done.
+
+        Raises:
+            SnapshotNotFound: There is none.
+            StateMismatch: It is of another model, placement or optimizer. Nothing is changed.
+            WorkerLost: A worker was lost; restore again, in a new model on the others.
+        """
+        whole = saving.tree(self.module, self._optimizer, state)
+        with self._trainers.first_tells() as told:
+            if told.is_first:
+                found = saving.restore(self.tables, directory, whole, step)
+                told.value = found.step, saving.taken(whole)
+        done, values = told.value
+        if not self._trainers.is_first:
+            saving.put(whole, values)
+        return int(done)
+
+    def close(self) -> None:
+        """Releases the rows on servers; they are dropped when all trainers have. Blocks.
+
+        Raises:
+            WorkerLost: A server is lost; the others have released the rows.
+        """
+        if self.tables is not None:
+            self.tables.close()
+
+
+def _dense_parameters(module: nn.Module, copies: Sequence[Copied]) -> dict[str, nn.Parameter]:
+    tables = {id(each.parameter) for each in copies}
+    return {
+        name: each
+        for name, each in module.named_parameters()
+        if id(each) not in tables and each.requires_grad
+    }

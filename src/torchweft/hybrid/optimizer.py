@@ -1,0 +1,250 @@
+"""One optimizer for the rows on servers, the tables that stay copies, and the dense part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torchweft.arguments import kind_of
+from torchweft.autograd import get_gradients
+from torchweft.embedding import TablesOptimizer
+from torchweft.embedding.pulled import Pulled
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.hybrid.clipping import check_norms, coefficient_of
+from torchweft.hybrid.copies import CopiesOptimizer
+from torchweft.hybrid.errors import PlacementError
+from torchweft.optim.clipping import norm, norm_of
+
+DenseFactory = Callable[[list[nn.Parameter]], Optimizer]
+MeasureRows = Callable[[Sequence[tuple[Pulled, Tensor]], float], list[Tensor]]
+
+
+class HybridOptimizer(Optimizer):
+    """Steps all parameters of a ``HybridModel``; made by ``HybridModel.optimizer``.
+
+    ``param_groups`` has a group for the rows on servers, one for the tables that stay copies (each
+    if there are such), and those of the dense part's optimizer. Learning rates may be changed
+    there at any time, also by the schedulers of ``torch.optim.lr_scheduler``. Gradients of several
+    backward passes add up until ``step`` or ``zero_grad``. Not thread-safe.
+
+    Args:
+        rows: Steps the rows on servers, if there are some.
+        copies: Steps the tables that stay copies, if there are some.
+        dense: Steps the other parameters, if there are some.
+        measure: Returns the norms of the averaged gradients of rows, one for each server.
+    """
+
+    def __init__(
+        self,
+        rows: TablesOptimizer | None,
+        copies: CopiesOptimizer | None,
+        dense: Optimizer | None,
+        measure: MeasureRows,
+    ) -> None:
+        self.rows = rows
+        self.copies = copies
+        self.dense = dense
+        self._measure = measure
+        self._is_base_ready = False
+        super().__init__([{"params": []}], {})
+        self._is_base_ready = True
+        self._collect_groups()
+
+    def _collect_groups(self) -> None:
+        # The dicts of the parts themselves: a change of a learning rate reaches them.
+        self.param_groups[:] = [group for part in self._parts() for group in part.param_groups]
+
+    def _parts(self) -> list[Optimizer]:
+        return [part for part in (self.rows, self.copies, self.dense) if part is not None]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuses: the parameters are those of the model.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        if self._is_base_ready:
+            raise ConfigurationError(
+                "the parameters of this optimizer are those of its model; make the groups of the "
+                "dense part in HybridModel.optimizer(dense=...)"
+            )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients that were not used in a step."""
+        for part in self._parts():
+            part.zero_grad(set_to_none)
+
+    def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
+        """Makes one step of all parts, and waits until all trainers have made it. Blocks.
+
+        Every trainer calls it once for each step. The rows are first: if that fails, the dense
+        part has not changed.
+
+        Args:
+            context_id: A context of distributed autograd, whose gradients are used; by default
+                those in ``.grad``.
+
+        Raises:
+            WorkerLost: A server or a trainer is lost.
+            CallTimeout: Other trainers have not made this step in time; names them.
+            AutogradError: There is no such context here.
+        """
+        if self.rows is not None:
+            self.rows.step(context_id)
+        with self._gradients_of(context_id):
+            for part in (self.copies, self.dense):
+                if part is not None:
+                    part.step()
+
+    @contextmanager
+    def _gradients_of(self, context_id: int | None) -> Iterator[None]:
+        """Has the gradients of a context in ``.grad``."""
+        if context_id is None:
+            yield
+            return
+        found = get_gradients(context_id)
+        before = [(each, each.grad) for each in self._local()]
+        try:
+            for parameter, _ in before:
+                parameter.grad = found.get(parameter)
+            yield
+        finally:
+            for parameter, gradient in before:
+                parameter.grad = gradient
+
+    def _local(self) -> list[Tensor]:
+        """Returns the parameters that each trainer has."""
+        parts = [part for part in (self.copies, self.dense) if part is not None]
+        return [each for part in parts for group in part.param_groups for each in group["params"]]
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        context_id: int | None = None,
+    ) -> Tensor:
+        """Scales all gradients so that their total norm is at most ``max_norm``. Blocks.
+
+        The norm is that of the joined batch's gradient: the average over trainers, of the dense
+        part and of rows. So it is the number that ``torch.nn.utils.clip_grad_norm_`` returns in one
+        process. All trainers call it once, between the backward pass and the step.
+
+        With several trainers, each sends the gradients of its rows to the servers once more, as
+        much as a push: rows that two trainers have used must be summed before they are squared.
+
+        Args:
+            max_norm: The largest total norm.
+            norm_type: The p of the p-norm; ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: Whether to raise if the total is infinite or NaN.
+            context_id: A context of distributed autograd; by default gradients are in ``.grad``.
+
+        Returns:
+            The total norm before scaling, a scalar on the CPU; the same for all trainers.
+
+        Raises:
+            ConfigurationError: ``max_norm`` is negative, or ``norm_type`` is not positive.
+            OptimizerError: The total is not finite, and that is an error. Nothing was scaled.
+            WorkerLost: A server or a trainer is lost.
+            CallTimeout: Another trainer did not call it in time.
+        """
+        max_norm, norm_type = check_norms(max_norm, norm_type)
+        dense, leaves = self._found(context_id)
+        norms = [norm(gradient, norm_type).cpu() for gradient in dense]
+        norms += self._measure(leaves, norm_type)
+        total = norm_of(norms, norm_type)
+        factor = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
+        if factor is not None:
+            for gradient in [*dense, *(gradient for _, gradient in leaves)]:
+                gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        return total
+
+    def _found(self, context_id: int | None) -> tuple[list[Tensor], list[tuple[Pulled, Tensor]]]:
+        """Returns the gradients of the local parameters, and those of lookups."""
+        touched = [] if self.rows is None else list(self.rows.param_groups[0]["params"])
+        if context_id is None:
+            of: Callable[[Tensor], Tensor | None] = lambda each: each.grad  # noqa: E731
+        else:
+            of = get_gradients(context_id).get
+        dense = [gradient for each in self._local() if (gradient := of(each)) is not None]
+        leaves = [
+            (cast("Pulled", leaf.weft_pulled), gradient)
+            for leaf in touched
+            if (gradient := of(leaf)) is not None
+        ]
+        return dense, leaves
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the trainer's parts, and the learning rate of the rows.
+
+        The state of rows on servers is beside them: ``HybridModel.save`` has all of it.
+        """
+        return {
+            "rows": None if self.rows is None else float(self.rows.param_groups[0]["lr"]),
+            "copies": None if self.copies is None else self.copies.state_dict(),
+            "dense": None if self.dense is None else self.dense.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` has returned.
+
+        Raises:
+            ConfigurationError: It is of a model with other parts; nothing was changed.
+        """
+        parts = {"rows": self.rows, "copies": self.copies, "dense": self.dense}
+        for name, part in parts.items():
+            if (state_dict.get(name) is None) != (part is None):
+                only, other = ("has", "lacks") if part is not None else ("lacks", "has")
+                raise ConfigurationError(
+                    f"this optimizer {only} the part {name!r}, and the state {other} it; place the "
+                    "tables as they were, by places={...}"
+                )
+        if self.rows is not None:
+            self.rows.param_groups[0]["lr"] = state_dict["rows"]
+        for name in ("copies", "dense"):
+            part = parts[name]
+            if part is not None:
+                part.load_state_dict(state_dict[name])
+        self._collect_groups()
+
+
+def make_dense(factory: Any, parameters: dict[str, nn.Parameter]) -> Optimizer | None:
+    """Returns the optimizer of the dense part; None if it has no parameter.
+
+    Args:
+        factory: Returns an optimizer of the parameters that it is given.
+        parameters: The parameters, by name.
+
+    Raises:
+        ArgumentTypeError: The factory is none, or returns something else.
+        PlacementError: It returns an optimizer of other parameters.
+    """
+    example = "dense=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+    if not callable(factory):
+        raise ArgumentTypeError(
+            f"dense is {kind_of(factory)}; pass a function of the dense parameters that returns "
+            f"their optimizer, such as {example}"
+        )
+    if not parameters:
+        return None
+    optimizer = factory(list(parameters.values()))
+    if not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"dense returned {kind_of(optimizer)}; it returns an optimizer, such as {example}"
+        )
+    own = {id(each) for each in parameters.values()}
+    for number, group in enumerate(optimizer.param_groups):
+        for each in group["params"]:
+            if id(each) not in own:
+                raise PlacementError(
+                    f"group {number} of the dense optimizer has a parameter of shape "
+                    f"{tuple(each.shape)} that is not in the dense part; use the parameters that "
+                    "dense= is called with"
+                )
+    return optimizer

@@ -1,0 +1,248 @@
+"""Runs and clusters over other hosts, for every launcher that can start a command there.
+
+The workers' output, names, restarts of the group, reports and end are those of a local run: the
+same code follows them. A new secret is made for each run; agents receive it over their standard
+input, so it is in no argument list and no log.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from torchweft import knobs
+from torchweft.errors import ConfigurationError, HostError
+from torchweft.launch.host_connection import Host
+from torchweft.launch.hosts import HostNurseries
+from torchweft.launch.job import Job, serve_job
+from torchweft.launch.launchers import Launcher, Order
+from torchweft.launch.local_cluster import Cluster
+from torchweft.launch.nursery import WARM_MODULES, WorkerSource
+from torchweft.launch.restarts import GROUP
+from torchweft.launch.run import Run
+from torchweft.launch.terms import Terms
+from torchweft.launch.worker import check_seed
+
+if TYPE_CHECKING:
+    from torchweft.rpc import RpcBackendOptions
+
+_FORWARDED = ("WEFT_", "PYTHON", "OMP_", "TORCH_", "NCCL_", "GLOO_")
+"""Beginnings of the variables of the launcher that workers of other hosts get as well."""
+
+_OF_ONE_PROCESS = frozenset(
+    (
+        "WEFT_SECRET WEFT_SECRET_FILE WEFT_LISTEN WEFT_WORKER_NAME WEFT_INIT_METHOD "
+        "WEFT_RESTART_COUNT WEFT_DEVICE WEFT_DEATH_NOTE"
+    ).split()
+)
+
+
+class HostsLauncher(Launcher):
+    """Starts workers on hosts; a subclass says on which, and how a command is started there.
+
+    Attributes:
+        python: The interpreter on the hosts; by default the path of this one.
+    """
+
+    python: str = sys.executable
+
+    @abstractmethod
+    def hosts(self, workers: int) -> Sequence[Host]:
+        """Returns the hosts for a number of workers, in order of the workers' ranks.
+
+        Raises:
+            ConfigurationError: There is no place for so many workers.
+        """
+
+    def run(self, order: Order) -> int:
+        """Runs a script in workers of the hosts; returns the exit status as shells do.
+
+        Raises:
+            HostError: A host cannot be reached or cannot start workers; nothing runs any more.
+            ConfigurationError: An option does not work over hosts.
+        """
+        order.restarts.check()
+        knobs.check_environment()
+        check_seed(order.seed)
+        if order.restarts.scope != GROUP:
+            raise ConfigurationError(
+                "--restart worker is for workers of one machine, as their meeting place is a "
+                "store in the launcher; over hosts use --restart group"
+            )
+        hosts = self.hosts(len(order.names))
+        placed = place(order.names, hosts)
+        preload = WARM_MODULES if order.is_warm else ()
+        with (
+            tempfile.TemporaryDirectory(prefix="weft-run-") as notes,
+            closing(self.open(hosts, placed, preload, forwarded(os.environ))) as nurseries,
+        ):
+            run = Run(
+                nurseries,
+                order.console,
+                order.names,
+                _with_interpreter(order.job, self.python),
+                {},
+                _HostMeeting(nurseries, hosts[0], len(order.names), order.master_port),
+                order.restarts,
+                order.seed,
+                notes,
+                local_places(placed),
+            )
+            return self.follow(run, nurseries, order)
+
+    def open(
+        self,
+        hosts: Sequence[Host],
+        placed: Mapping[str, Host],
+        preload: Sequence[str],
+        environment: Mapping[str, str],
+    ) -> HostNurseries:
+        """Starts the agents of the hosts."""
+        return HostNurseries(hosts, placed, preload=preload, environment=environment)
+
+    def follow(self, run: Run, nurseries: HostNurseries, order: Order) -> int:
+        """Follows a run to its end, and returns its exit status."""
+        return run.to_the_end()
+
+    def release(self) -> None:
+        """Gives the hosts back when a cluster has ended; by default does nothing."""
+        return
+
+    def cluster(self, terms: Terms) -> Cluster:
+        """Returns a cluster of workers on the hosts, around this process."""
+        if terms.restarts:
+            raise ConfigurationError("restarts= is for clusters on='local'; leave it out")
+        if terms.nursery is not None:
+            raise ConfigurationError("nursery= is a process of this host; leave it out")
+        return _HostsCluster(terms, self)
+
+
+def _with_interpreter(job: Job, python: str) -> Job:
+    """Returns a job that uses the interpreter of the hosts, if it names one."""
+    arguments = job.get("arguments")
+    if job["kind"] != "program" or not isinstance(arguments, list):
+        return job
+    return {**job, "arguments": [python, *arguments[1:]]}
+
+
+def forwarded(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that workers of other hosts get from the launcher's environment."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.startswith(_FORWARDED) and name not in _OF_ONE_PROCESS
+    }
+
+
+def place(names: Sequence[str], hosts: Sequence[Host]) -> dict[str, Host]:
+    """Returns the host of each worker: the hosts are filled in order."""
+    places = [host for host in hosts for _ in range(host.workers)]
+    return dict(zip(names, places, strict=True))
+
+
+def local_places(placed: Mapping[str, Host]) -> dict[str, tuple[int, int]]:
+    """Returns each worker's number among those of its host, and how many these are."""
+    counts: dict[str, int] = {}
+    local: dict[str, tuple[int, int]] = {}
+    for name, host in placed.items():
+        local[name] = (counts.get(host.name, 0), host.workers)
+        counts[host.name] = counts.get(host.name, 0) + 1
+    return local
+
+
+class _HostMeeting:
+    """A port of the first host, where the worker of rank 0 hosts the store."""
+
+    def __init__(self, nurseries: HostNurseries, host: Host, world_size: int, port: int) -> None:
+        self._nurseries = nurseries
+        self._host = host
+        self._world_size = world_size
+        self._is_chosen = port != 0
+        self._port = port or nurseries.reserve_port(host)
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Returns ``base`` with the variables that ``env://`` reads."""
+        return {
+            **base,
+            "WORLD_SIZE": str(self._world_size),
+            "MASTER_ADDR": self._host.address,
+            "MASTER_PORT": str(self._port),
+        }
+
+    def renew(self) -> None:
+        """Takes another port unless one was given: remnants of a group may still hold the port."""
+        if not self._is_chosen:
+            self._port = self._nurseries.reserve_port(self._host)
+
+    def close(self) -> None:
+        """Does nothing: the port is the host's."""
+
+
+class _HostsCluster(Cluster):
+    """A cluster whose workers are on other hosts; the caller hosts the store."""
+
+    def __init__(self, terms: Terms, launcher: HostsLauncher) -> None:
+        super().__init__(terms)
+        self._launcher = launcher
+        self._local: dict[str, tuple[int, int]] = {}
+        self._secret = ""
+        self._address = ""
+        self._tcp_store: Any = None
+
+    def _make_nursery(self) -> WorkerSource:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        from torchweft.transport.addresses import own_address_towards
+
+        hosts = self._launcher.hosts(len(self.names))
+        placed = place(self.names, hosts)
+        self._local = local_places(placed)
+        self._address = knobs.LISTEN.get() or own_address_towards(hosts[0].address)
+        if not self._address:
+            raise HostError(
+                f"there is no route from here to host {hosts[0].address!r}; check the name, or set "
+                "WEFT_LISTEN to the address at which the hosts reach this process",
+                host=hosts[0].name,
+            )
+        self._environment = {}
+        nurseries = self._launcher.open(
+            hosts, placed, WARM_MODULES, self._terms.environment(forwarded(os.environ))
+        )
+        self._nursery, self._secret = nurseries, nurseries.secret
+        self._tcp_store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+        return nurseries
+
+    def _environment_of(self, name: str, restarts: int) -> dict[str, str]:
+        environment = super()._environment_of(name, restarts)
+        local_rank, count = self._local[name]
+        return environment | {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(count)}
+
+    def _job(self, name: str, rank: int) -> dict[str, object]:
+        host = f"[{self._address}]" if ":" in self._address else self._address
+        return serve_job(
+            name,
+            rank,
+            len(self.names) + 1,
+            options=super()._plain_options(),
+            rendezvous=f"tcp://{host}:{self._tcp_store.port}",
+        )
+
+    def _join(self) -> None:
+        from torchweft import rpc
+        from torchweft.launch.cluster_store import ClusterStore
+        from torchweft.secret import Secret
+
+        options: RpcBackendOptions = self._plain_options()
+        options.store = self._store = ClusterStore(self._tcp_store, self._failure)
+        options.secret, options.listen = Secret.from_text(self._secret), self._address
+        rpc.init_rpc(self.name, rank=0, world_size=len(self.names) + 1, rpc_backend_options=options)
+
+    def _clean_up(self) -> None:
+        super()._clean_up()
+        self._tcp_store = None
+        self._launcher.release()

@@ -1,0 +1,252 @@
+"""Finds the workers of a group from outside, and asks all of them at a time."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torchweft import knobs
+from torchweft.errors import (
+    ConfigurationError,
+    GroupNotFound,
+    ObserveError,
+    ObserverRefused,
+    ProtocolError,
+)
+from torchweft.observe.processes import why_silent
+from torchweft.observe.session import Access, ask, process_at
+from torchweft.protocol.observing.report import (
+    DETAIL,
+    REPORT,
+    WHO,
+    Identity,
+    Member,
+    Report,
+    decode_identity,
+    decode_report,
+)
+from torchweft.transport import addresses
+from torchweft.transport.handshake import NotProven
+
+T = TypeVar("T")
+
+_FIND_S = 2.0
+"""Time for the workers of this host to say who they are."""
+_AT_A_TIME = 32
+_LOST = "lost"
+
+
+@dataclass
+class Answers:
+    """What the workers of a group have answered.
+
+    Attributes:
+        reports: The reports.
+        silent: Why there is no report of each other worker, as the end of a sentence.
+        lost: Of these, the workers that are lost for the others.
+    """
+
+    reports: list[Report] = field(default_factory=list)
+    silent: dict[str, str] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+
+
+class Group:
+    """The workers of one group.
+
+    Args:
+        identities: Some of its workers, at least one; they name the others.
+        access: By what an observer proves itself.
+    """
+
+    def __init__(self, identities: Iterable[Identity], access: Access) -> None:
+        found = list(identities)
+        self.name = found[0].group
+        self.program = found[0].program
+        self._access = access
+        self._members: dict[str, Member] = {}
+        self._learn(found)
+
+    def _learn(self, identities: Iterable[Identity]) -> None:
+        """Takes up the members that workers know now; of two lives of a name, the later one."""
+        members: dict[str, Member] = {}
+        for member in [each for identity in identities for each in identity.members]:
+            known = members.get(member.name)
+            if known is None or _lateness(member) > _lateness(known):
+                members[member.name] = member
+        if members:
+            self._members = dict(sorted(members.items(), key=lambda item: item[1].rank))
+
+    @property
+    def workers(self) -> list[str]:
+        """The names of its workers, by rank."""
+        return list(self._members)
+
+    def ask(self, timeout_s: float, *, in_detail: bool = False) -> Answers:
+        """Asks all workers at a time; waits ``timeout_s`` at most for each."""
+        question = DETAIL if in_detail else REPORT
+        members = list(self._members.values())
+
+        def report_of(member: Member) -> Report | Exception:
+            return _try(lambda: decode_report(self._ask(member, question, timeout_s)))
+
+        answers = Answers()
+        for member, answer in zip(members, _each(report_of, members), strict=True):
+            if isinstance(answer, Report):
+                answers.reports.append(answer)
+            elif member.state == _LOST:
+                answers.silent[member.name] = f"is lost: {member.cause}"
+                answers.lost.add(member.name)
+            else:
+                pid = next(filter(None, map(process_at, member.addresses)), None)
+                answers.silent[member.name] = why_silent(answer, pid, timeout_s)
+        self._learn([report.identity for report in answers.reports])
+        return answers
+
+    def _ask(self, member: Member, question: str, timeout_s: float) -> bytes:
+        """Asks a worker at the first of its addresses that can be reached from here."""
+        failure: Exception = ConnectionError("it has no address that can be reached from here")
+        is_here = member.host in ("", socket.gethostname())
+        for text in member.addresses:
+            address = addresses.parse(text)
+            if isinstance(address, addresses.UnixAddress) and not is_here:
+                continue
+            if not is_here and not addresses.is_far(address):
+                continue
+            try:
+                return ask(text, question, self._access, timeout_s)
+            except ConnectionError as error:
+                failure = error
+        raise failure
+
+
+def _lateness(member: Member) -> tuple[int, bool]:
+    """Orders what workers say of one name: a later life counts, and that a life is lost."""
+    return member.id, member.state == _LOST
+
+
+def find(target: str, access: Access) -> Group:
+    """Finds a group that runs on this host, or one of whose workers listens at an address.
+
+    Args:
+        target: The name of the group or its beginning, the process id or the name of one of its
+            workers, or the address of one, as ``tcp:HOST:PORT``. Empty for the only one.
+        access: By what this observer proves itself.
+
+    Raises:
+        GroupNotFound: There is none, or several could be meant.
+        ObserverRefused: The workers have another secret.
+        ObserveError: The worker at the address cannot be asked.
+        ConfigurationError: An address is malformed.
+    """
+    if ":" in target and target.partition(":")[0] in ("tcp", "tls", "unix"):
+        return Group([_at_address(target, access)], access)
+    found, has_refused, silent = _on_this_host(access)
+    groups: dict[str, list[Identity]] = {}
+    for identity in found:
+        groups.setdefault(identity.group, []).append(identity)
+    meant = {name: each for name, each in groups.items() if _is_meant(target, name, each)}
+    if len(meant) == 1:
+        return Group(next(iter(meant.values())), access)
+    if meant:
+        raise GroupNotFound(
+            f"{len(meant)} groups {'could be meant' if target else 'run here'}; name one: "
+            f"{_listed(meant)}"
+        )
+    if has_refused and not groups:
+        raise _refused(access)
+    if silent and not groups:
+        raise ObserveError(f"{len(silent)} workers on this host do not answer: {'; '.join(silent)}")
+    others = f"; there are: {_listed(groups)}" if groups else _none_here()
+    asked = f"there is no group {target!r} on this host" if target else "no group runs on this host"
+    raise GroupNotFound(f"{asked}{others}")
+
+
+def _at_address(address: str, access: Access) -> Identity:
+    timeout_s = knobs.CONNECT_TIMEOUT_S.get()
+    try:
+        return decode_identity(ask(address, WHO, access, timeout_s))
+    except NotProven as error:
+        raise _refused(access) from error
+    except (OSError, ProtocolError) as error:
+        raise ObserveError(
+            f"the worker at {address} cannot be asked: {error}; a group names the addresses of its "
+            "workers in 'torchweft top --json' on a host of it"
+        ) from error
+
+
+def _on_this_host(access: Access) -> tuple[list[Identity], bool, list[str]]:
+    """Asks the workers of this host who they are.
+
+    Returns:
+        Those that answer, whether some refuse, and why others do not answer.
+    """
+    places = list(map(str, addresses.unix_listeners()))
+
+    def identity_of(address: str) -> Identity | Exception:
+        return _try(lambda: decode_identity(ask(address, WHO, access, _FIND_S)))
+
+    found: list[Identity] = []
+    has_refused = False
+    silent: list[str] = []
+    for address, answer in zip(places, _each(identity_of, places), strict=True):
+        if isinstance(answer, Identity):
+            found.append(answer)
+        elif isinstance(answer, NotProven):
+            has_refused = True
+        elif isinstance(answer, TimeoutError):
+            silent.append(f"one {why_silent(answer, process_at(address), _FIND_S)}")
+    return found, has_refused, silent
+
+
+def _is_meant(target: str, group: str, identities: Iterable[Identity]) -> bool:
+    if not target or group.startswith(target):
+        return True
+    return any(target in (str(each.pid), each.worker) for each in identities)
+
+
+def _refused(access: Access) -> ObserverRefused:
+    variable = knobs.SECRET_FILE.variable
+    if access.secret is None:
+        return ObserverRefused(
+            f"the workers here have a secret, and this observer has none: set {variable} to the "
+            "file that the workers have (or they run an older Weft, which cannot be observed)"
+        )
+    return ObserverRefused(
+        f"the workers here do not take the secret of this observer: set {variable} to the file "
+        "that the workers have, or unset it if they have none"
+    )
+
+
+def _none_here() -> str:
+    return (
+        f" as user {os.geteuid()}, in this network namespace; start it first, or run this command "
+        "on a host and in the container of one of its workers, or name the address of one as "
+        "tcp:HOST:PORT"
+    )
+
+
+def _listed(groups: Mapping[str, list[Identity]]) -> str:
+    return "; ".join(
+        f"{name} with {', '.join(member.name for member in found[0].members)}"
+        f" ({found[0].program or 'no program'})"
+        for name, found in sorted(groups.items())
+    )
+
+
+def _try(work: Callable[[], T]) -> T | Exception:
+    try:
+        return work()
+    except (OSError, ProtocolError, ConfigurationError) as error:
+        return error
+
+
+def _each(work: Callable[[T], object], parts: list[T]) -> list[object]:
+    if not parts:
+        return []
+    with ThreadPoolExecutor(min(len(parts), _AT_A_TIME), "weft-observer") as pool:
+        return list(pool.map(work, parts))

@@ -1,0 +1,44 @@
+"""What this host knows of a worker's process that does not answer."""
+
+from __future__ import annotations
+
+from torchweft.transport.handshake import NotProven
+
+_STATES = {
+    "T": "is stopped by a signal; kill -CONT {pid} lets it go on",
+    "t": "is held by a debugger",
+    "D": "waits for a device or a file system",
+    "Z": "has ended",
+}
+
+
+def why_silent(failure: object, pid: int | None, timeout_s: float) -> str:
+    """Returns why a worker did not answer, as the end of a sentence.
+
+    Args:
+        failure: The error with which the question ended.
+        pid: The worker's process, if it is on this host.
+        timeout_s: How long the question could take.
+    """
+    if isinstance(failure, NotProven):
+        return "has another secret than this observer"
+    if not isinstance(failure, TimeoutError):
+        return f"cannot be asked: {failure}"
+    told = f"does not answer within {timeout_s:g} s"
+    if pid is None:
+        return told
+    state = _state_of(pid)
+    if state in _STATES:
+        return f"{told}: its process {pid} {_STATES[state].format(pid=pid)}"
+    return (
+        f"{told}: code in C keeps the interpreter of process {pid} busy; kill -USR1 {pid} has it "
+        "write its stacks to its standard error"
+    )
+
+
+def _state_of(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""

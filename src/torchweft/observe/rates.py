@@ -1,0 +1,215 @@
+"""Rates of workers: what two reports of each, taken some time apart, say about that time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from torchweft.protocol.observing.latency import percentile, since, sum_of
+from torchweft.protocol.observing.report import SHUTDOWN, FunctionCounts, Report
+
+IN, OUT = "in", "out"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionRate:
+    """The calls of one function in the time between two reports.
+
+    Attributes:
+        function: Its name.
+        direction: ``"out"`` for calls that were made, ``"in"`` for calls that were served.
+        calls: How many have ended since they are counted.
+        errors: How many of them with an error.
+        calls_per_s: Calls that ended in a second; NaN if unknown.
+        p50_s: Time that half of them did not exceed; NaN if there were none.
+        p99_s: Time that 99 of 100 did not exceed; NaN if there were none.
+    """
+
+    function: str
+    direction: str
+    calls: int
+    errors: int
+    calls_per_s: float
+    p50_s: float
+    p99_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """How long threads of a worker have waited for another worker, until now.
+
+    Attributes:
+        by: The other worker.
+        seconds: The age of the oldest of these waits.
+        threads: How many threads wait.
+    """
+
+    by: str
+    seconds: float
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRate:
+    """One worker in the time between two reports.
+
+    Attributes:
+        worker: Its name.
+        rank: Its rank.
+        host: Its host.
+        pid: Its process there.
+        cpu: Cores that its process used, on average; NaN if unknown, as are other rates.
+        memory_bytes: Its resident memory.
+        in_per_s: Calls that it answered in a second.
+        out_per_s: Calls that it made and that ended in a second.
+        p50_s: Time that half of the latter did not exceed.
+        p99_s: Time that 99 of 100 of them did not exceed.
+        in_flight: Calls that it has made and that have not ended.
+        serving: Calls that it serves.
+        queued: Tasks that wait for a slot.
+        sent_per_s: Bytes sent in a second, over all channels.
+        received_per_s: Bytes received in a second.
+        owned: Values that it owns.
+        held: References that it holds to values of others.
+        contexts: Autograd contexts.
+        passes: Backward passes under way.
+        blocked: Which workers its threads wait for, the longest wait first.
+    """
+
+    worker: str
+    rank: int
+    host: str
+    pid: int
+    cpu: float
+    memory_bytes: int
+    in_per_s: float
+    out_per_s: float
+    p50_s: float
+    p99_s: float
+    in_flight: int
+    serving: int
+    queued: int
+    sent_per_s: float
+    received_per_s: float
+    owned: int
+    held: int
+    contexts: int
+    passes: int
+    blocked: tuple[Blocked, ...]
+
+
+def rate(now: Report, before: Report | None) -> WorkerRate:
+    """Returns the rates of one worker; ``before`` is an earlier report of the same process."""
+    before = _same_process(now, before)
+    over_s = now.clock_s - before.clock_s if before is not None else 0.0
+    ins = _grown(now, before, IN)
+    outs = _grown(now, before, OUT)
+    sent, received = _bytes(now)
+    sent_before, received_before = _bytes(before) if before is not None else (sent, received)
+    times = sum_of(*(each.times for each in outs))
+    return WorkerRate(
+        worker=now.worker,
+        rank=now.identity.rank,
+        host=now.identity.host,
+        pid=now.identity.pid,
+        cpu=_per(now.cpu_s - (before.cpu_s if before is not None else 0.0), over_s),
+        memory_bytes=now.memory_bytes,
+        in_per_s=_per(sum(each.calls for each in ins), over_s),
+        out_per_s=_per(sum(each.calls for each in outs), over_s),
+        p50_s=percentile(times, 0.5),
+        p99_s=percentile(times, 0.99),
+        in_flight=len(now.made),
+        serving=len(now.served),
+        queued=now.queued,
+        sent_per_s=_per(sent - sent_before, over_s),
+        received_per_s=_per(received - received_before, over_s),
+        owned=now.owned,
+        held=now.held,
+        contexts=now.contexts,
+        passes=now.passes,
+        blocked=blocked(now),
+    )
+
+
+def functions(now: Iterable[Report], before: Mapping[str, Report]) -> list[FunctionRate]:
+    """Returns the functions of several workers together, the most frequent first."""
+    grown: dict[tuple[str, str], list[FunctionCounts]] = {}
+    totals: dict[tuple[str, str], list[FunctionCounts]] = {}
+    longest_s = 0.0
+    for report in now:
+        earlier = _same_process(report, before.get(report.worker))
+        if earlier is not None:
+            longest_s = max(longest_s, report.clock_s - earlier.clock_s)
+        for direction in (IN, OUT):
+            for each in _grown(report, earlier, direction):
+                grown.setdefault((each.function, direction), []).append(each)
+        for each in report.functions:
+            totals.setdefault((each.function, each.direction), []).append(each)
+    found = []
+    for key, counts in totals.items():
+        recent = grown.get(key, [])
+        times = sum_of(*(each.times for each in recent)) or sum_of(*(each.times for each in counts))
+        found.append(
+            FunctionRate(
+                *key,
+                calls=sum(each.calls for each in counts),
+                errors=sum(each.errors for each in counts),
+                calls_per_s=_per(sum(each.calls for each in recent), longest_s),
+                p50_s=percentile(times, 0.5),
+                p99_s=percentile(times, 0.99),
+            )
+        )
+    return sorted(found, key=lambda each: (-each.calls, each.function, each.direction))
+
+
+def blocked(report: Report) -> tuple[Blocked, ...]:
+    """Returns for which workers the threads of a worker wait, the longest wait first."""
+    ages: dict[str, list[float]] = {}
+    for thread in report.threads:
+        for wait in thread.waits:
+            others = [each for each in wait.workers if each != report.worker]
+            for other in others if wait.kind != SHUTDOWN else ():
+                ages.setdefault(other, []).append(wait.age_s)
+    found = [Blocked(other, max(each), len(each)) for other, each in ages.items()]
+    return tuple(sorted(found, key=lambda each: (-each.seconds, each.by)))
+
+
+def _same_process(now: Report, before: Report | None) -> Report | None:
+    """Returns the earlier report, unless another process has the worker's name by now."""
+    is_same = before is not None and before.identity.pid == now.identity.pid
+    return before if is_same and before is not None and before.clock_s < now.clock_s else None
+
+
+def _grown(now: Report, before: Report | None, direction: str) -> list[FunctionCounts]:
+    """Returns the calls that have ended since an earlier report."""
+    earlier = {
+        each.function: each
+        for each in (before.functions if before is not None else now.functions)
+        if each.direction == direction
+    }
+    nothing = FunctionCounts("", direction, 0, 0, {})
+    found = []
+    for each in now.functions:
+        if each.direction == direction:
+            past = earlier.get(each.function, nothing)
+            calls, errors = each.calls - past.calls, each.errors - past.errors
+            times = since(each.times, past.times)
+            found.append(FunctionCounts(each.function, direction, calls, errors, times))
+    return found
+
+
+def _bytes(report: Report) -> tuple[int, int]:
+    sent = received = 0
+    for each in report.traffic:
+        sent += each.sent + _sum(each.by_channel, "sent ")
+        received += each.received + _sum(each.by_channel, "received ")
+    return sent, received
+
+
+def _sum(by_channel: Mapping[str, int], start: str) -> int:
+    return sum(count for name, count in by_channel.items() if name.startswith(start))
+
+
+def _per(amount: float, over_s: float) -> float:
+    return amount / over_s if over_s > 0 else math.nan

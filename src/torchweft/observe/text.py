@@ -1,0 +1,183 @@
+"""Tables of workers, functions, calls and threads, as rows of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torchweft.observe.rates import FunctionRate, WorkerRate
+from torchweft.protocol.observing.report import Report
+
+_MOST_FUNCTIONS = 15
+_MOST_CALLS = 30
+_UNITS = ("B", "kB", "MB", "GB", "TB")
+_NAMED = 2
+
+
+class Table(NamedTuple):
+    """A table.
+
+    Attributes:
+        title: Its title; may be empty.
+        heads: The heads of its columns.
+        rows: Its rows.
+        left: How many columns at the left are text; the others are numbers.
+    """
+
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: int
+
+
+def workers_table(rates: Iterable[WorkerRate], silent: dict[str, str], lost: set[str]) -> Table:
+    """Returns a row for each worker."""
+    heads = (
+        "worker host state cpu memory in/s out/s p50 p99 flight serving queued sent/s recv/s "
+        "owned held ctx passes blocked-by"
+    ).split()
+    rows = [_worker_row(each) for each in sorted(rates, key=lambda each: each.rank)]
+    for name in silent:
+        state = "lost" if name in lost else "silent"
+        rows.append([name, "", state, *[""] * (len(heads) - 3)])
+    return Table("", heads, rows, 3)
+
+
+def _worker_row(each: WorkerRate) -> list[str]:
+    waits = [f"{one.by} {seconds(one.seconds)}" for one in each.blocked[:_NAMED]]
+    more = len(each.blocked) - _NAMED
+    return [
+        each.worker,
+        each.host,
+        "up",
+        "-" if math.isnan(each.cpu) else f"{each.cpu:.0%}",
+        size(each.memory_bytes),
+        number(each.in_per_s),
+        number(each.out_per_s),
+        seconds(each.p50_s),
+        seconds(each.p99_s),
+        str(each.in_flight),
+        str(each.serving),
+        str(each.queued),
+        size(each.sent_per_s),
+        size(each.received_per_s),
+        str(each.owned),
+        str(each.held),
+        str(each.contexts),
+        str(each.passes),
+        ", ".join(waits) + (f" and {more} more" if more > 0 else ""),
+    ]
+
+
+def functions_table(rates: Sequence[FunctionRate]) -> Table:
+    """Returns a row for each of the most frequent functions."""
+    rows = [
+        [
+            each.function,
+            each.direction,
+            number(each.calls_per_s),
+            str(each.calls),
+            str(each.errors),
+            seconds(each.p50_s),
+            seconds(each.p99_s),
+        ]
+        for each in rates[:_MOST_FUNCTIONS]
+    ]
+    return Table("functions", "function dir calls/s calls errors p50 p99".split(), rows, 2)
+
+
+def worker_tables(report: Report) -> list[Table]:
+    """Returns the tables of one worker: peers, calls, references, events."""
+    peers = [
+        [each.worker, size(each.sent), size(each.received), _channels(each.by_channel)]
+        for each in report.traffic
+    ]
+    made = [
+        [each.function, each.callee, seconds(each.age_s), each.parent]
+        for each in report.made[:_MOST_CALLS]
+    ]
+    served = [
+        [each.function, each.caller, seconds(each.age_s), "runs" if each.has_begun else "queued"]
+        for each in report.served[:_MOST_CALLS]
+    ]
+    references = [
+        [each.reference, each.owner, size(each.size_bytes) if each.size_bytes else "", each.made_at]
+        for each in report.references
+    ]
+    events = [[f"{each.age_s:.1f} s ago", each.text] for each in report.events]
+    tables = [
+        Table("other workers", "worker sent received channels".split(), peers, 1),
+        Table("open calls", "function callee age in-call".split(), made, 2),
+        Table("served calls", "function caller age state".split(), served, 2),
+        Table("references", "reference owner bytes made".split(), references, 2),
+        Table("events", "when what".split(), events, 2),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def stacks(report: Report) -> str:
+    """Returns the stacks of a worker's threads; those without work last."""
+    lines = []
+    for thread in sorted(report.threads, key=lambda thread: thread.is_idle):
+        waits = ", ".join(
+            f"{wait.name} ({', '.join(wait.workers)}) for {seconds(wait.age_s)}"
+            for wait in thread.waits
+        )
+        state = ": idle" if thread.is_idle else f", waits for {waits}:" if waits else ":"
+        lines += [f"{thread.name}{state}", *thread.frames]
+    return "\n".join(lines)
+
+
+def drawn(table: Table) -> str:
+    """Returns a table as text."""
+    rows = [list(table.heads), *map(list, table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [table.title] if table.title else []
+    last = len(widths) - 1
+    for row in rows:
+        cells = [
+            cell if at == last else cell.ljust(width) if at < table.left else cell.rjust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _channels(by_channel: dict[str, int]) -> str:
+    return ", ".join(f"{name} {size(count)}" for name, count in sorted(by_channel.items()))
+
+
+def seconds(value: float) -> str:
+    """Returns a time for people; "-" for NaN."""
+    if math.isnan(value):
+        return "-"
+    for limit, factor, unit in ((1e-3, 1e6, "us"), (1.0, 1e3, "ms")):
+        if value < limit:
+            return (
+                f"{value * factor:.0f} {unit}"
+                if value * factor >= 10
+                else f"{value * factor:.1f} {unit}"
+            )
+    return f"{value:.1f} s"
+
+
+def size(count: float) -> str:
+    """Returns bytes for people; "-" for NaN."""
+    if math.isnan(count):
+        return "-"
+    place = 0
+    while count >= 1000 and place < len(_UNITS) - 1:
+        count, place = count / 1000, place + 1
+    return (
+        f"{count:.0f} {_UNITS[place]}"
+        if count >= 10 or not place
+        else f"{count:.1f} {_UNITS[place]}"
+    )
+
+
+def number(value: float) -> str:
+    """Returns a rate for people; "-" for NaN."""
+    if math.isnan(value):
+        return "-"
+    return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"

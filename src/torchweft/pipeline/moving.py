@@ -1,0 +1,127 @@
+"""Moves the state of a pipeline's stages to other workers, and to and from snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchweft.errors import ConfigurationError
+from torchweft.pipeline import weights
+from torchweft.pipeline.deployment import Deployment
+
+Places = dict[str, list[str]]
+"""By worker, the names whose state is asked of it."""
+
+
+class _Held(NamedTuple):
+    """The holders of one name.
+
+    Attributes:
+        shape: The shape of the weight or buffer.
+        workers: The workers that hold it, in the order of the table's rows.
+    """
+
+    shape: tuple[int, ...]
+    workers: list[str]
+
+
+def _held(deployment: Deployment) -> dict[str, _Held]:
+    found: dict[str, _Held] = {}
+    for worker, its in zip(deployment.workers, deployment.call_named(weights.shapes), strict=True):
+        for name, shape in its.items():
+            found.setdefault(name, _Held(shape, [])).workers.append(worker)
+    return found
+
+
+def shapes(deployment: Deployment) -> dict[str, tuple[int, ...]]:
+    """Returns the names and shapes of all weights and buffers."""
+    return _shapes(_held(deployment))
+
+
+def _shapes(held: dict[str, _Held]) -> dict[str, tuple[int, ...]]:
+    return {name: each.shape for name, each in held.items()}
+
+
+def move(old: Deployment, new: Deployment, limit_s: float) -> None:
+    """Gives the stages of a deployment the state of those of another; worker to worker. Blocks.
+
+    Args:
+        old: Has the state; it is not changed.
+        new: Gets the weights, the buffers and the state of the optimizers.
+        limit_s: How long to wait for each worker.
+
+    Raises:
+        ConfigurationError: They are not of the same model.
+    """
+    sources, targets = _held(old), _held(new)
+    check_same(_shapes(sources), _shapes(targets))
+    _adopt(new, old.where, [_nearest(worker, sources, targets) for worker in new.workers], limit_s)
+
+
+def spread(deployment: Deployment, limit_s: float) -> None:
+    """Gives all replicas of a stage the state of the first."""
+    held = _held(deployment)
+    places: list[Places] = []
+    for worker in deployment.workers:
+        found: Places = {}
+        for name, (_, (first, *others)) in held.items():
+            if worker in others:
+                found.setdefault(first, []).append(name)
+        places.append(found)
+    if any(places):
+        _adopt(deployment, deployment.where, places, limit_s)
+
+
+def _nearest(worker: str, sources: dict[str, _Held], targets: dict[str, _Held]) -> Places:
+    """Returns where a worker gets its state: from itself, if it can, else from the first holder."""
+    places: Places = {}
+    for name, held in targets.items():
+        if worker in held.workers:
+            holders = sources[name].workers
+            places.setdefault(worker if worker in holders else holders[0], []).append(name)
+    return places
+
+
+def _adopt(
+    deployment: Deployment, origin: weights.Where, places: Sequence[Places], limit_s: float
+) -> None:
+    where = deployment.where
+    deployment.call_each(weights.adopt, [(where, origin, each, limit_s) for each in places])
+
+
+def check_same(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    """Compares the names and shapes of two states.
+
+    Raises:
+        ConfigurationError: They differ; names the differences.
+    """
+    if old.keys() != new.keys():
+        missing, extra = sorted(new.keys() - old.keys()), sorted(old.keys() - new.keys())
+        raise ConfigurationError(
+            f"the state is of another model: missing {missing}, unexpected {extra}"
+        )
+    differing = [name for name, shape in new.items() if old[name] != shape]
+    if differing:
+        name = differing[0]
+        raise ConfigurationError(
+            f"the state is of another model: {name} has shape {list(old[name])} there and "
+            f"{list(new[name])} here"
+        )
+
+
+def references(deployment: Deployment) -> dict[str, Any]:
+    """Returns references to the state of all stages, as a tree for ``torchweft.checkpoint``.
+
+    Of replicas it has the first; after restoring, ``spread`` gives its state to the others.
+    """
+    firsts: dict[str, list[str]] = {worker: [] for worker in deployment.workers}
+    for name, held in _held(deployment).items():
+        firsts[held.workers[0]].append(name)
+    found = deployment.call_each(
+        weights.references, [(deployment.where, names) for names in firsts.values()]
+    )
+    tree: dict[str, Any] = {"weights": {}, "optimizer": {}}
+    for each in found:
+        tree["weights"].update(each.values)
+        tree["optimizer"].update(each.optimizer)
+    return {key: entries for key, entries in tree.items() if entries}

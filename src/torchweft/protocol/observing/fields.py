@@ -1,0 +1,71 @@
+"""Dataclasses as JSON, and back: strictly, since the sender may be another version."""
+
+from __future__ import annotations
+
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+from torchweft.errors import ProtocolError
+
+T = TypeVar("T")
+
+
+def read(wanted: type[T], data: object) -> T:
+    """Returns the object of a dataclass that ``dataclasses.asdict`` made ``data`` of.
+
+    Args:
+        wanted: The dataclass. Its fields are numbers, texts, tuples of one type, dictionaries with
+            texts as keys, and further dataclasses. Unknown fields of ``data`` are ignored.
+        data: The output of ``json.loads``.
+
+    Raises:
+        ProtocolError: A field is missing, or has the wrong type.
+    """
+    made: T = _read(wanted, data, wanted.__name__)
+    return made
+
+
+def _read(wanted: Any, data: object, place: str) -> Any:
+    if is_dataclass(wanted):
+        return _read_object(wanted, data, place)
+    origin = typing.get_origin(wanted)
+    if origin is tuple:
+        element = typing.get_args(wanted)[0]
+        return tuple(_read(element, each, place) for each in _checked(data, list, place))
+    if origin is dict:
+        kind = typing.get_args(wanted)[1]
+        pairs = _checked(data, dict, place).items()
+        return {str(key): _read(kind, value, f"{place}.{key}") for key, value in pairs}
+    if wanted is float and type(data) is int:
+        return float(data)
+    return _checked(data, wanted, place)
+
+
+def _read_object(wanted: Any, data: object, place: str) -> Any:
+    found: Mapping[str, object] = _checked(data, dict, place)
+    hints = _hints(wanted)
+    missing = hints.keys() - found.keys()
+    if missing:
+        raise ProtocolError(f"{place} of a report lacks {', '.join(sorted(missing))}")
+    return wanted(
+        **{name: _read(kind, found[name], f"{place}.{name}") for name, kind in hints.items()}
+    )
+
+
+def _checked(data: object, wanted: type, place: str) -> Any:
+    if type(data) is not wanted:
+        raise ProtocolError(
+            f"{place} of a report is a {type(data).__name__}, not a {wanted.__name__}; observe "
+            "with the version of Weft that the workers have"
+        )
+    return data
+
+
+@functools.cache
+def _hints(wanted: Any) -> types.MappingProxyType[str, Any]:
+    hints = typing.get_type_hints(wanted)
+    return types.MappingProxyType({field.name: hints[field.name] for field in fields(wanted)})

@@ -1,0 +1,314 @@
+"""The answers of a worker to an observer: who it is, and a report of everything it does.
+
+An *activity* is a thread of the program, or a call that is served. A served call has a key that its
+caller and its callee give it alike: ``call_key``, or for a call that makes a value ``making_key``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.observing.fields import read
+
+WHO, REPORT, DETAIL = "who", "report", "detail"
+"""The questions of an observer; the last one asks for stacks and references as well."""
+
+FILE_SUFFIX = ".weft.json"
+"""Ends the name of a file with a report."""
+
+CALL, GATHERING, PASS, VALUE, SHUTDOWN = "call", "gathering", "pass", "value", "shutdown"
+"""The kinds of waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker of the group, as another worker knows it.
+
+    Attributes:
+        name: Its name.
+        rank: Its rank.
+        id: The id of its life in the protocols.
+        host: The name of its host.
+        addresses: Where it listens, best first.
+        state: Its state as the other worker sees it: a text of ``WorkerState``.
+        cause: Why it is lost; empty if it is not.
+    """
+
+    name: str
+    rank: int
+    id: int
+    host: str
+    addresses: tuple[str, ...]
+    state: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A worker, and its group.
+
+    Attributes:
+        worker: Its name.
+        rank: Its rank.
+        host: The name of its host.
+        pid: Its process id there.
+        group: Names the group: the same text from all of its workers.
+        program: The main program; empty if unknown.
+        members: All workers that it knows, itself included.
+    """
+
+    worker: str
+    rank: int
+    host: str
+    pid: int
+    group: str
+    program: str
+    members: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """The bytes exchanged with one other worker.
+
+    Attributes:
+        worker: Its name.
+        sent: Bytes sent over the connection for messages.
+        received: Bytes received over it.
+        by_channel: Bytes of tensors that went by other channels, by ``"sent shm"`` and the like.
+    """
+
+    worker: str
+    sent: int
+    received: int
+    by_channel: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCounts:
+    """The calls of one function that have ended while they were counted.
+
+    Attributes:
+        function: Its name.
+        direction: ``"out"`` for calls that the worker made, ``"in"`` for those it served.
+        calls: How many have ended.
+        errors: How many of them with an error.
+        times: How many took how long, by bucket; see ``latency``.
+    """
+
+    function: str
+    direction: str
+    calls: int
+    errors: int
+    times: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """A call that the worker has made and that has not ended.
+
+    Attributes:
+        key: Names the call, at the callee as well.
+        callee: The worker that was called.
+        function: The called function.
+        age_s: Seconds since it was made.
+        parent: Key of the served call in the course of which it was made; empty if there is none.
+    """
+
+    key: str
+    callee: str
+    function: str
+    age_s: float
+    parent: str
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCall:
+    """A call of another worker that has not ended.
+
+    Attributes:
+        key: Names the call, at the caller as well.
+        caller: The worker that called.
+        function: The called function.
+        age_s: Seconds since it arrived.
+        has_begun: Whether it runs; if not, it waits in line.
+        makes: The reference to the value that it makes; empty if it makes none.
+        awaits: The reference to the value for which it waits, without a thread; empty if to none.
+    """
+
+    key: str
+    caller: str
+    function: str
+    age_s: float
+    has_begun: bool
+    makes: str
+    awaits: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a thread waits for.
+
+    Attributes:
+        kind: One of the kinds above.
+        key: Names the call, gathering, pass or value; empty for a shutdown.
+        age_s: Seconds since the wait began.
+        name: What it is, for people: ``"barrier"``.
+        workers: The workers that are lacking, as far as this worker knows; in a gathering, all.
+    """
+
+    kind: str
+    key: str
+    age_s: float
+    name: str
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Thread:
+    """A thread, or a coroutine.
+
+    Attributes:
+        name: Its name.
+        is_idle: Whether it is a thread of Weft without work.
+        is_own: Whether it is a thread of Weft that runs no code of the program.
+        is_main: Whether it is the main thread.
+        serves: Key of the served call that it runs; empty if none.
+        waits: What it waits for; several if it waits for all of several calls.
+        is_at_lock: Whether it waits for a lock, or for another thread, of the program.
+        place: The innermost line of the program, as ``file:line in function``.
+        frames: Its frames, innermost last, as in a traceback; none without details.
+    """
+
+    name: str
+    is_idle: bool
+    is_own: bool
+    is_main: bool
+    serves: str
+    waits: tuple[Wait, ...]
+    is_at_lock: bool
+    place: str
+    frames: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeldReference:
+    """A reference, or a value that the worker owns.
+
+    Attributes:
+        reference: Names it.
+        owner: The worker that owns the value.
+        made_at: Where it was made, and by what; empty if on another worker.
+        size_bytes: Bytes of the tensors in the value; 0 if it is on another worker.
+    """
+
+    reference: str
+    owner: str
+    made_at: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something rare that happened at a worker.
+
+    Attributes:
+        age_s: Seconds ago.
+        text: What happened.
+    """
+
+    age_s: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that a worker tells of itself.
+
+    Attributes:
+        identity: Who it is.
+        clock_s: Its monotonic clock, by which two reports of one worker are compared.
+        time: The time of day, in seconds since the epoch.
+        cpu_s: Seconds of processor time that its process has used.
+        memory_bytes: Resident memory of its process.
+        counted_since_s: Seconds since calls have been counted; negative if they are not.
+        slots: How many functions of the program run at a time.
+        running: How many run, without those that wait for other workers.
+        queued: How many tasks wait for a slot.
+        traffic: Bytes by other worker.
+        functions: Counts of calls by function.
+        made: Calls that it has made and that have not ended.
+        served: Calls that it serves.
+        threads: Its threads and coroutines.
+        owned: How many values it owns that are referred to.
+        held: How many references to values of other workers it holds.
+        references: The largest of the values, and some of the references; none without details.
+        contexts: How many autograd contexts it has.
+        passes: How many backward passes are under way there.
+        events: The last rare events, the oldest first.
+    """
+
+    identity: Identity
+    clock_s: float
+    time: float
+    cpu_s: float
+    memory_bytes: int
+    counted_since_s: float
+    slots: int
+    running: int
+    queued: int
+    traffic: tuple[Traffic, ...]
+    functions: tuple[FunctionCounts, ...]
+    made: tuple[OpenCall, ...]
+    served: tuple[ServedCall, ...]
+    threads: tuple[Thread, ...]
+    owned: int
+    held: int
+    references: tuple[HeldReference, ...]
+    contexts: int
+    passes: int
+    events: tuple[Event, ...]
+
+    @property
+    def worker(self) -> str:
+        """The worker's name."""
+        return self.identity.worker
+
+
+def encode(answer: Identity | Report) -> bytes:
+    """Returns an answer as JSON; ``decode_identity`` and ``decode_report`` read it."""
+    return json.dumps(asdict(answer)).encode()
+
+
+def decode_identity(data: bytes) -> Identity:
+    """Reads the answer to ``WHO``; raises ProtocolError if it is malformed."""
+    return read(Identity, _loaded(data))
+
+
+def decode_report(data: bytes) -> Report:
+    """Reads the answer to ``REPORT``; raises ProtocolError if it is malformed."""
+    return read(Report, _loaded(data))
+
+
+def _loaded(data: bytes) -> object:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a report is no JSON: {error}") from error
+
+
+def call_key(caller: str, number: int) -> str:
+    """Returns the key of a call whose caller waits for an answer."""
+    return f"{caller}#{number}"
+
+
+def reference_key(reference: ReferenceId) -> str:
+    """Returns the name of a reference, the same at all workers."""
+    return f"RRef({reference.creator}.{reference.number} of {reference.owner})"
+
+
+def making_key(reference: str) -> str:
+    """Returns the key of a call that makes a value."""
+    return f"make {reference}"

@@ -1,0 +1,55 @@
+"""Reinforcement learning: many observers, one agent that decides for all, and a learner."""
+
+from torchweft.rl.agent import Agent, RemotePolicy
+from torchweft.rl.draws import categorical, epsilon_greedy, uniform
+from torchweft.rl.environments import Environments
+from torchweft.rl.errors import (
+    BadPriority,
+    ColumnsMismatch,
+    NoObservers,
+    NotEnough,
+    ProgramMismatch,
+    ReplayError,
+    SpacesMismatch,
+    WrongActions,
+    WrongObservations,
+)
+from torchweft.rl.following import FollowingPolicy
+from torchweft.rl.observer import Observer
+from torchweft.rl.observers import Observers
+from torchweft.rl.policies import Decision, LocalPolicy, Policy
+from torchweft.rl.replay import ReplayBuffer, Sample, SumTree
+from torchweft.rl.trajectories import Episode, Trajectory, join
+from torchweft.rl.vtrace import VTrace, v_trace
+
+__all__ = [
+    "Agent",
+    "BadPriority",
+    "ColumnsMismatch",
+    "Decision",
+    "Environments",
+    "Episode",
+    "FollowingPolicy",
+    "LocalPolicy",
+    "NoObservers",
+    "NotEnough",
+    "Observer",
+    "Observers",
+    "Policy",
+    "ProgramMismatch",
+    "RemotePolicy",
+    "ReplayBuffer",
+    "ReplayError",
+    "Sample",
+    "SpacesMismatch",
+    "SumTree",
+    "Trajectory",
+    "VTrace",
+    "WrongActions",
+    "WrongObservations",
+    "categorical",
+    "epsilon_greedy",
+    "join",
+    "uniform",
+    "v_trace",
+]

@@ -1,0 +1,88 @@
+"""The agent: one policy for many observers, which decides for all that ask at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft.rl.policies import Decision, LocalPolicy
+from torchweft.rpc import RRef, functions
+from torchweft.rpc.futures import Future
+
+LONGEST_WAIT_S = 0.01
+"""How long a call waits at most for those of the other observers."""
+
+
+class Agent:
+    """Serves a policy; its calls are batched: see ``torchweft.rpc.functions.batched``.
+
+    Observers that ask together must have equally many environments; a call of another shape fails
+    with ``BatchError``, which names the worker and the shapes. Subclasses may override ``act`` with
+    other options of ``batched``.
+
+    Args:
+        policy: The policy. It is not copied, so a learner may update it where it is.
+    """
+
+    def __init__(self, policy: LocalPolicy) -> None:
+        self.policy = policy
+
+    @functions.batched(largest=256, longest_wait=LONGEST_WAIT_S)
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        """Chooses actions for the environments of one call; see ``Policy``."""
+        calls = environments.shape[:2]  # calls, environments of each
+        made = self.policy.act(observations.flatten(0, 1), environments.flatten(0, 1))
+        outputs = {name: _by_call(each, calls) for name, each in made.outputs.items()}
+        return Decision(_by_call(made.actions, calls), made.version, outputs)
+
+    @property
+    def version(self) -> int:
+        """Version of the policy."""
+        return self.policy.version
+
+    def expect(self, observers: int) -> None:
+        """Has batches wait for the calls of so many observers, for a limited time."""
+        functions.expect_calls(self.act, max(observers, 1))
+
+    def statistics(self) -> functions.BatchStatistics:
+        """Returns what the batches have been so far."""
+        return functions.batch_statistics(self.act)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the policy, for a snapshot."""
+        return self.policy.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the state of a snapshot."""
+        self.policy.load_state_dict(state)
+
+
+def _by_call(rows: Tensor, calls: torch.Size) -> Tensor:
+    return rows.reshape(*calls, *rows.shape[1:])
+
+
+class RemotePolicy:
+    """A policy that is an agent on another worker.
+
+    Args:
+        agent: The agent.
+        timeout_s: Limit of each call, in seconds.
+    """
+
+    def __init__(self, agent: RRef[Agent], timeout_s: float) -> None:
+        self._agent = agent
+        self._timeout_s = timeout_s
+
+    def begin(self, observations: Tensor, environments: Tensor) -> Future[Decision]:
+        """Asks for actions without waiting for them."""
+        future: Future[Decision] = self._agent.rpc_async(self._timeout_s).act(
+            observations, environments
+        )
+        return future
+
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        """Asks for actions, and waits for them."""
+        return self.begin(observations, environments).wait()

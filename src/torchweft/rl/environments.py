@@ -1,0 +1,192 @@
+"""Several environments that step together, with seeds and ends of episodes by environment.
+
+Rules of the file:
+
+- Environment ``e`` is reset with the seed ``seed + e`` once, at the beginning, and then continues
+  its own generator. A native vector environment has one generator, seeded by its first number.
+- An episode ends by *termination* (the task is over: nothing follows) or by *truncation* (a limit
+  of time: its last observation has a value). The last observation is kept in both cases.
+- Single environments are reset within the step that ends an episode: the next observation is that
+  of the new episode. A native vector environment with the rule ``NEXT_STEP`` of gymnasium resets in
+  the step after, and ignores the action: this step is marked as not valid, and is not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from torchweft.errors import ConfigurationError
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Environments:
+    """What environments each observer runs. Can be pickled if ``make`` can.
+
+    Attributes:
+        make: Makes an environment: a name that gymnasium knows, or a function without arguments; of
+            a native vector environment, with their number.
+        count: How many environments each observer runs.
+        seed: Seed of the first environment of the first observer; the others follow.
+        halves: With 2, one half of the environments steps while the policy is asked about the
+            other; ``count`` must be even.
+        vectorized: Whether ``make`` makes native vector environments, such as those of
+            ``gymnasium.make_vec(name, vectorization_mode="vector_entry_point")``.
+    """
+
+    make: str | Callable[..., Any]
+    count: int = 1
+    seed: int = 0
+    halves: int = 1
+    vectorized: bool = False
+
+    def __post_init__(self) -> None:
+        if self.halves not in (1, 2) or self.count < 1 or self.count % self.halves:
+            raise ConfigurationError(
+                f"count={self.count}, halves={self.halves}: pass at least one environment, and "
+                "halves=1 or, with an even number of environments, halves=2"
+            )
+
+    def group(self, place: int, half: int) -> Group:
+        """Makes one half of the environments of an observer."""
+        size = self.count // self.halves
+        first = self.seed + place * self.count + half * size
+        if self.vectorized:
+            return _Native(self._made(size), first)
+        return _List([self._made() for _ in range(size)], first)
+
+    def _made(self, size: int = 0) -> Any:
+        if callable(self.make):
+            return self.make(size) if size else self.make()
+        try:
+            import gymnasium
+        except ImportError as error:
+            raise ConfigurationError(
+                "environments by name need gymnasium: pip install 'torchweft[rl]'"
+            ) from error
+        if not size:
+            return gymnasium.make(self.make)
+        return gymnasium.make_vec(self.make, size, vectorization_mode="vector_entry_point")
+
+
+class Stepped(NamedTuple):
+    """What a step gave; all arrays have a row for each environment.
+
+    Attributes:
+        observations: From which the next actions are chosen.
+        rewards: float32.
+        terminated: Whether the task is over.
+        truncated: Whether a limit was reached.
+        is_reset: Whether this step was the reset of a native environment: no step at all.
+        finals: By environment, the last observation of an episode that has ended in this step; not
+            of native environments, whose next observation it is.
+    """
+
+    observations: Array
+    rewards: Array
+    terminated: Array
+    truncated: Array
+    is_reset: Array
+    finals: dict[int, Array]
+
+
+class Group(Protocol):
+    """Environments that step together.
+
+    Attributes:
+        numbers: Number of each, int64.
+        spaces: Observation space and action space of one environment.
+    """
+
+    numbers: Array
+    spaces: tuple[Any, Any]
+
+    def reset(self) -> Array:
+        """Begins all episodes, by the seeds; returns the observations."""
+
+    def step(self, actions: Array) -> Stepped:
+        """Takes a step in each."""
+
+    def close(self) -> None:
+        """Closes them."""
+
+
+class _List:
+    """Environments for single use, one after the other."""
+
+    def __init__(self, environments: list[Any], first: int) -> None:
+        self._environments = environments
+        self.numbers = np.arange(first, first + len(environments))
+        one = environments[0]
+        self.spaces = one.observation_space, one.action_space
+        self._dtype = one.observation_space.dtype
+
+    def reset(self) -> Array:
+        return self._stacked(
+            [
+                environment.reset(seed=int(number))[0]
+                for environment, number in zip(self._environments, self.numbers, strict=True)
+            ]
+        )
+
+    def _stacked(self, observations: list[Any]) -> Array:
+        return np.stack(observations).astype(self._dtype, copy=False)
+
+    def step(self, actions: Array) -> Stepped:
+        observations, finals = [], {}
+        size = len(self._environments)
+        rewards = np.empty(size, np.float32)
+        terminated, truncated = np.empty(size, np.bool_), np.empty(size, np.bool_)
+        for place, environment in enumerate(self._environments):
+            action = actions[place]
+            found = environment.step(action if action.ndim else action.item())
+            observation, rewards[place], terminated[place], truncated[place], _ = found
+            if terminated[place] or truncated[place]:
+                finals[place] = np.asarray(observation, self._dtype)
+                observation, _ = environment.reset()
+            observations.append(observation)
+        is_reset = np.zeros(size, np.bool_)
+        return Stepped(
+            self._stacked(observations), rewards, terminated, truncated, is_reset, finals
+        )
+
+    def close(self) -> None:
+        for environment in self._environments:
+            environment.close()
+
+
+class _Native:
+    """A native vector environment."""
+
+    def __init__(self, environment: Any, first: int) -> None:
+        mode = str(getattr(environment, "metadata", {}).get("autoreset_mode", ""))
+        if not mode.lower().replace("_", "").endswith("nextstep"):
+            raise ConfigurationError(
+                f"{environment} has the autoreset mode {mode or 'unknown'!r}; a native vector "
+                "environment must have gymnasium's NEXT_STEP"
+            )
+        self._environment = environment
+        self.numbers = np.arange(first, first + environment.num_envs)
+        self.spaces = environment.single_observation_space, environment.single_action_space
+        self._has_ended = np.zeros(environment.num_envs, np.bool_)
+
+    def reset(self) -> Array:
+        self._has_ended[:] = False
+        observations: Array = self._environment.reset(seed=int(self.numbers[0]))[0]
+        return observations
+
+    def step(self, actions: Array) -> Stepped:
+        observations, rewards, terminated, truncated, _ = self._environment.step(actions)
+        is_reset, self._has_ended = self._has_ended, terminated | truncated
+        rewards = np.asarray(rewards, np.float32)
+        # Some environments return the same arrays again and again.
+        return Stepped(observations.copy(), rewards, terminated, truncated, is_reset, {})
+
+    def close(self) -> None:
+        self._environment.close()

@@ -1,0 +1,135 @@
+"""Errors of reinforcement learning: environments, agents and observers that do not fit together.
+
+::
+
+    ConfigurationError
+    ├── SpacesMismatch                  an observer's environments have other spaces
+    ├── ProgramMismatch                 an observer runs another version of the program
+    ├── WrongActions                    an agent returned actions that do not fit
+    ├── WrongObservations               an agent was asked with observations that do not fit
+    ├── NoObservers (RuntimeError)      all observers are left out; names them and the causes
+    └── ReplayError                     a replay buffer cannot do as asked
+        ├── ColumnsMismatch             rows have other columns than those that are stored
+        ├── NotEnough (LookupError)     fewer rows are stored than must be sampled
+        └── BadPriority                 a priority is negative or not finite
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchweft.errors import ConfigurationError
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class SpacesMismatch(ConfigurationError):
+    """The environments of an observer have other spaces than those of the first; it is left out.
+
+    Attributes:
+        observer: Name of the observer.
+        expected: The spaces of the first observer, as text.
+        found: Those of this one.
+    """
+
+    observer: str = ""
+    expected: str = ""
+    found: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class ProgramMismatch(ConfigurationError):
+    """An observer runs another version of the program; it is left out.
+
+    Attributes:
+        observer: Name of the observer.
+        expected: The version of the learner.
+        found: That of the observer.
+    """
+
+    observer: str = ""
+    expected: str = ""
+    found: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class WrongActions(ConfigurationError):
+    """An agent returned actions of a wrong shape; the environments did not step.
+
+    Attributes:
+        observer: Name of the observer that asked.
+        expected: Shape of the actions of its environments.
+        found: The shape that was returned.
+    """
+
+    observer: str = ""
+    expected: tuple[int, ...] = ()
+    found: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class WrongObservations(ConfigurationError):
+    """An agent was asked with observations that its policy does not take; others are unaffected.
+
+    Attributes:
+        expected: Shape of an observation.
+        found: The shape that came.
+        environments: Numbers of the first few environments that asked.
+    """
+
+    expected: tuple[int, ...] = ()
+    found: tuple[int, ...] = ()
+    environments: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class NoObservers(ConfigurationError, RuntimeError):
+    """No observer takes part any more.
+
+    Attributes:
+        causes: By observer, why it was left out.
+    """
+
+    causes: dict[str, str] = field(default_factory=dict)
+
+
+class ReplayError(ConfigurationError):
+    """A replay buffer cannot do as asked; its rows stay as they are."""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class ColumnsMismatch(ReplayError):
+    """Rows have other columns, dtypes or shapes than those that are stored.
+
+    Attributes:
+        column: The first column that differs.
+        expected: Its dtype and shape of a row, as text; empty if there is no such column.
+        found: Those that came.
+    """
+
+    column: str = ""
+    expected: str = ""
+    found: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class NotEnough(ReplayError, LookupError):
+    """Fewer rows are stored than were to be sampled.
+
+    Attributes:
+        stored: How many rows there are.
+        wanted: How many must be there.
+    """
+
+    stored: int = 0
+    wanted: int = 0
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class BadPriority(ReplayError):
+    """A priority is negative, not finite, or missing.
+
+    Attributes:
+        position: Its position among the priorities that came.
+    """
+
+    position: int = 0

@@ -1,0 +1,117 @@
+"""Copies of a policy beside the observers, which take over the weights that a learner publishes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torchweft.errors import ConfigurationError
+from torchweft.rl.policies import Decision, LocalPolicy
+from torchweft.rpc import RRef, rpc_sync
+from torchweft.weights import Publisher, Subscriber
+
+
+class FollowingPolicy:
+    """Decides beside the observer, with the newest weights that have arrived there.
+
+    For policies whose calls would cost more than their forward passes. Give it to ``Observers`` in
+    place of an agent. Each process makes a copy of the policy when an observer first asks it, and
+    follows the publisher; before each decision the copy takes over the newest version, see
+    ``torchweft.weights.Subscriber``. The version of a decision is the number of that version.
+    Thread-safe.
+
+    Args:
+        make: Makes the policy; a function of a module, or any other that can be pickled.
+        publisher: What publishes the weights of the learner's network, under the names of
+            ``LocalPolicy.network``. It must have published a version before observers begin.
+        timeout_s: How long an observer waits for its first version, in seconds.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+        ConfigurationError: The time limit is not positive.
+
+    Example::
+
+        policy = make_policy()
+        publisher = weights.Publisher(policy.network)
+        publisher.publish()
+        following = rl.FollowingPolicy(make_policy, publisher)
+        with rl.Observers(workers, environments, following, most_stale=2) as observers:
+            for trajectory in observers.stream():
+                learn(policy.network, trajectory)
+                publisher.publish()
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], LocalPolicy],
+        publisher: Publisher | RRef[Publisher],
+        *,
+        timeout_s: float = 30.0,
+    ) -> None:
+        if not timeout_s > 0:
+            raise ConfigurationError(f"timeout_s={timeout_s!r}: pass a positive time, in seconds")
+        self._make = make
+        self._publisher = RRef(publisher) if isinstance(publisher, Publisher) else publisher
+        self._timeout_s = timeout_s
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._lock = threading.Lock()
+        self._policy: LocalPolicy | None = None
+        self._subscriber: Subscriber | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("_make", "_publisher", "_timeout_s")
+        return {name: self.__dict__[name] for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._prepare()
+
+    @property
+    def version(self) -> int:
+        """Number of the newest version that was published; asks the publisher, elsewhere."""
+        owner = self._publisher.owner()
+        return rpc_sync(owner, _version_of, (self._publisher,), timeout=self._timeout_s)
+
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        """Chooses actions; see ``Policy``.
+
+        Raises:
+            CallTimeout: No version has arrived in time, as none was published.
+            WeightsMismatch: The copy has other weights than those that are published.
+            WorkerLost: The publisher was lost before the first version had arrived.
+        """
+        with self._lock:
+            policy = self._policy
+            if policy is None:
+                policy = self._policy = self._make()
+            if self._subscriber is None:
+                self._subscriber = self._subscribe(policy)
+            # Under the lock: a version is put in while no other observer decides.
+            policy.version = self._subscriber.update()
+            return policy.act(observations, environments)
+
+    def close(self) -> None:
+        """Stops following in this process; the next ``act`` follows again."""
+        with self._lock:
+            subscriber, self._subscriber = self._subscriber, None
+        if subscriber is not None:
+            subscriber.close()
+
+    def _subscribe(self, policy: LocalPolicy) -> Subscriber:
+        subscriber = Subscriber(self._publisher, policy.network, timeout=self._timeout_s)
+        try:
+            subscriber.update(timeout=self._timeout_s)
+        except BaseException:
+            subscriber.close()
+            raise
+        return subscriber
+
+
+def _version_of(publisher: RRef[Publisher]) -> int:
+    return publisher.local_value().version

@@ -1,0 +1,418 @@
+"""The observers of a learner: in this process, in threads, or on workers.
+
+Rules of the file:
+
+- An observer makes one trajectory at a time, and begins the next one only when the learner has
+  taken the last. So at most one trajectory of each observer waits: the learner slows them down.
+- An observer is *ready* (may begin), *busy*, *late* (busy beyond the time limit), or *lost* (its
+  worker died, or it failed). Nobody waits for those that are late or lost. A late one takes part
+  again when its trajectory comes, a lost one when ``replace`` or ``take_back`` made it anew.
+- Results come from any thread into one queue; everything else happens in the learner's thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torchweft.errors import ConfigurationError
+from torchweft.rl.agent import Agent, RemotePolicy
+from torchweft.rl.environments import Environments
+from torchweft.rl.errors import NoObservers, ProgramMismatch, SpacesMismatch
+from torchweft.rl.observer import Introduction, Observer
+from torchweft.rl.places import Here, InThread, OnWorker, Place
+from torchweft.rl.policies import Policy
+from torchweft.rl.programs import program_of
+from torchweft.rl.trajectories import Collected, Trajectory
+from torchweft.rpc import RRef
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
+
+
+class _Seat:
+    """One observer, as the learner sees it."""
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.place: Place | None = None
+        self.state = LOST
+        self.cause: BaseException | None = None
+        self.generation = 0
+        """How often the observer has been made; results of former ones do not count."""
+        self.since_s = 0.0
+
+
+class Observers:
+    """Makes observers, and collects their trajectories. For one thread at a time; closes itself.
+
+    Args:
+        where: ``"process"`` (one after the other, for debugging), ``"threads"``, or the names of
+            workers, one for each observer.
+        environments: What each observer runs.
+        agent: What they ask for actions: an agent of this process, or a reference to one. For
+            observers with policies of their own, any picklable ``Policy``.
+        count: How many observers there are, in this process or in threads.
+        steps: How many steps of each environment a trajectory has.
+        time_limit_s: How long the learner waits for an observer, in seconds.
+        most_stale: If given, a trajectory is refused if the agent's policy has had more updates
+            than this since the oldest of its actions.
+        full_batches: Whether the agent waits, for a short time, for the calls of all observers.
+        by_reference_bytes: Larger trajectories stay at their observer until they are taken; those
+            that are refused never move.
+
+    Attributes:
+        refused: How many trajectories were refused as too old.
+        staleness: How many trajectories were taken at each staleness: updates of the policy since
+            the oldest of their actions.
+
+    Raises:
+        ConfigurationError: ``where`` or a number makes no sense.
+        NoObservers: No observer could be made.
+    """
+
+    def __init__(
+        self,
+        where: str | Sequence[str],
+        environments: Environments,
+        agent: Agent | RRef[Agent] | Policy,
+        *,
+        count: int = 1,
+        steps: int = 32,
+        time_limit_s: float = 30.0,
+        most_stale: int | None = None,
+        full_batches: bool = True,
+        by_reference_bytes: int = 1 << 20,
+    ) -> None:
+        if isinstance(where, str) and where not in ("process", "threads"):
+            raise ConfigurationError(
+                f"where={where!r}: pass 'process', 'threads', or a list of workers"
+            )
+        if steps < 1 or count < 1 or time_limit_s <= 0 or not where:
+            raise ConfigurationError(
+                f"{len(where)} places, count={count}, steps={steps}, time_limit_s={time_limit_s}: "
+                "pass 1 or more, and a positive time"
+            )
+        self.refused = 0
+        self.staleness: dict[int, int] = {}
+        self._where = where
+        self._environments = environments
+        self._agent = agent
+        self._steps = steps
+        self._time_limit_s = time_limit_s
+        self._most_stale = most_stale
+        self._full_batches = full_batches
+        self._by_reference_bytes = by_reference_bytes
+        self._expected = 0
+        self._program = program_of(environments.make)
+        self._spaces: tuple[Any, Any] | None = None
+        self._introduced: dict[int, Introduction] | None = None
+        self._done: queue.SimpleQueue[tuple[int, int, Any, BaseException | None]]
+        self._done = queue.SimpleQueue()
+        names = [f"observer{k}" for k in range(count)] if isinstance(where, str) else where
+        self._seats = [_Seat(number, name) for number, name in enumerate(names)]
+        try:
+            self._open(self._seats)
+            self._check_any()
+        except BaseException:
+            self.close()
+            raise
+
+    # What the learner sees
+
+    def __len__(self) -> int:
+        return len(self._seats)
+
+    @property
+    def names(self) -> list[str]:
+        """Names of all observers; those on workers have the names of the workers."""
+        return [seat.name for seat in self._seats]
+
+    @property
+    def left_out(self) -> dict[str, BaseException | None]:
+        """The observers that do not take part: the error of each, or None if it is only late."""
+        return {seat.name: seat.cause for seat in self._seats if seat.state in (LATE, LOST)}
+
+    def round(self) -> list[Trajectory]:
+        """Collects a trajectory of each observer; blocks until all are there, or the time is up.
+
+        All actions are of one version of the policy, if the learner learns between the rounds.
+        Those of observers that were late in an earlier round are among the trajectories.
+
+        Returns:
+            The trajectories in the order of the observers, without those that are late or lost.
+
+        Raises:
+            NoObservers: No trajectory has come, and all observers are late or lost.
+        """
+        self._start_ready()
+        found: dict[int, Trajectory] = {}
+        while any(seat.state == BUSY for seat in self._seats):
+            self._take(found)
+        while not self._done.empty():
+            self._take(found)
+        if not found:
+            self._check_any()
+        return [found[number] for number in sorted(found)]
+
+    def stream(self) -> Iterator[Trajectory]:
+        """Yields trajectories as they come, without end; each observer begins its next meanwhile.
+
+        Raises:
+            NoObservers: All observers are late or lost; raised by the iterator.
+        """
+        while True:
+            self._start_ready()
+            found: dict[int, Trajectory] = {}
+            self._take(found)
+            if found:
+                self._start_ready()
+                yield from found.values()
+            elif not any(seat.state in (READY, BUSY) for seat in self._seats):
+                self._check_any()
+
+    # Failures
+
+    def replace(self, number: int, worker: str | None = None) -> None:
+        """Makes an observer anew: its environments begin again, with their seeds.
+
+        Args:
+            number: Its place among the observers.
+            worker: The new worker; by default the worker that has the name of the former now.
+
+        Raises:
+            ConfigurationError: There is no such observer.
+            Exception: It could not be made; it stays left out.
+        """
+        if not 0 <= number < len(self._seats):
+            raise ConfigurationError(f"observer {number} of {len(self._seats)} does not exist")
+        seat = self._seats[number]
+        if worker is not None:
+            seat.name = worker
+        self._close([seat])
+        self._open([seat])
+        if seat.cause is not None:
+            raise seat.cause
+
+    def take_back(self) -> list[str]:
+        """Tries to make all lost observers anew; returns the names of those that take part again.
+
+        For an open group, where a launcher restarts workers under their names. Blocks for at most
+        the time limit.
+        """
+        lost = [seat for seat in self._seats if seat.state == LOST]
+        self._close(lost)
+        self._open(lost)
+        return [seat.name for seat in lost if seat.state == READY]
+
+    def close(self) -> None:
+        """Closes all observers; does not wait for those on workers."""
+        places = [seat.place for seat in self._seats]
+        self._close(self._seats)
+        for place in places:
+            if isinstance(place, InThread):
+                place.join(self._time_limit_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Making observers
+
+    def _open(self, seats: Sequence[_Seat]) -> None:
+        for seat in seats:
+            seat.generation += 1
+            seat.cause = None
+            try:
+                seat.place = self._placed(seat)
+            except Exception as error:
+                self._lose(seat, error)
+            else:
+                self._start(seat, "introduce", ())
+        introduced = self._introduced = {}
+        try:
+            while any(seat.state == BUSY for seat in seats):
+                self._take({})
+        finally:
+            self._introduced = None
+        # In their order, so that the same observer is left out in each run.
+        for number in sorted(introduced):
+            self._meet(self._seats[number], introduced[number])
+        for seat in seats:
+            if seat.state == LATE:
+                self._lose(seat, _late(seat, self._time_limit_s))
+
+    def _placed(self, seat: _Seat) -> Place:
+        args = (seat.number, self._environments, self._policy(), seat.name)
+        if isinstance(self._where, str):
+            place = Here(lambda: Observer(*args, self._by_reference_bytes))
+            if self._where == "process":
+                return place
+            return InThread(lambda: Observer(*args, self._by_reference_bytes), seat.name)
+        return OnWorker(seat.name, *args, self._by_reference_bytes)
+
+    def _policy(self) -> Policy:
+        agent = self._agent
+        if isinstance(agent, Agent):
+            if isinstance(self._where, str):
+                return agent
+            agent = RRef(agent)
+        if isinstance(agent, RRef):
+            return RemotePolicy(agent, self._time_limit_s)
+        return agent
+
+    def _meet(self, seat: _Seat, found: Introduction) -> None:
+        """Compares what an observer runs with the others; one that differs is left out."""
+        if found.program != self._program:
+            self._lose(seat, _other_program(seat.name, self._program, found.program))
+            return
+        spaces = found.observation_space, found.action_space
+        if self._spaces is None:
+            self._spaces = spaces
+        if spaces != self._spaces:
+            self._lose(seat, _other_spaces(seat.name, self._spaces, spaces))
+
+    # Results
+
+    def _start_ready(self) -> None:
+        ready = [seat for seat in self._seats if seat.state == READY]
+        is_alone = isinstance(self._where, str) and self._where == "process"
+        active = len(ready) + sum(seat.state == BUSY for seat in self._seats)
+        self._expect(1 if is_alone else active)
+        for seat in ready:
+            self._start(seat, "collect", (self._steps, not isinstance(self._where, str)))
+
+    def _start(self, seat: _Seat, method: str, args: tuple[Any, ...]) -> None:
+        assert seat.place is not None
+        seat.state, seat.since_s = BUSY, time.monotonic()
+        number, generation = seat.number, seat.generation
+
+        def done(result: Any, error: BaseException | None) -> None:
+            self._done.put((number, generation, result, error))
+
+        seat.place.start(method, args, done)
+
+    def _take(self, found: dict[int, Trajectory]) -> None:
+        """Takes one result, or notes who is late; blocks until either."""
+        now_s = time.monotonic()
+        busy = [seat for seat in self._seats if seat.state == BUSY]
+        first_s = min((seat.since_s for seat in busy), default=now_s)
+        try:
+            taken = self._done.get(timeout=max(first_s + self._time_limit_s - now_s, 0.001))
+        except queue.Empty:
+            now_s = time.monotonic()
+            for seat in busy:
+                if now_s >= seat.since_s + self._time_limit_s:
+                    seat.state = LATE
+            self._expect_active()
+            return
+        number, generation, result, error = taken
+        seat = self._seats[number]
+        if generation != seat.generation:
+            return
+        seat.state = READY
+        if error is not None:
+            self._lose(seat, error)
+        elif isinstance(result, Introduction):
+            if self._introduced is None:  # It is late.
+                self._meet(seat, result)
+            else:
+                self._introduced[number] = result
+        elif isinstance(result, Collected):
+            self._receive(seat, result, found)
+
+    def _receive(self, seat: _Seat, sent: Collected, found: dict[int, Trajectory]) -> None:
+        staleness = self._version() - sent.oldest
+        if self._most_stale is not None and staleness > self._most_stale:
+            self.refused += 1
+            return
+        try:
+            found[seat.number] = sent.fetch(self._time_limit_s)
+        except Exception as error:
+            self._lose(seat, error)
+        else:
+            self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
+
+    def _version(self) -> int:
+        agent: Any = self._agent
+        if isinstance(agent, RRef):
+            version: int = agent.rpc_sync(self._time_limit_s).policy.version
+            return version
+        return int(getattr(agent, "version", 0))
+
+    def _lose(self, seat: _Seat, cause: BaseException) -> None:
+        seat.state, seat.cause = LOST, cause
+        self._expect_active()
+
+    def _close(self, seats: Sequence[_Seat]) -> None:
+        for seat in seats:
+            if seat.place is not None:
+                seat.place.close()
+            seat.place, seat.state = None, LOST
+            seat.generation += 1
+
+    def _expect_active(self) -> None:
+        """Batches wait no longer for observers that are late or lost."""
+        active = sum(seat.state in (READY, BUSY) for seat in self._seats)
+        self._expect(min(active, self._expected))
+
+    def _expect(self, count: int) -> None:
+        count = max(count, 1) if self._full_batches else 1
+        if count == self._expected:
+            return
+        self._expected = count
+        if isinstance(self._agent, Agent):
+            self._agent.expect(count)
+        elif isinstance(self._agent, RRef):
+            self._agent.rpc_sync(self._time_limit_s).expect(count)
+
+    def _check_any(self) -> None:
+        if any(seat.state in (READY, BUSY) for seat in self._seats):
+            return
+        errors = {seat.name: seat.cause or _late(seat, self._time_limit_s) for seat in self._seats}
+        causes = {name: f"{type(error).__name__}: {error}" for name, error in errors.items()}
+        listed = "; ".join(f"{name}: {cause}" for name, cause in causes.items())
+        raise NoObservers(
+            f"no observer takes part any more. Make them anew with replace or take_back. {listed}",
+            causes=causes,
+        ) from next(iter(errors.values()))
+
+
+def _late(seat: _Seat, limit_s: float) -> TimeoutError:
+    return TimeoutError(f"observer {seat.name!r} did not answer within {limit_s:g} s")
+
+
+def _other_program(observer: str, expected: str, found: str) -> ProgramMismatch:
+    return ProgramMismatch(
+        f"observer {observer!r} runs version {found} of the module that makes its environments, "
+        f"the learner version {expected}; restart the worker with the program of the learner",
+        observer=observer,
+        expected=expected,
+        found=found,
+    )
+
+
+def _other_spaces(
+    observer: str, expected: tuple[Any, Any], found: tuple[Any, Any]
+) -> SpacesMismatch:
+    texts = [f"observations {each[0]}, actions {each[1]}" for each in (expected, found)]
+    return SpacesMismatch(
+        f"the environments of observer {observer!r} have {texts[1]}; those of the others have "
+        f"{texts[0]}",
+        observer=observer,
+        expected=texts[0],
+        found=texts[1],
+    )

@@ -1,0 +1,244 @@
+"""Policies: what chooses actions, and states by environment.
+
+The result of a matrix product depends on the size of the batch: another size runs another kernel,
+which adds in another order. For one size, a row does not depend on its place nor on the other rows
+(measured with float32 layers on CPUs; a test checks it). So a policy may run every forward pass
+with a fixed number of rows, filled up with zeros. Then its decisions are the same bits however
+calls were gathered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from torchweft.errors import ConfigurationError
+from torchweft.rl.draws import uniform
+from torchweft.rl.errors import WrongActions, WrongObservations
+
+NUMBER, DECISIONS, STARTS = range(3)
+"""Columns of the environments that ask: number, decisions before this, whether an episode starts.
+"""
+
+
+class Decision(NamedTuple):
+    """The answer to environments that ask for actions.
+
+    Attributes:
+        actions: ``(n, ...)``, a row for each environment.
+        version: Version of the policy that chose them.
+        outputs: Further rows to keep with the trajectory, such as log-probabilities.
+    """
+
+    actions: Tensor
+    version: int
+    outputs: dict[str, Tensor]
+
+
+class Policy(Protocol):
+    """What an observer asks: an agent on another worker, or a copy of a policy beside it."""
+
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        """Chooses actions.
+
+        Args:
+            observations: ``(n, ...)``, a row for each environment.
+            environments: int64 ``(n, 3)``: number, decisions before this, whether an episode
+                starts. States of recurrent policies are kept by number.
+        """
+
+
+class LocalPolicy:
+    """A network that chooses actions in this process; subclasses say how, in ``decide``.
+
+    Thread-safe. States of recurrent policies stay here, by environment; an environment that begins
+    an episode begins with zeros.
+
+    Args:
+        network: The network. It is not copied.
+        observation_shape: Shape of an observation.
+        draws: How many random numbers a decision takes.
+        rows: If positive, every forward pass has this many rows, filled up with zeros: decisions
+            do not depend on which environments ask together.
+        state_size: Values of the recurrent state of an environment; 0 for none.
+
+    Attributes:
+        network: The network.
+        version: How many updates the network has had.
+        forwards: How many forward passes there were.
+        decisions: How many actions were chosen.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        observation_shape: tuple[int, ...],
+        *,
+        draws: int = 1,
+        rows: int = 0,
+        state_size: int = 0,
+    ) -> None:
+        if draws < 0 or rows < 0 or state_size < 0:
+            raise ConfigurationError(
+                f"draws={draws}, rows={rows}, state_size={state_size}: pass 0 or more"
+            )
+        self.network = network
+        self.version = 0
+        self.forwards = 0
+        self.decisions = 0
+        self._shape = tuple(observation_shape)
+        self._draws = draws
+        self._rows = rows
+        self._state_size = state_size
+        self._states: dict[int, Tensor] = {}
+        self._lock = threading.RLock()
+
+    def decide(
+        self, observations: Tensor, draws: Tensor, states: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Chooses actions; runs without gradients. To be overridden.
+
+        Args:
+            observations: ``(rows, ...)``.
+            draws: Random numbers in [0, 1), float64 ``(rows, draws)``.
+            states: ``(rows, state_size)``.
+
+        Returns:
+            Actions ``(rows, ...)``, further outputs by name, each ``(rows, ...)``, and new states
+            ``(rows, state_size)``.
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} must define decide")
+
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        """Chooses actions; see ``Policy``.
+
+        Raises:
+            WrongObservations: Observations have another shape than the policy takes, or there is
+                not one for each environment.
+            WrongActions: ``decide`` did not return a row for each observation.
+        """
+        self._check(observations, environments)
+        numbers = environments[:, NUMBER]
+        draws = uniform(numbers, environments[:, DECISIONS], self._draws)
+        with self._lock, torch.no_grad():
+            states = self._states_of(environments)
+            size = self._rows or max(len(observations), 1)
+            made = [
+                self._forward(observations[k : k + size], draws[k : k + size], states[k : k + size])
+                for k in range(0, len(observations), size)
+            ]
+            self.decisions += len(observations)
+            actions, outputs, states = made[0] if len(made) == 1 else _joined(made)
+            if self._state_size:
+                self._states.update(zip(numbers.tolist(), states.unbind(), strict=True))
+            return Decision(actions, self.version, outputs)
+
+    def _check(self, observations: Tensor, environments: Tensor) -> None:
+        expected = (len(environments), *self._shape)
+        if tuple(observations.shape) != expected:
+            numbers = tuple(environments[:4, NUMBER].tolist())
+            raise WrongObservations(
+                f"environments {', '.join(map(str, numbers))} ... sent observations of shape "
+                f"{list(observations.shape)}; the policy takes {list(expected)}",
+                expected=expected,
+                found=tuple(observations.shape),
+                environments=numbers,
+            )
+
+    def _states_of(self, environments: Tensor) -> Tensor:
+        if not self._state_size:
+            return environments.new_zeros((len(environments), 0), dtype=torch.float32)
+        zeros = torch.zeros(self._state_size)
+        return torch.stack(
+            [
+                zeros if starts else self._states.get(number, zeros)
+                for number, _, starts in environments.tolist()
+            ]
+        )
+
+    def _forward(
+        self, observations: Tensor, draws: Tensor, states: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        self.forwards += 1
+        count = len(observations)
+        given = (observations, draws, states)
+        if self._rows and count != self._rows:
+            given = tuple(_filled(each, self._rows) for each in given)  # type: ignore[assignment]
+        actions, outputs, states = self.decide(*given)
+        _check_rows(len(given[0]), actions, outputs, states)
+        if len(actions) == count:
+            return actions, outputs, states
+        cut = {name: each[:count] for name, each in outputs.items()}
+        return actions[:count], cut, states[:count]
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[nn.Module]:
+        """Holds decisions back while weights change; the version is one higher afterwards.
+
+        Example::
+
+            with policy.updating():
+                optimizer.step()
+        """
+        with self._lock:
+            yield self.network
+            self.version += 1
+
+    def load(self, weights: Mapping[str, Any], version: int) -> None:
+        """Takes weights of a version, between two decisions. They are copied."""
+        with self._lock:
+            self.network.load_state_dict(weights)
+            self.version = version
+
+    def forget(self, environments: Tensor) -> None:
+        """Drops the states of environments, by number, int64 ``(n,)``."""
+        with self._lock:
+            for number in environments.tolist():
+                self._states.pop(number, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns weights, version, counts and recurrent states, for a snapshot."""
+        with self._lock:
+            return {
+                "network": dict(self.network.state_dict()),
+                "version": self.version,
+                "forwards": self.forwards,
+                "decisions": self.decisions,
+                "states": {str(number): state for number, state in self._states.items()},
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the state of a snapshot."""
+        with self._lock:
+            self.load(state["network"], state["version"])
+            self.forwards, self.decisions = state["forwards"], state["decisions"]
+            self._states = {int(number): each for number, each in state["states"].items()}
+
+
+def _check_rows(rows: int, actions: Tensor, outputs: dict[str, Tensor], states: Tensor) -> None:
+    for name, each in {"actions": actions, **outputs, "states": states}.items():
+        if not each.ndim or len(each) != rows:
+            raise WrongActions(
+                f"decide was given {rows} rows of observations and returned {name} of shape "
+                f"{list(each.shape)}; the first dimension must be {rows}",
+                expected=(rows, *each.shape[1:]),
+                found=tuple(each.shape),
+            )
+
+
+def _filled(tensor: Tensor, rows: int) -> Tensor:
+    filled = tensor.new_zeros((rows, *tensor.shape[1:]))
+    filled[: len(tensor)] = tensor
+    return filled
+
+
+def _joined(
+    made: list[tuple[Tensor, dict[str, Tensor], Tensor]],
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    outputs = {name: torch.cat([each[1][name] for each in made]) for name in made[0][1]}
+    return torch.cat([each[0] for each in made]), outputs, torch.cat([each[2] for each in made])

@@ -1,0 +1,162 @@
+"""Trajectories: what environments did for some steps, time first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweft.rpc import RRef
+
+
+class Episode(NamedTuple):
+    """An episode that has ended.
+
+    Attributes:
+        environment: Number of the environment.
+        reward: The sum of its rewards.
+        steps: How many steps it had.
+    """
+
+    environment: int
+    reward: float
+    steps: int
+
+
+@dataclass
+class Trajectory:
+    """Steps of all environments of one observer: ``steps`` rows of ``environments`` columns.
+
+    Attributes:
+        observer: Name of the observer.
+        number: How many trajectories the observer had made before.
+        environments: Numbers of the environments, int64 ``(environments,)``.
+        observations: Those from which the actions were chosen, ``(steps, environments, ...)``.
+        actions: ``(steps, environments, ...)``.
+        rewards: float32 ``(steps, environments)``.
+        terminated: Whether the task was over after the step, bool.
+        truncated: Whether a limit ended the episode after the step, bool.
+        valid: False for a step in which a native vector environment only was reset, bool.
+        starts: Whether an episode starts with this observation, bool.
+        versions: Version of the policy that chose each action, int64.
+        outputs: Further outputs of the policy, such as log-probabilities, by name.
+        last_observations: Those after the last step, ``(environments, ...)``.
+        final_places: Step and column of each last observation of an episode, int64 ``(ends, 2)``.
+        final_observations: These observations, ``(ends, ...)``.
+        episodes: The episodes that ended.
+    """
+
+    observer: str
+    number: int
+    environments: Tensor
+    observations: Tensor
+    actions: Tensor
+    rewards: Tensor
+    terminated: Tensor
+    truncated: Tensor
+    valid: Tensor
+    starts: Tensor
+    versions: Tensor
+    outputs: dict[str, Tensor]
+    last_observations: Tensor
+    final_places: Tensor
+    final_observations: Tensor
+    episodes: list[Episode] = field(default_factory=list)
+
+    @property
+    def ends(self) -> Tensor:
+        """Whether an episode ended after the step, bool ``(steps, environments)``."""
+        return self.terminated | self.truncated
+
+    @property
+    def steps(self) -> int:
+        """How many environment steps there were, without mere resets."""
+        return int(self.valid.sum())
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(each.nbytes for each in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        own = [each for each in vars(self).values() if isinstance(each, Tensor)]
+        return own + list(self.outputs.values())
+
+    def next_observations(self) -> Tensor:
+        """Returns the observation that followed each action, also where the episode ended."""
+        following = torch.cat([self.observations[1:], self.last_observations[None]])
+        if len(self.final_places):
+            steps, columns = self.final_places.unbind(1)
+            following[steps, columns] = self.final_observations
+        return following
+
+    def transitions(self) -> dict[str, Tensor]:
+        """Returns the valid steps one by one, as rows of a replay buffer.
+
+        Returns:
+            ``observations``, ``actions``, ``rewards``, ``next_observations`` and ``terminated``,
+            each ``(steps * environments, ...)``.
+        """
+        keep = self.valid
+        return {
+            "observations": self.observations[keep],
+            "actions": self.actions[keep],
+            "rewards": self.rewards[keep],
+            "next_observations": self.next_observations()[keep],
+            "terminated": self.terminated[keep],
+        }
+
+
+def join(trajectories: list[Trajectory]) -> Trajectory:
+    """Puts trajectories of several observers side by side: the columns of all of them.
+
+    All must have the same steps. ``observer`` names all of them.
+    """
+    shift, places = 0, []
+    for each in trajectories:
+        places.append(each.final_places + torch.tensor([0, shift]))
+        shift += len(each.environments)
+
+    def columns(name: str) -> Any:
+        return torch.cat([getattr(each, name) for each in trajectories], dim=1)
+
+    def rows(name: str) -> Any:
+        return torch.cat([getattr(each, name) for each in trajectories])
+
+    by_column = "observations actions rewards terminated truncated valid starts versions".split()
+    return Trajectory(
+        observer=", ".join(each.observer for each in trajectories),
+        number=trajectories[0].number,
+        environments=rows("environments"),
+        last_observations=rows("last_observations"),
+        final_observations=rows("final_observations"),
+        final_places=torch.cat(places),
+        outputs={
+            name: torch.cat([each.outputs[name] for each in trajectories], dim=1)
+            for name in trajectories[0].outputs
+        },
+        episodes=[episode for each in trajectories for episode in each.episodes],
+        **{name: columns(name) for name in by_column},
+    )
+
+
+class Collected(NamedTuple):
+    """What an observer sends: a trajectory, or a reference to one that stays there until pulled.
+
+    Attributes:
+        oldest: The oldest version of the policy that chose an action.
+        size_bytes: Bytes of the trajectory.
+        held: The trajectory, or a reference to it.
+    """
+
+    oldest: int
+    size_bytes: int
+    held: Trajectory | RRef[Trajectory]
+
+    def fetch(self, timeout_s: float) -> Trajectory:
+        """Returns the trajectory; blocks while it is pulled from its observer."""
+        if isinstance(self.held, Trajectory):
+            return self.held
+        return self.held.to_here(timeout_s)

@@ -1,0 +1,276 @@
+"""The queue of one batched function: the shell of ``torchweft.protocol.batching.Batcher``.
+
+* A turn is a task of the worker. It runs the function on that thread, outside of any served call.
+* Calls of other workers, and of threads of this worker, are the same here: a ``Waiting`` is called
+  with its outcome. A served call answers its caller, a local one wakes its thread.
+* The lock is held for a few steps of Python at a time, and never while code of the program runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from torchweft.agent.agent import Agent, Slot
+from torchweft.errors import CallCancelled, ConfigurationError, QueueFull
+from torchweft.protocol.batching import LAST, NOTHING, REFUSE, Batcher, Request
+from torchweft.protocol.calls import SLOW_S, AnsweredCall
+from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Waiting
+from torchweft.rpc.batching.stacking import Parts
+from torchweft.rpc.batching.statistics import BatchStatistics, Counts
+from torchweft.runtime.fair_queue import LAST as RUN_LAST
+from torchweft.runtime.fair_queue import OWN
+from torchweft.runtime.timers import Timer
+
+
+class BatchQueue:
+    """Gathers the calls of one function, or of one object's method, and runs them in batches.
+
+    Args:
+        function: Called with stacked arguments.
+        name: Its name, for messages.
+        options: The options of the decorator.
+        agent: The worker's agent.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], name: str, options: Options, agent: Agent
+    ) -> None:
+        self._name = name
+        self._limit = options.limit
+        self._agent = agent
+        self._runner = Runner(function, name, options)
+        self._lock = threading.Lock()
+        self._room = threading.Condition(self._lock)
+        self._numbers = itertools.count(1)
+        self._entries: dict[int, Entry] = {}
+        self._batcher = Batcher(
+            options.largest, options.smallest, options.longest_wait_s, options.limit
+        )
+        self._clock = agent.slots[_CLOCKS].of(agent)
+        self._is_slow = False
+        self._runs_in = 0
+        """The thread that runs a batch, or 0."""
+        self._counts = Counts()
+
+    # Arrival
+
+    def put(self, call: AnsweredCall, bound: tuple[Any, ...], parts: Parts) -> None:
+        """Adds a served call, which ends with its outcome later; refuses it if too many wait."""
+        with self._lock:
+            number, request = self._add(call, bound, parts)
+            self._counts.refused += request is REFUSE
+        if request is REFUSE:
+            call(None, self._full())
+            return
+        call.on_cancel(lambda: self._leave(number))
+        self._carry_out(request)  # This thread looks at the tasks next.
+
+    def put_or_wait(
+        self, call: Waiting, bound: tuple[Any, ...], parts: Parts, deadline_s: float
+    ) -> bool:
+        """Does as ``put`` for a thread of this worker, but waits for room; False if too late.
+
+        Raises:
+            ConfigurationError: The thread runs a batch of this queue.
+        """
+        if threading.get_ident() == self._runs_in:
+            raise ConfigurationError(
+                f"{self._name} is called within a batch of its own, and would wait for itself; "
+                "move the common part to a function that is not batched"
+            )
+        with self._room:
+            while self._batcher.is_full:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or not self._room.wait(None if math.isinf(left_s) else left_s):
+                    return False
+            _, request = self._add(call, bound, parts)
+        self._carry_out(request)
+        self._agent.reactor.wake()
+        return True
+
+    def _add(self, call: Waiting, bound: tuple[Any, ...], parts: Parts) -> tuple[int, Request]:
+        now_s = time.monotonic()
+        number = next(self._numbers)
+        request = self._batcher.arrived(number, now_s)
+        if request is not REFUSE:
+            self._entries[number] = Entry(call, bound, parts, now_s)
+        return number, request
+
+    def _full(self) -> QueueFull:
+        worker = self._agent.info.name
+        return QueueFull(
+            f"{self._limit} calls of {self._name} wait on worker {worker!r}, which refuses "
+            "more; wait for some answers before the next call, or raise limit= of batched there",
+            worker=worker,
+            call=self._name,
+        )
+
+    def _leave(self, number: int) -> None:
+        """Takes a call out whose caller has given it up; does nothing to one that runs."""
+        with self._lock:
+            if not self._batcher.left(number):
+                return
+            entry = self._entries.pop(number)
+            self._counts.left += 1
+            self._room.notify()
+        self._agent.reactor.submit(_end_left, entry)
+
+    def expect(self, smallest: int) -> None:
+        """Changes how many calls must wait for a batch to be closed before the longest wait."""
+        with self._lock:
+            request = self._batcher.expect(smallest, time.monotonic())
+        if request is not NOTHING:
+            self._carry_out(request)
+            self._agent.reactor.wake()
+
+    def statistics(self) -> BatchStatistics:
+        """Returns what the queue has done so far."""
+        with self._lock:
+            return self._counts.snapshot(len(self._batcher))
+
+    # Turns
+
+    def _carry_out(self, request: Request) -> None:
+        if request is not NOTHING:
+            reactor = self._agent.reactor
+            reactor.tasks.append((self._turn, None, None), RUN_LAST if request is LAST else OWN)
+        if self._batcher.wake_s != math.inf:
+            self._clock.watch(self)
+
+    @property
+    def wake_s(self) -> float:
+        """When to look at the clock; infinity for never."""
+        return self._batcher.wake_s
+
+    def woken(self, now_s: float) -> float:
+        """Looks at the clock; returns when to look again."""
+        with self._lock:
+            request = NOTHING
+            if now_s >= self._batcher.wake_s:
+                request = self._batcher.woken(now_s)
+            wake_s = self._batcher.wake_s
+        if request is not NOTHING:
+            self._agent.reactor.submit_task(self._turn)
+        return wake_s
+
+    def _turn(self, _: object, __: object) -> None:
+        now_s = time.monotonic()
+        with self._lock:
+            numbers = self._batcher.turn(now_s)
+            batch = [self._entries.pop(number) for number in numbers]
+            if batch:
+                self._room.notify_all()
+        if not batch:
+            self._carry_out(NOTHING)  # Calls that left may have changed when to look at the clock.
+            return
+        self._runs_in = threading.get_ident()
+        try:
+            self._run_batch(batch, now_s)
+        finally:
+            self._runs_in = 0
+            with self._lock:
+                request = self._batcher.ended(time.monotonic())
+            self._carry_out(request)
+
+    def _run_batch(self, batch: list[Entry], now_s: float) -> None:
+        entries = []
+        for entry in batch:
+            if entry.call.is_unwanted(now_s):
+                with self._lock:
+                    self._counts.left += 1
+                _end_left(entry, None)
+            else:
+                entries.append(entry)
+        if not entries:
+            return
+        if self._is_slow:
+            self._agent.reactor.arm_all()  # Others need not wait for this thread.
+        self._counts.add_batch([now_s - entry.arrived_s for entry in entries])
+        outcomes = self._runner.outcomes(entries)
+        run_s = time.monotonic() - now_s
+        self._is_slow = run_s > SLOW_S
+        self._counts.add_run(run_s, sum(error is not None for _, error in outcomes))
+        if len(entries) == 1:
+            entries[0].call(*outcomes[0])
+            return
+        with self._agent.answers.together():
+            for entry, (result, error) in zip(entries, outcomes, strict=True):
+                entry.call(result, error)
+
+
+def _end_left(entry: Entry, _: object) -> None:
+    entry.call(None, CallCancelled("the caller no longer waits for this call"))
+
+
+class LocalCall:
+    """A call by a thread of this worker, which waits for it."""
+
+    def __init__(self, peer: Any, context_id: int) -> None:
+        self.peer = peer
+        self.context_id = context_id
+        self.owned = self  # The result stays here.
+        self.outcome: Outcome | None = None
+        self._ended = threading.Event()
+        self._is_given_up = False
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        """Ends the call with its outcome."""
+        self.outcome = result, error
+        self._ended.set()
+
+    def wait(self, deadline_s: float) -> bool:
+        """Waits for the outcome; gives the call up if it does not come in time."""
+        left_s = deadline_s - time.monotonic()
+        is_there = self._ended.wait(None if math.isinf(left_s) else max(left_s, 0.0))
+        self._is_given_up = not is_there
+        return is_there
+
+    def is_unwanted(self, now_s: float) -> bool:
+        """Whether its thread has given it up; noticed when the batch is closed."""
+        return self._is_given_up
+
+
+class _Clock:
+    """Wakes the queues of one worker."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[BatchQueue, float] = {}
+        self._timer: Timer | None = None
+
+    def of(self, agent: Agent) -> _Clock:
+        """Returns this clock, running by the timer thread of the agent."""
+        with self._lock:
+            if self._timer is None:
+                self._timer = agent.timers.add(self._tick)
+        return self
+
+    def watch(self, queue: BatchQueue) -> None:
+        """Has a queue woken when it is due."""
+        assert self._timer is not None
+        wake_s = queue.wake_s
+        if self._queues.get(queue, math.inf) > wake_s:
+            with self._lock:
+                self._queues[queue] = wake_s
+            self._timer.wake_by(wake_s)
+
+    def _tick(self, now_s: float) -> float:
+        with self._lock:
+            due = [queue for queue, wake_s in self._queues.items() if wake_s <= now_s]
+            for queue in due:
+                del self._queues[queue]
+        for queue in due:
+            wake_s = queue.woken(now_s)
+            if wake_s != math.inf:
+                with self._lock:
+                    self._queues[queue] = min(wake_s, self._queues.get(queue, math.inf))
+        with self._lock:
+            return min(self._queues.values(), default=math.inf)
+
+
+_CLOCKS: Slot[_Clock] = Slot(_Clock)

@@ -1,0 +1,229 @@
+"""Runs the function of a batch: stacks the arguments, splits the result, and tells who failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from torchweft.agent.served_calls import current_call
+from torchweft.autograd.contexts import current_id, set_current_id
+from torchweft.autograd.outside import NO_GRAD
+from torchweft.rpc.batching import stacking
+from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs, shared_outputs
+from torchweft.rpc.batching.stacking import Parts, named, put_together
+
+
+class Options(NamedTuple):
+    """The arguments of ``batched``."""
+
+    largest: int = 64
+    smallest: int = 1
+    longest_wait_s: float = 0.005
+    limit: int = 4096
+    pad: float | None = None
+    mixed: bool = False
+    isolate: bool = False
+
+
+class Waiting(Protocol):
+    """A call that can wait in a queue."""
+
+    peer: Any
+    context_id: int
+    owned: Any
+
+    def __call__(self, result: Any, error: BaseException | None) -> None:
+        """Ends the call with its outcome."""
+
+    def is_unwanted(self, now_s: float) -> bool:
+        """Whether its caller no longer waits."""
+
+
+class Keywords(dict[str, Any]):
+    """The keyword arguments of a call, behind its positional ones."""
+
+
+class Entry(NamedTuple):
+    """A call in a queue.
+
+    Attributes:
+        call: Ends with its outcome.
+        bound: The object whose method is called, or nothing.
+        parts: The other arguments.
+        arrived_s: When it was put into the queue.
+    """
+
+    call: Waiting
+    bound: tuple[Any, ...]
+    parts: Parts
+    arrived_s: float
+
+    @property
+    def caller(self) -> str:
+        """Name of the worker that makes the call."""
+        name: str = self.call.peer.name
+        return name
+
+    @property
+    def stays_here(self) -> bool:
+        """Whether the result is for this worker."""
+        return self.call.owned is not None or self.call.peer.is_self
+
+
+Outcome = tuple[Any, BaseException | None]
+
+
+class Runner:
+    """Runs one function for several calls at once.
+
+    Args:
+        function: Called with stacked arguments.
+        name: Its name, for messages.
+        options: The options of the decorator.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, options: Options) -> None:
+        self._function = function
+        self._name = name
+        self._options = options
+        self._former_kind: Any = None
+
+    def outcomes(self, entries: list[Entry]) -> list[Outcome]:
+        """Returns the outcome of each call; never raises."""
+        try:
+            return self._by_kind(entries)
+        except BaseException as error:
+            return [(None, error)] * len(entries)
+
+    def _by_kind(self, entries: list[Entry]) -> list[Outcome]:
+        if len(entries) == 1:
+            return self._run(entries)
+        is_padded = self._options.pad is not None
+        if stacking.are_alike([entry.parts for entry in entries]):
+            self._former_kind = stacking.kind_of(entries[0].parts, is_padded)
+            return self._run(entries)
+        kinds = [stacking.kind_of(entry.parts, is_padded) for entry in entries]
+        usual = self._former_kind = stacking.majority(kinds, self._former_kind)
+        if kinds.count(usual) == len(kinds):
+            return self._run(entries)
+        outcomes: dict[int, Outcome] = {}
+        groups: dict[Any, list[int]] = {}
+        for place, kind in enumerate(kinds):
+            groups.setdefault(kind, []).append(place)
+        example = entries[groups[usual][0]]
+        for kind, places in groups.items():
+            members = [entries[place] for place in places]
+            if kind == usual or self._options.mixed:
+                found = self._run(members)
+            else:
+                found = [(None, self._differs(each, example)) for each in members]
+            outcomes.update(zip(places, found, strict=True))
+        return [outcomes[place] for place in range(len(entries))]
+
+    def _differs(self, entry: Entry, example: Entry) -> BaseException:
+        return stacking.differs(self._name, entry.caller, entry.parts, example.parts)
+
+    def _run(self, entries: list[Entry]) -> list[Outcome]:
+        """Runs calls of one kind; with ``isolate``, by halves after an error."""
+        try:
+            return self._results(entries)
+        except BaseException as error:
+            if not self._options.isolate or len(entries) == 1:
+                return self._failed(entries, error)
+        middle = len(entries) // 2
+        return self._run(entries[:middle]) + self._run(entries[middle:])
+
+    def _failed(self, entries: list[Entry], error: BaseException) -> list[Outcome]:
+        if len(entries) > 1 and hasattr(error, "add_note"):  # Python 3.10 has no notes.
+            callers = named([entry.caller for entry in entries])
+            error.add_note(f"in a batch of {len(entries)} calls of {self._name}, by {callers}")
+        return [(None, error)] * len(entries)
+
+    def _results(self, entries: list[Entry]) -> list[Outcome]:
+        columns = list(zip(*[entry.parts.leaves for entry in entries], strict=True))
+        stacked = stacking.stack(columns, self._options.pad)
+        args = put_together(entries[0].parts.structure, stacked)
+        kwargs = {}
+        if args and type(args[-1]) is Keywords:
+            *args, kwargs = args
+        made = _outside_of_calls(self._function, *entries[0].bound, *args, **kwargs)
+        result = stacking.take_apart(made)
+        count = len(entries)
+        stacking.check_rows(result, count, self._name, lambda: [entry.caller for entry in entries])
+        if all(entry.call.context_id == NO_GRAD for entry in entries):
+            result = stacking.detached(result)
+        graph = graph_of(self._name, stacked, result.leaves)
+        if graph is not None:
+            rows = self._rows_with_graphs(entries, columns, stacked, result, graph)
+        elif not any(entry.stays_here for entry in entries):
+            rows = stacking.encoded_rows_of(result) or stacking.rows_of(result, count)
+            return [(row, None) for row in rows]
+        else:
+            rows = stacking.rows_of(result, count)
+        return [
+            (_own_memory(row) if entry.stays_here else row, None)
+            for entry, row in zip(entries, rows, strict=True)
+        ]
+
+    def _rows_with_graphs(
+        self,
+        entries: list[Entry],
+        columns: Sequence[Sequence[Any]],
+        stacked: Sequence[Any],
+        result: Parts,
+        graph: Joined,
+    ) -> list[Any]:
+        rows = []
+        shared: Sequence[Tensor] = ()
+        for place, entry in enumerate(entries):
+            own = _own(place, columns, stacked)
+            outputs: Sequence[Tensor]
+            if entry.call.context_id == NO_GRAD:
+                outputs = [each.detach()[place] for each in graph.outputs]
+            elif own.tensors:
+                outputs = own_outputs(self._name, graph, own)
+            else:
+                shared = shared or shared_outputs(graph)
+                outputs = [each[place] for each in shared]
+            with_graph = dict(zip(map(id, graph.outputs), outputs, strict=True))
+            leaves = [
+                with_graph[id(leaf)] if id(leaf) in with_graph else _row(leaf, place)
+                for leaf in result.leaves
+            ]
+            rows.append(put_together(result.structure, leaves))
+        return rows
+
+
+def _row(leaf: Any, place: int) -> Any:
+    return leaf[place] if isinstance(leaf, Tensor) else leaf
+
+
+def _own(place: int, columns: Sequence[Sequence[Any]], stacked: Sequence[Any]) -> Own:
+    tensors, own_columns = [], []
+    for column, joined in zip(columns, stacked, strict=True):
+        tensor = column[place]
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            tensors.append(tensor)
+            own_columns.append(joined)
+    return Own(place, tensors, own_columns)
+
+
+def _own_memory(value: Any) -> Any:
+    """Returns a value that stays on this worker: it must not keep the memory of the batch."""
+    structure, leaves = stacking.take_apart(value)
+    copies = [each.clone() if isinstance(each, Tensor) else each for each in leaves]
+    return put_together(structure, copies)
+
+
+def _outside_of_calls(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The function serves many callers, and has the time limit and the context of none."""
+    before = current_call.set(None)
+    context_id = current_id()
+    set_current_id(0)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        set_current_id(context_id)
+        current_call.reset(before)

@@ -1,0 +1,84 @@
+"""What a batched function has done so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """What a batched function, or one object's batched method, has done so far.
+
+    Attributes:
+        batches: How many batches were closed.
+        sizes: How many of them had each size.
+        wait_s: Seconds that calls waited for their batch to be closed, all together.
+        longest_wait_s: The longest of these times.
+        run_s: Seconds that the batches ran, all together.
+        waiting: How many calls wait now.
+        failed: Calls that ended with an error.
+        refused: Calls that were refused because too many waited.
+        left: Calls that left the queue because their callers no longer waited.
+    """
+
+    batches: int = 0
+    sizes: dict[int, int] = field(default_factory=dict)
+    wait_s: float = 0.0
+    longest_wait_s: float = 0.0
+    run_s: float = 0.0
+    waiting: int = 0
+    failed: int = 0
+    refused: int = 0
+    left: int = 0
+
+    @property
+    def calls(self) -> int:
+        """How many calls were in these batches."""
+        return sum(size * count for size, count in self.sizes.items())
+
+    @property
+    def mean_size(self) -> float:
+        """How many calls a batch had on average; 0 before the first."""
+        return self.calls / self.batches if self.batches else 0.0
+
+    @property
+    def mean_wait_s(self) -> float:
+        """How long a call waited on average, in seconds; 0 before the first."""
+        return self.wait_s / self.calls if self.batches else 0.0
+
+
+class Counts:
+    """The statistics of a queue, while they grow; the queue keeps its threads apart."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+        self.wait_s = self.longest_wait_s = self.run_s = 0.0
+        self.failed = self.refused = self.left = 0
+
+    def add_batch(self, waits_s: Sequence[float]) -> None:
+        """Counts a batch by the times that its calls have waited."""
+        size = len(waits_s)
+        self.sizes[size] = self.sizes.get(size, 0) + 1
+        self.wait_s += sum(waits_s)
+        self.longest_wait_s = max(self.longest_wait_s, waits_s[0])
+
+    def add_run(self, run_s: float, failed: int) -> None:
+        """Counts the run of a batch."""
+        self.run_s += run_s
+        self.failed += failed
+
+    def snapshot(self, waiting: int) -> BatchStatistics:
+        """Returns the statistics so far."""
+        sizes = dict(self.sizes)
+        return BatchStatistics(
+            batches=sum(sizes.values()),
+            sizes=sizes,
+            wait_s=self.wait_s,
+            longest_wait_s=self.longest_wait_s,
+            run_s=self.run_s,
+            waiting=waiting,
+            failed=self.failed,
+            refused=self.refused,
+            left=self.left,
+        )

@@ -1,0 +1,293 @@
+"""Counts the calls of one worker, by function: how many, how many failed, how long they took.
+
+While no call is counted, nothing of this is in the way of a call. Counting puts another type in
+the place of ``PendingCall``, and of the types of served calls: a subclass that notes the time in
+the one method that every call ends by. A time is appended to an array, in one atomic step. The
+timer thread sorts the times into histograms.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from array import array
+from collections.abc import Callable
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from torchweft import knobs
+from torchweft.agent.calls import PendingCall
+from torchweft.protocol.observing.latency import LEAST_S, STEPS
+from torchweft.protocol.observing.report import FunctionCounts
+from torchweft.rpc.completion import Call, CallWithCode
+from torchweft.rpc.serving import ServedTypes
+from torchweft.rpc.worker import Worker
+from torchweft.serialize.functions import describe
+from torchweft.wire.messages import ERROR_REPLY
+
+LEASE_S = 10.0
+"""Seconds for which calls are counted after a report."""
+MOST_FUNCTIONS = 1000
+OTHERS = "other functions"
+"""Name under which the calls of further functions are counted."""
+
+_COLLECT_S = 1.0
+
+
+class _Times(NamedTuple):
+    """The times of calls that have ended since they were last collected, in seconds.
+
+    Attributes:
+        succeeded: Of calls with a result.
+        failed: Of calls with an error.
+        untimed: Zeros, for calls whose end their caller does not learn.
+    """
+
+    succeeded: array[float]
+    failed: array[float]
+    untimed: array[float]
+
+
+class _Noting(NamedTuple):
+    """The ``append`` of each array: looked up once, since every call needs one of them."""
+
+    success: Callable[[float], None]
+    failure: Callable[[float], None]
+    untimed: Callable[[float], None]
+
+
+Key = int | bytes | str
+"""Finds a function among those counted: its name, or the id of its code. It keeps no object of the
+program alive but code, which has no captured values."""
+
+
+def key_of(function: Any) -> Key:
+    """Returns the key of a called function; quickly for plain functions and names."""
+    kept = _kept_of(function)
+    return kept if isinstance(kept, (bytes, str)) else id(kept)
+
+
+def _kept_of(function: Any) -> object:
+    """Returns what is kept of a function, so that its id is not used again."""
+    kind = type(function)
+    if kind is FunctionType:
+        return function.__code__
+    if kind is MethodType:
+        return _kept_of(function.__func__)
+    if kind is BuiltinFunctionType and isinstance(function.__self__, (ModuleType, type)):
+        return function
+    return function if kind is bytes else name_of(function)
+
+
+def name_of(function: Any) -> str:
+    """Returns the name of a called function in reports."""
+    if isinstance(function, bytes):
+        return function.decode(errors="replace").replace(":", ".") or "a function by value"
+    if isinstance(function, tuple):  # A ``Subject``: its last part is the method.
+        return f"{function[-1]} of a reference"
+    return function if isinstance(function, str) else describe(function)
+
+
+class Tally:
+    """The calls in one direction. Thread-safe.
+
+    Args:
+        direction: ``"out"`` or ``"in"``.
+    """
+
+    def __init__(self, direction: str) -> None:
+        self.direction = direction
+        self.entries: dict[Key, _Noting] = {}
+        self._times: dict[Key, _Times] = {}
+        self._names: dict[Key, str] = {}
+        self._kept: list[object] = []
+        self._lock = threading.Lock()
+        self._counted: dict[str, _Counted] = {}
+
+    def entry_of(self, function: Any) -> _Noting:
+        """Returns the entry of a function, which is made if there is none yet."""
+        return self.entries.get(key_of(function)) or self._add(function)
+
+    def _add(self, function: Any) -> _Noting:
+        key, name = key_of(function), name_of(function)
+        with self._lock:
+            if len(self.entries) >= MOST_FUNCTIONS:
+                key = name = OTHERS
+            self._names[key] = name
+            self._kept.append(_kept_of(function) if key != OTHERS else None)
+            times = self._times.setdefault(key, _Times(array("d"), array("d"), array("d")))
+            entry = self.entries[key] = _Noting(*(each.append for each in times))
+            return entry
+
+    def collect(self) -> None:
+        """Sorts the times noted so far into the histograms."""
+        with self._lock:
+            for key, entry in self._times.items():
+                name = self._names[key]
+                counted = self._counted.setdefault(name, _Counted())
+                failed = _take(entry.failed)
+                counted.sort(failed)
+                counted.errors += len(failed)
+                counted.sort(_take(entry.succeeded))
+                counted.untimed += len(_take(entry.untimed))
+
+    def counts(self) -> list[FunctionCounts]:
+        """Returns the calls counted so far, by function."""
+        self.collect()
+        with self._lock:
+            return [
+                FunctionCounts(
+                    name,
+                    self.direction,
+                    sum(counted.times.values()) + counted.untimed,
+                    counted.errors,
+                    {str(number): count for number, count in counted.times.items()},
+                )
+                for name, counted in self._counted.items()
+            ]
+
+
+class _Counted:
+    """The calls of one function that have been collected, by bucket of their times."""
+
+    def __init__(self) -> None:
+        self.times: dict[int, int] = {}
+        self.errors = 0
+        self.untimed = 0
+
+    def sort(self, times: array[float]) -> None:
+        """Adds calls."""
+        seconds = np.maximum(np.frombuffer(times), LEAST_S)
+        numbers, counts = np.unique(np.floor(np.log2(seconds) * STEPS), return_counts=True)
+        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
+            self.times[int(number)] = self.times.get(int(number), 0) + count
+
+
+def _take(times: array[float]) -> array[float]:
+    """Takes the times out of an array to which calls append: each step is a single C function."""
+    taken = times[: len(times)]
+    del times[: len(taken)]
+    return taken
+
+
+class Counting:
+    """Counts the calls of one worker while somebody wants to know.
+
+    Args:
+        worker: The worker.
+        served: The types of its served calls.
+    """
+
+    def __init__(self, worker: Worker, served: ServedTypes) -> None:
+        self._worker = worker
+        self._served = served
+        self._lock = threading.Lock()
+        self._is_on = False
+        self._until_s = -math.inf
+        self._since_s = 0.0
+        self.made, self.taken = Tally("out"), Tally("in")
+        self._pending_type = counted_pending(self.made)
+        self._served_types = counted_served(self.taken)
+        self._timer = worker.agent.timers.add(self.tick)
+        if knobs.COUNTERS.get():
+            self.extend(math.inf)
+
+    @property
+    def since_s(self) -> float:
+        """Seconds since calls have been counted; negative if they are not."""
+        return time.monotonic() - self._since_s if self._is_on else -1.0
+
+    def extend(self, seconds: float = LEASE_S) -> None:
+        """Counts calls from now on, for that time at least."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._until_s = max(self._until_s, now_s + seconds)
+            if self._is_on:
+                return
+            self._is_on, self._since_s = True, now_s
+            self._worker.call_type = self._pending_type
+            self._worker.note_creation = self._note_creation
+            self._served.use(*self._served_types)
+        self._timer.wake_by(now_s + _COLLECT_S)
+
+    def _note_creation(self, function: Any) -> None:
+        """Counts a call for whose answer nobody waits: it takes no time at the caller."""
+        self.made.entry_of(function).untimed(0.0)
+
+    def counts(self) -> tuple[FunctionCounts, ...]:
+        """Returns what was counted so far, of this time and earlier ones."""
+        return (*self.made.counts(), *self.taken.counts())
+
+    def tick(self, now_s: float) -> float:
+        """Collects the times, and stops when nobody wants to know any more; a job of the timers."""
+        with self._lock:
+            if self._is_on and now_s > self._until_s:
+                self._is_on = False
+                self._worker.call_type = PendingCall
+                self._worker.note_creation = None
+                self._served.use(Call, CallWithCode)
+            is_on = self._is_on
+        self.made.collect()
+        self.taken.collect()
+        return now_s + _COLLECT_S if is_on else math.inf
+
+
+def counted_pending(tally: Tally) -> type[PendingCall]:
+    """Returns a type of calls that note in ``tally`` when they end."""
+    # Names of the enclosing function are found faster than attributes. A code object is found by
+    # its id, since its hash takes as long as the rest of this.
+    entries, entry_of = tally.entries, tally.entry_of
+    clock: Callable[[], float] = time.monotonic
+    failed = ERROR_REPLY
+
+    class Counted(PendingCall):
+        """A call that is counted at its caller."""
+
+        __slots__ = ()
+
+        def finish(self) -> None:
+            # Before the release: the thread that waits takes the frame.
+            frame, function = self.frame, self.function
+            taken_s = clock() - self.started_s
+            self._done.release()
+            try:
+                entry = entries[id(function.__code__)]  # type: ignore[union-attr]
+            except (AttributeError, KeyError):
+                entry = entry_of(function)
+            # By places: names of a tuple take longer. The flags of a frame are its second place.
+            entry[frame is None or frame[1] & failed](taken_s)
+
+    return Counted
+
+
+def counted_served(tally: Tally) -> tuple[type[Call], type[CallWithCode]]:
+    """Returns types of served calls that note in ``tally`` when they end."""
+    entries, entry_of = tally.entries, tally.entry_of
+    clock: Callable[[], float] = time.monotonic
+    answer = Call.__call__
+
+    def count(call: Call, result: Any, error: BaseException | None) -> None:
+        answer(call, result, error)
+        function = call.function
+        try:
+            entry = entries[function]  # type: ignore[index]
+        except (KeyError, TypeError):
+            entry = entry_of(function)
+        entry[error is not None](clock() - call.arrived_s)
+
+    class Counted(Call):
+        """A served call that is counted."""
+
+        __slots__ = ()
+        __call__ = count
+
+    class CountedWithCode(CallWithCode):
+        """A served call with functions by value that is counted."""
+
+        __slots__ = ()
+        __call__ = count
+
+    return Counted, CountedWithCode

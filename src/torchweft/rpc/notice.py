@@ -1,0 +1,44 @@
+"""Notice that this worker's host will be given up soon, as when SLURM pre-empts a job.
+
+SLURM sends ``SIGTERM`` to every process of a job step, also to the workers. The same signal ends
+workers when a run is over. So the agent of the host makes a file before it ends workers; without
+that file, the signal is a notice: the worker goes on, and ``torchweft.checkpoint.resumable`` saves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from types import FrameType
+
+FILE_VARIABLE = "WEFT_NOTICE_FILE"
+"""Environment variable with the path of the file that exists once there is notice."""
+
+ENDING = "ending"
+"""Name of the file beside it that exists once the launcher itself ends workers."""
+
+
+def is_given() -> bool:
+    """Whether this worker's host will be given up soon."""
+    path = os.environ.get(FILE_VARIABLE)
+    return bool(path) and os.path.exists(path)  # type: ignore[arg-type]
+
+
+def heed() -> None:
+    """Has ``SIGTERM`` give notice, if this worker's launcher can; a program's own handler stays."""
+    path = os.environ.get(FILE_VARIABLE)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not path or not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        return
+    ending, own_pid = os.path.join(os.path.dirname(path), ENDING), os.getpid()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if os.getpid() == own_pid and not os.path.exists(ending):
+            with contextlib.suppress(OSError), open(path, "w"):
+                return
+        signal.signal(number, signal.SIG_DFL)  # as in processes that this one has forked
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, note)

@@ -1,0 +1,30 @@
+"""Answers the questions of observers; see ``docs/protocols/observing.md``."""
+
+from __future__ import annotations
+
+from torchweft.errors import ProtocolError
+from torchweft.protocol.observing.report import DETAIL, REPORT, WHO, encode
+from torchweft.rpc.counting import Counting
+from torchweft.rpc.reporting import Reporter
+
+
+class Observers:
+    """Answers the observers of one worker. Thread-safe.
+
+    Args:
+        reporter: Makes the reports.
+        counting: Counts the worker's calls while it is observed.
+    """
+
+    def __init__(self, reporter: Reporter, counting: Counting) -> None:
+        self._reporter = reporter
+        self._counting = counting
+
+    def answer(self, question: str) -> bytes:
+        """Returns the answer to a question; raises ProtocolError if there is no such question."""
+        if question == WHO:
+            return encode(self._reporter.identity())
+        if question not in (REPORT, DETAIL):
+            raise ProtocolError(f"an observer asks {question!r}")
+        self._counting.extend()
+        return encode(self._reporter.report(in_detail=question == DETAIL))

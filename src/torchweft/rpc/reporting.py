@@ -1,0 +1,194 @@
+"""Makes the report of a worker: everything that it tells an observer, at this moment.
+
+The tables of calls, references and passes exist anyway. They are copied in single steps, while the
+threads that change them go on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import resource
+import time
+from collections.abc import Iterable
+
+import torch
+
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.peers import Peer
+from torchweft.protocol.calls import ServedCall as Served
+from torchweft.protocol.membership.registration import HOST
+from torchweft.protocol.observing.report import (
+    Event,
+    HeldReference,
+    Identity,
+    Member,
+    OpenCall,
+    Report,
+    ServedCall,
+    Traffic,
+    call_key,
+    reference_key,
+)
+from torchweft.rpc.activity import key_of, threads
+from torchweft.rpc.completion import Call
+from torchweft.rpc.counting import Counting, name_of
+from torchweft.rpc.health import health_of
+from torchweft.rpc.stack_report import function_of, served_by
+from torchweft.rpc.worker import Worker
+
+_GROUP_DIGITS = 8
+_MOST_CALLS = 500
+"""Open calls, and served ones, that a report names; the oldest."""
+_MOST_REFERENCES = 50
+_MOST_MEASURED = 2000
+_PAGE_BYTES = resource.getpagesize()
+
+
+def group_of(token: str) -> str:
+    """Returns the name of a group for people, which does not tell its token."""
+    return hashlib.sha256(b"weft group " + token.encode()).hexdigest()[:_GROUP_DIGITS]
+
+
+class Reporter:
+    """Makes the reports of one worker. Thread-safe.
+
+    Args:
+        worker: The worker.
+        counting: Counts its calls.
+        group: The name of its group.
+    """
+
+    def __init__(self, worker: Worker, counting: Counting, group: str) -> None:
+        self._worker = worker
+        self._agent = worker.agent
+        self._counting = counting
+        self._group = group
+
+    def identity(self) -> Identity:
+        """Returns who this worker is, and which others it knows."""
+        me = self._agent.me
+        members = [self._member(peer) for peer in self._agent.members.known()]
+        members.sort(key=lambda member: member.rank)
+        return Identity(
+            worker=me.name,
+            rank=me.info.id,
+            host=str(me.registration.facts.get(HOST, "")),
+            pid=os.getpid(),
+            group=self._group,
+            program=me.registration.main,
+            members=tuple(members),
+        )
+
+    def _member(self, peer: Peer) -> Member:
+        found = health_of(self._agent, peer)
+        cause = found.error.cause if found.error is not None else ""
+        host = str(peer.registration.facts.get(HOST, ""))
+        addresses = tuple(peer.registration.addresses)
+        return Member(peer.name, peer.info.id, peer.id, host, addresses, found.state.value, cause)
+
+    def report(self, *, in_detail: bool) -> Report:
+        """Returns the report; with stacks and references only ``in_detail``."""
+        worker, reactor = self._worker, self._agent.reactor
+        counts = worker.references.counts()
+        return Report(
+            identity=self.identity(),
+            clock_s=time.monotonic(),
+            time=time.time(),
+            cpu_s=time.process_time(),
+            memory_bytes=_memory_bytes(),
+            counted_since_s=self._counting.since_s,
+            slots=reactor.limit,
+            running=reactor.running,
+            queued=len(reactor.tasks),
+            traffic=tuple(self._traffic()),
+            functions=self._counting.counts(),
+            made=tuple(self._made()),
+            served=tuple(self._served()),
+            threads=tuple(threads(worker, with_frames=in_detail)),
+            owned=counts["owned"],
+            held=counts["held"],
+            references=tuple(self._references()) if in_detail else (),
+            contexts=len(worker.contexts.ids()),
+            passes=worker.engine.count_passes(),
+            events=tuple(self._events()) if in_detail else (),
+        )
+
+    def _traffic(self) -> Iterable[Traffic]:
+        for peer in list(self._agent.peers.values()):
+            link = peer.link
+            if not peer.is_self and link is not None:
+                moved = {name: count for name, count in peer.moved.copy().items() if count}
+                yield Traffic(peer.name, link.bytes_sent, link.bytes_received, moved)
+
+    def _made(self) -> Iterable[OpenCall]:
+        calls = sorted(self._agent.calls.all(), key=lambda call: call.started_s)
+        return [self._open_call(call) for call in calls[:_MOST_CALLS]]
+
+    def _open_call(self, call: PendingCall) -> OpenCall:
+        key = call_key(self._agent.info.name, call.number)
+        parent = call.parent
+        parent_key = "" if parent is None else key_of(self._worker, parent)
+        name = name_of(call.function)
+        return OpenCall(key, call.worker_name, name, call.elapsed_s, parent_key)
+
+    def _served(self) -> Iterable[ServedCall]:
+        return [self._served_call(call) for call in served_by(self._worker)[:_MOST_CALLS]]
+
+    def _served_call(self, call: Served) -> ServedCall:
+        makes = awaits = ""
+        if isinstance(call, Call):
+            if getattr(call, "owned", None) is not None:
+                makes = reference_key(call.reference)
+            awaited = getattr(call, "awaited", None)
+            if awaited is not None and not awaited.is_ready:
+                reference = self._worker.references.reference_of(awaited)
+                awaits = "" if reference is None else reference_key(reference)
+        return ServedCall(
+            key=key_of(self._worker, call),
+            caller=call.peer.name,
+            function=function_of(call),
+            age_s=time.monotonic() - call.arrived_s,
+            has_begun=call.frame is None,
+            makes=makes,
+            awaits=awaits,
+        )
+
+    def _references(self) -> Iterable[HeldReference]:
+        keeper, peers = self._worker.references, self._agent.peers
+        owned, held = keeper.inventory()
+        measured = [
+            (_size_of(value.value), reference)
+            for reference, value in list(owned.items())[:_MOST_MEASURED]
+        ]
+        measured.sort(key=lambda pair: -pair[0])
+        pairs = [*measured[:_MOST_REFERENCES], *((0, each) for each in held[:_MOST_REFERENCES])]
+        return [
+            HeldReference(
+                reference_key(each), peers[each.owner].name, keeper.site(each), size_bytes
+            )
+            for size_bytes, each in pairs
+        ]
+
+    def _events(self) -> Iterable[Event]:
+        now_s = time.monotonic()
+        return [Event(now_s - at_s, text) for at_s, text in self._agent.events.all()]
+
+
+def _memory_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES
+
+
+def _size_of(value: object) -> int:
+    """Returns the bytes of the tensors in a value: a tensor, a module, or a plain container."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes if value.layout is torch.strided else 0
+    if isinstance(value, torch.nn.Module):
+        return sum([each.nbytes for each in (*value.parameters(), *value.buffers())])
+    parts: list[object] = []
+    if type(value) is dict:
+        parts = list(value.copy().values())
+    elif type(value) is list or type(value) is tuple:
+        parts = list(value)
+    return sum([_size_of(each) for each in parts if isinstance(each, torch.Tensor)])

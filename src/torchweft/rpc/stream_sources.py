@@ -1,0 +1,285 @@
+"""Streams on the side of the generator: values are computed when they have been asked for.
+
+A consumer asks for each value by a call of its own, with the number of the value, some calls ahead.
+So the calls that are open are the consumer's credit; a cancelled call, or a lost consumer, ends the
+stream; and values, errors and gradients travel as those of any call.
+
+A generator may keep modes of PyTorch, and locks, from one value to the next. So each has a thread
+of its own, which waits without a message to anyone until the next value is asked for.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from torchweft.agent.agent import Agent, Slot
+from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import current_call
+from torchweft.arguments import kind_of
+from torchweft.autograd.contexts import set_current_id
+from torchweft.autograd.outside import NO_GRAD
+from torchweft.errors import ArgumentTypeError, CallCancelled, CallRefused, ConfigurationError
+from torchweft.rpc.batching.decorator import TAKEN
+from torchweft.rpc.current_call import check_called, check_types
+from torchweft.rpc.handles import Handle
+from torchweft.rpc.serving import method_of
+from torchweft.runtime.reports import log_exception
+from torchweft.serialize.functions import describe
+from torchweft.serialize.registry import remotely_callable
+
+_log = logging.getLogger("torchweft")
+
+MOST_AHEAD = 4096
+"""How many values a consumer may ask for at a time."""
+
+END: tuple[Any, ...] = ()
+"""The answer after the last value; a value is in a tuple of its own."""
+
+
+class Source:
+    """One generator. Thread-safe.
+
+    Args:
+        name: Name of its thread.
+        iterator: Yields the values.
+    """
+
+    def __init__(self, name: str, iterator: Iterator[Any]) -> None:
+        self._iterator = iterator
+        self._asked: dict[int, Any] = {}
+        self._next = 0
+        self._is_stopped = False
+        self._has_ended = False
+        self._changed = threading.Condition()
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def pull(self, place: int, call: Any) -> None:
+        """Answers a call with the value at a place, as soon as it is computed.
+
+        Raises:
+            ConfigurationError: The place is before the next value, or too far ahead.
+        """
+        with self._changed:
+            if not self._has_ended:
+                if not self._next <= place < self._next + MOST_AHEAD or place in self._asked:
+                    raise ConfigurationError(
+                        f"value {place} of a stream was asked for, where {self._next} is the next; "
+                        f"at most {MOST_AHEAD} may be asked for ahead"
+                    )
+                self._asked[place] = call
+                self._changed.notify()
+                call.on_cancel(self.stop)
+                return
+        call(END, None)
+
+    def stop(self) -> None:
+        """Ends the stream: the generator is closed where it waits. Never blocks for long."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self.thread.start()
+
+    def _run(self) -> None:
+        while self._await_pull():
+            if not self.answer_next():
+                return
+        self._close()
+
+    def _await_pull(self) -> bool:
+        """Waits for the call for the next value; returns False if the stream was stopped."""
+        with self._changed:
+            while not (self.is_asked or self._is_stopped):
+                self._changed.wait()
+            return not self._is_stopped
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a call waits for the next value."""
+        return self._next in self._asked
+
+    def answer_next(self) -> bool:
+        """Computes the next value, for the call that waits for it; returns whether there was one.
+
+        After the last value, and after an error, the stream has ended.
+        """
+        with self._changed:
+            call = self._asked.pop(self._next)
+            self._next += 1
+        if self._answer(call):
+            return True
+        self._close()
+        return False
+
+    def _answer(self, call: Any) -> bool:
+        before = current_call.set(call)
+        set_current_id(0 if call.context_id == NO_GRAD else call.context_id)
+        try:
+            value = next(self._iterator)
+        except StopIteration:
+            call(END, None)
+        except BaseException as error:
+            call(None, error)
+        else:
+            call((value,), None)
+            return True
+        finally:
+            current_call.reset(before)
+        return False
+
+    def _close(self) -> None:
+        with self._changed:
+            self._has_ended = True
+            left, self._asked = list(self._asked.values()), {}
+        close: Callable[[], object] | None = getattr(self._iterator, "close", None)
+        del self._iterator  # Its objects end with the stream.
+        try:
+            if close is not None:
+                close()
+        except BaseException:
+            log_exception("a generator failed when its stream was closed")
+        for call in left:
+            if self._is_stopped:
+                call(None, CallCancelled("the stream was closed"))
+            else:
+                call(END, None)
+
+
+class Sources:
+    """The streams that one worker makes for others. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+        start: Has a source answer its calls, by default in its own thread.
+    """
+
+    def __init__(self, agent: Agent, start: Callable[[Source], None] = Source.start) -> None:
+        self._agent = agent
+        self._start = start
+        self._sources: dict[tuple[int, int], Source] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def begin(self, peer: Peer, number: int, values: Any, name: str) -> None:
+        """Begins a stream for a worker, under a number of its own.
+
+        Raises:
+            ArgumentTypeError: There is nothing to iterate over.
+            ConfigurationError: The worker has a stream of that number.
+            CallRefused: This worker is leaving.
+            RuntimeError: The system cannot start a thread now.
+        """
+        if isinstance(values, Tensor):
+            raise ArgumentTypeError(
+                f"{name} returned a tensor, which would be taken apart row by row; yield its parts"
+            )
+        try:
+            iterator = iter(values)
+        except TypeError:
+            raise ArgumentTypeError(
+                f"{name} returned {kind_of(values)}, which cannot be iterated over; a stream is of "
+                "a generator or anything else that for loops take"
+            ) from None
+        source = Source(f"weft-{self._agent.info.name}-stream-{peer.name}-{number}", iterator)
+        with self._lock:
+            if self._is_closed or peer.lost is not None:
+                raise CallRefused("the worker is shutting down; it begins no stream")
+            if (peer.id, number) in self._sources:
+                raise ConfigurationError(f"worker {peer.name!r} has a stream {number} already")
+            self._forget_ended()
+            self._start(source)
+            self._sources[peer.id, number] = source
+
+    def _forget_ended(self) -> None:
+        for key in [key for key, each in self._sources.items() if not each.thread.is_alive()]:
+            del self._sources[key]
+
+    def open(self) -> list[Source]:
+        """Returns the streams that have not been ended."""
+        with self._lock:
+            return list(self._sources.values())
+
+    def find(self, peer: Peer, number: int) -> Source | None:
+        """Returns a stream of a worker; None if it has ended."""
+        return self._sources.get((peer.id, number))
+
+    def end(self, peer: Peer, number: int) -> None:
+        """Ends a stream of a worker; does nothing if it has ended."""
+        with self._lock:
+            source = self._sources.pop((peer.id, number), None)
+        if source is not None:
+            source.stop()
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Ends all streams of a lost worker."""
+        with self._lock:
+            numbers = [number for owner, number in self._sources if owner == peer.id]
+        for number in numbers:
+            self.end(peer, number)
+
+    def close(self, limit_s: float) -> None:
+        """Ends all streams; waits for their threads, but not for code of the program.
+
+        Args:
+            limit_s: Seconds to wait at most.
+        """
+        with self._lock:
+            self._is_closed = True
+        sources = self.open()
+        for source in sources:
+            source.stop()
+        end_s = time.monotonic() + limit_s
+        for source in sources:
+            if source.thread is not threading.current_thread():
+                source.thread.join(max(end_s - time.monotonic(), 0.0))
+        stuck = [each.thread.name for each in sources if each.thread.is_alive()]
+        if stuck:
+            _log.warning("generators still running user code at shutdown: %s", ", ".join(stuck))
+
+
+SOURCES: Slot[Sources] = Slot()
+
+
+# Called by other workers.
+
+
+@remotely_callable
+def begin(number: int, function: Any, args: Any, kwargs: Any, of: Any = None) -> None:
+    """Calls a function that returns an iterator, or a method of a value, and begins its stream."""
+    check_types(number=(number, int), args=(args, (tuple, list)), kwargs=(kwargs, dict))
+    call: Any = current_call.get()
+    if of is None:
+        check_called(function)
+    else:
+        check_types(of=(of, Handle), function=(function, str))
+        function = method_of(of.local_value(), function)
+    values = function(*args, **kwargs)
+    call.worker.agent.slots[SOURCES].begin(call.peer, number, values, describe(function))
+
+
+@remotely_callable
+def pull(number: int, place: int) -> Any:
+    """Answers with a value of a stream, in a tuple, or with ``END``, when it is there."""
+    check_types(number=(number, int), place=(place, int))
+    call: Any = current_call.get()
+    source = call.worker.agent.slots[SOURCES].find(call.peer, number)
+    if source is None:
+        return END
+    source.pull(place, call)
+    return TAKEN
+
+
+@remotely_callable
+def end(number: int) -> None:
+    """Ends a stream."""
+    check_types(number=(number, int))
+    call: Any = current_call.get()
+    call.worker.agent.slots[SOURCES].end(call.peer, number)

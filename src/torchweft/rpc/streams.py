@@ -1,0 +1,225 @@
+"""``torchweft.rpc.stream``: the values of a generator that runs on another worker."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.arguments import limit_of
+from torchweft.autograd.contexts import current_id, enter
+from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
+from torchweft.rpc.calls import Destination, call_and_wait, checked_call, start
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.current_call import detached
+from torchweft.rpc.fan_out import as_completed
+from torchweft.rpc.futures import Future, ignore_errors
+from torchweft.rpc.rref import RRef, check_method
+from torchweft.rpc.stream_sources import MOST_AHEAD
+from torchweft.rpc.targets import method_name
+from torchweft.rpc.worker import WORKER, Worker
+from torchweft.serialize.tracebacks import shorten
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+_BEGIN = b"torchweft.rpc.stream_sources:begin"
+_PULL = b"torchweft.rpc.stream_sources:pull"
+_END = b"torchweft.rpc.stream_sources:end"
+
+_numbers = itertools.count(1)
+
+
+class Stream(Generic[T]):
+    """The values of a remote generator, in order; made by ``stream``. For one thread at a time.
+
+    An iterator, and a context manager that closes it. Dropping it closes it as well.
+    """
+
+    def __init__(
+        self, worker: Worker, peer: Peer, number: int, name: str, ahead: int, timeout_s: float
+    ) -> None:
+        self._worker = worker
+        self._peer = peer
+        self._number = number
+        self._name = name
+        self._timeout_s = timeout_s
+        self._context_id = current_id()
+        self._places = itertools.count()
+        self._pulled: deque[Future[Any]] = deque()
+        self._has_ended = False
+        for _ in range(ahead):
+            self._pull()
+
+    @property
+    def worker_name(self) -> str:
+        """Name of the worker that runs the generator."""
+        return self._peer.name
+
+    def _pull(self) -> None:
+        args = (self._number, next(self._places))
+        # The stream may outlive the call within which it was opened, and has the time it takes.
+        with detached(), enter(self._context_id):
+            subject = (_describe, self._name)
+            future = start(self._worker, self._peer, _PULL, args, {}, 0.0, subject)
+        ignore_errors(future)
+        self._pulled.append(future)
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> T:
+        """Returns the next value. Blocks until it is there.
+
+        Raises:
+            StopIteration: The generator has ended, or the stream was closed.
+            CallTimeout: The value did not come in time. The stream goes on: it may come later.
+            WorkerLost: The worker of the generator was lost.
+            Exception: The error of the generator, which ends the stream.
+        """
+        if self._has_ended:
+            raise StopIteration
+        if not self._pulled:
+            self._pull()  # The worker was lost when the last value was taken: raises.
+        future = self._pulled[0]
+        if self._timeout_s and not future.done():
+            for _ in as_completed([future], self._timeout_s):
+                pass
+        try:
+            found = future.wait()
+        except Exception:
+            self.close()
+            raise
+        self._pulled.popleft()
+        if not found:
+            self.close()
+            raise StopIteration
+        try:
+            self._pull()
+        except (WorkerLost, NotInitialized):
+            pass  # The values that have come are still good; a later use raises.
+        value: T = found[0]
+        return value
+
+    def close(self) -> None:
+        """Ends the stream: values that are under way are dropped, the generator is closed.
+
+        Does not block. A generator that computes a value is closed after it; it may query
+        ``torchweft.rpc.is_cancelled``. Does nothing to a stream that has ended.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        pulled, self._pulled = self._pulled, deque()
+        for future in pulled:
+            future.cancel()
+        try:
+            with detached():
+                ended = start(self._worker, self._peer, _END, (self._number,), {}, 0.0)
+            ignore_errors(ended)
+        except Exception:
+            pass  # The worker is lost, or this one has left: the generator ends all the same.
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_has_ended", True):
+            # As a task: a finalizer may run anywhere.
+            _close_soon(self._worker, self._peer, self._number, self._pulled)
+
+    def __repr__(self) -> str:
+        state = "ended" if self._has_ended else "open"
+        return f"Stream({self._name} on {self._peer.name!r}, {state})"
+
+
+def _close_soon(worker: Worker, peer: Peer, number: int, pulled: deque[Future[Any]]) -> None:
+    def close(_: object, __: object) -> None:
+        abandoned: Stream[Any] = Stream.__new__(Stream)
+        abandoned._worker, abandoned._peer, abandoned._number = worker, peer, number
+        abandoned._pulled, abandoned._has_ended = pulled, False
+        abandoned.close()
+
+    worker.agent.reactor.submit(close)
+
+
+def _describe(name: str) -> str:
+    return f"a value of the stream of {name}"
+
+
+def stream(
+    to: Destination | RRef[Any],
+    func: Callable[..., Iterable[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    ahead: int = 4,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Stream[T]:
+    """Runs a generator on another worker and returns an iterator over its values.
+
+    The generator runs in a thread of its own, and computes at most ``ahead`` values more than
+    have been taken: a slow consumer slows it down. Values are sent one by one, like results of
+    calls; in an autograd context they are part of its graph. The generator ends when the stream is
+    closed or dropped, or when either worker is lost; its ``finally`` blocks run. Blocks until the
+    generator is made.
+
+    Args:
+        to: The worker, as for ``rpc_sync``, or a reference to the object whose method it is.
+        func: A generator function, or any function that returns an iterable; for a reference, a
+            method as its class has it, ``Sampler.samples``.
+        args: As for ``rpc_sync``.
+        kwargs: As for ``rpc_sync``.
+        ahead: How many values may be under way, from 1 to 4,096.
+        timeout: Seconds to wait for a value at most; 0 for no limit, by default the worker's
+            ``rpc_timeout``.
+
+    Raises:
+        ConfigurationError: ``ahead`` is out of range.
+        ArgumentTypeError: What the function returns cannot be iterated over.
+        Exception: As ``rpc_sync``.
+
+    Example::
+
+        with rpc.stream("sampler", generate, args=(prompts,), ahead=2) as samples:
+            for tokens in samples:
+                learn(tokens)
+    """
+    if type(ahead) is not int or not 1 <= ahead <= MOST_AHEAD:
+        raise ConfigurationError(f"ahead={ahead!r}: pass a number from 1 to {MOST_AHEAD}")
+    try:
+        agent = current()
+        worker = agent.slots[WORKER]
+        limit_s = limit_of(timeout, agent.default_timeout_s)
+        if isinstance(to, RRef):
+            to.agent()
+            peer = agent.peers[to.id.owner]
+            name = method_name(func)
+            check_method(to, name)
+            named: Any = name
+        else:
+            peer, named = agent.find(to), func
+            name = getattr(func, "__qualname__", repr(func))
+        _, args, kwargs = checked_call(func, args, kwargs)
+        number = next(_numbers)
+        begun = (number, named, tuple(args), kwargs, to if isinstance(to, RRef) else None)
+        call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, (_describe, name))
+        return Stream(worker, peer, number, name, ahead, 0.0 if math.isinf(limit_s) else limit_s)
+    except Exception as error:
+        shorten(error)
+        raise

@@ -1,0 +1,46 @@
+"""The subscribers of this worker, by key: where publishers' announcements arrive."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from typing import Protocol
+
+from torchweft.protocol.weights import Version
+
+
+class Told(Protocol):
+    """A subscriber that is told of versions."""
+
+    def announced(self, version: Version) -> None:
+        """The publisher has a version. Does not block."""
+
+
+_told: weakref.WeakValueDictionary[int, Told] = weakref.WeakValueDictionary()
+_keys = itertools.count(1)
+_lock = threading.Lock()
+
+
+def enter(subscriber: Told) -> int:
+    """Adds a subscriber, for as long as it lives; returns its key on this worker."""
+    with _lock:
+        key = next(_keys)
+        _told[key] = subscriber
+    return key
+
+
+def leave(key: int) -> None:
+    """Removes a subscriber."""
+    with _lock:
+        _told.pop(key, None)
+
+
+def announce(key: int, version: Version) -> bool:
+    """Tells a subscriber of a version; returns whether there is such a subscriber."""
+    with _lock:
+        subscriber = _told.get(key)
+    if subscriber is None:
+        return False
+    subscriber.announced(version)
+    return True

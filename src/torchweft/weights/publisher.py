@@ -1,0 +1,322 @@
+"""Publishes the weights of a module as numbered versions."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweft import memory
+from torchweft.agent.current import current
+from torchweft.errors import ConfigurationError, WeftError
+from torchweft.protocol.weights import Offer, Offers, Version
+from torchweft.rpc import detached, rpc_async
+from torchweft.rpc.futures import Future
+from torchweft.weights import delta, inbox
+from torchweft.weights.layout import Layout, Source, check_same, layout_of, tensors_of
+
+_log = logging.getLogger("torchweft")
+_ANNOUNCE_S = 60.0
+"""The time limit of an announcement; a worker that is silent for so long is lost in most groups."""
+_WORTH = 0.5
+"""The largest share of the whole weights that a delta may have."""
+
+
+class Published(NamedTuple):
+    """Counts of one publisher.
+
+    Attributes:
+        versions: Versions that were published.
+        shared: Answers for which no byte was copied: the subscriber maps the version.
+        wholes: Whole copies that were sent.
+        deltas: Deltas that were sent.
+        whole_bytes: Bytes of the whole copies.
+        delta_bytes: Bytes of the deltas.
+        longest_publish_s: Seconds of the longest ``publish``.
+    """
+
+    versions: int = 0
+    shared: int = 0
+    wholes: int = 0
+    deltas: int = 0
+    whole_bytes: int = 0
+    delta_bytes: int = 0
+    longest_publish_s: float = 0.0
+
+
+class Terms(NamedTuple):
+    """The answer to a subscription.
+
+    Attributes:
+        layout: The published tensors.
+        publisher: Number of this life of the publisher.
+        has_deltas: Whether deltas may be sent.
+        newest: The newest version; None before the first.
+    """
+
+    layout: Layout
+    publisher: int
+    has_deltas: bool
+    newest: Version | None
+
+
+class Sent(NamedTuple):
+    """The answer to a fetch.
+
+    Attributes:
+        offer: The version, and its base.
+        is_shared: Whether the memory is that of the publisher.
+        data: The whole version, or the code of a delta, as bytes of shape ``(n,)``.
+        checksum: That of a delta.
+    """
+
+    offer: Offer
+    is_shared: bool
+    data: Tensor
+    checksum: int = 0
+
+
+class _Kept(NamedTuple):
+    """The bytes of a version."""
+
+    memory: Tensor
+    is_shared: bool
+
+
+class _Subscription:
+    """A subscriber, and the last version of which it was told."""
+
+    def __init__(self, worker: str, key: int) -> None:
+        self.worker = worker
+        self.key = key
+        self.told = 0
+        self.is_being_told = False
+
+
+class Publisher:
+    """Publishes the weights of a module, or any tensors by name, as numbered versions.
+
+    Other workers follow it with a ``Subscriber``, to which a reference is passed,
+    ``rpc.RRef(publisher)``. A version lies in memory that the workers of this host share, so no
+    bytes are copied for a subscriber on this host. To a subscriber on another host a version is
+    sent once it has taken over the former, whole or as a delta; if it is slow, it skips versions.
+    Nothing waits for a subscriber, and a lost one is forgotten. Thread-safe.
+
+    The publisher keeps the newest version, and with ``deltas`` so many older ones. Subscribers on
+    this host keep at most two versions each in this worker's shared memory, whose bound is
+    ``WEFT_SHM_LIMIT_BYTES``; beyond it, versions lie in private memory and are sent as copies.
+
+    Args:
+        source: The module, of which parameters and persistent buffers are published, or a dict of
+            tensors. Any device and strides.
+        dtype: The type in which floating-point tensors are published, such as ``torch.bfloat16``;
+            None for their own.
+        deltas: How many older versions are kept. A subscriber on another host that has one of them
+            gets the words that have changed, if they take less than half of the bytes.
+        after: The first version has the number after this; for a trainer that was restarted.
+
+    Raises:
+        ArgumentTypeError: The source has other values than dense tensors.
+        ConfigurationError: An argument is out of range.
+        NotInitialized: This process is not a worker.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        dtype: torch.dtype | None = None,
+        deltas: int = 0,
+        after: int = 0,
+    ) -> None:
+        for name, value in (("deltas", deltas), ("after", after)):
+            if type(value) is not int or value < 0:
+                raise ConfigurationError(f"{name}={value!r}: pass a number, at least 0")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigurationError(f"dtype={dtype}: pass a floating-point type")
+        self._worker = current().me.name
+        self._source = source
+        self._dtype = dtype
+        self._layout = layout_of(tensors_of(source), dtype)
+        self._has_deltas = deltas > 0
+        self._life = secrets.randbits(63)
+        self._offers = Offers(self._life, after, deltas)
+        self._lock = threading.Lock()
+        self._publishing = threading.Lock()
+        self._encoding = threading.Lock()
+        self._kept: dict[int, _Kept] = {}
+        self._deltas: dict[tuple[int, int], delta.Delta | None] = {}
+        self._subscriptions: dict[tuple[str, int], _Subscription] = {}
+        self._counts = Published()
+        self._has_warned = False
+
+    @property
+    def version(self) -> int:
+        """Number of the newest version; that of ``after`` before the first."""
+        return self._offers.number
+
+    def publish(self) -> int:
+        """Makes the present values a version, and tells the subscribers. Returns its number.
+
+        Blocks for the copy into the version's memory, and a small message to each subscriber; waits
+        for none of them. The values must not be changed meanwhile, by other threads.
+
+        Raises:
+            WeightsMismatch: The source has other tensors than at first; nothing is published.
+        """
+        began_s = time.perf_counter()
+        with self._publishing:
+            tensors = tensors_of(self._source)
+            check_same(self._layout, tensors, self._dtype, f"the source on {self._worker!r}")
+            kept = self._new_memory()
+            fill(self._layout, tensors, kept.memory)
+            with self._lock:
+                version = self._offers.published()
+                self._kept[version.number] = kept
+                self._kept = {number: self._kept[number] for number in self._offers.kept}
+                subscriptions = list(self._subscriptions.values())
+                self._deltas.clear()
+        for each in subscriptions:
+            self._tell(each)
+        elapsed_s = time.perf_counter() - began_s
+        with self._lock:
+            longest_s = max(elapsed_s, self._counts.longest_publish_s)
+            self._count(versions=1)
+            self._counts = self._counts._replace(longest_publish_s=longest_s)
+        return version.number
+
+    def _new_memory(self) -> _Kept:
+        try:
+            shared = memory.shared_empty(self._layout.size_bytes, dtype=torch.uint8)
+            return _Kept(shared, True)
+        except MemoryError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning("weights are sent as copies, also on this host: %s", error)
+            return _Kept(torch.empty(self._layout.size_bytes, dtype=torch.uint8), False)
+
+    def statistics(self) -> Published:
+        """Returns the counts so far."""
+        with self._lock:
+            return self._counts
+
+    def _count(self, **more: int) -> None:
+        values = self._counts._asdict()
+        self._counts = self._counts._replace(**{key: values[key] + more[key] for key in more})
+
+    # Announcements
+
+    def _tell(self, subscription: _Subscription) -> None:
+        """Announces the newest version, unless an announcement is under way: its end does."""
+        with self._lock:
+            newest = self._offers.newest
+            if newest is None or subscription.is_being_told or subscription.told == newest.number:
+                return
+            subscription.is_being_told = True
+            subscription.told = newest.number
+
+        def told(done: Any) -> None:
+            with self._lock:
+                subscription.is_being_told = False
+            try:
+                is_there = done.wait()
+            except WeftError as error:
+                is_there = isinstance(error, TimeoutError)
+            except Exception:
+                is_there = False
+            if is_there:
+                self._tell(subscription)
+            else:
+                self.unsubscribe(subscription.worker, subscription.key)
+
+        try:
+            with detached():
+                args = (subscription.key, newest)
+                future: Future[bool] = rpc_async(
+                    subscription.worker, inbox.announce, args, timeout=_ANNOUNCE_S
+                )
+        except Exception:  # It is lost, or this worker leaves.
+            self.unsubscribe(subscription.worker, subscription.key)
+            return
+        future.add_done_callback(told)
+
+    # Called by subscribers
+
+    def subscribe(self, worker: str, key: int) -> Terms:
+        """Adds a subscriber."""
+        with self._lock:
+            newest = self._offers.newest
+            added = self._subscriptions[worker, key] = _Subscription(worker, key)
+            added.told = 0 if newest is None else newest.number
+        return Terms(self._layout, self._life, self._has_deltas, newest)
+
+    def unsubscribe(self, worker: str, key: int) -> None:
+        """Removes a subscriber; does nothing if there is no such."""
+        with self._lock:
+            self._subscriptions.pop((worker, key), None)
+
+    def fetch(self, worker: str, have: Version | None) -> Sent | None:
+        """Returns the newest version for a worker; None if there is none but the one it has."""
+        lends = _lends_to(worker)
+        with self._lock:
+            newest = self._offers.newest
+            is_shared = newest is not None and lends and self._kept[newest.number].is_shared
+            offer = self._offers.fetched(have, is_shared=is_shared)
+            if offer is None:
+                return None
+            new = self._kept[offer.version.number].memory
+            base = None if offer.base is None else self._kept[offer.base.number].memory
+        if base is not None:
+            found = self._delta(offer, base, new)
+            if found is not None:
+                code = torch.frombuffer(bytearray(found.code), dtype=torch.uint8)
+                with self._lock:
+                    self._count(deltas=1, delta_bytes=len(found.code))
+                return Sent(offer, False, code, found.checksum)
+        with self._lock:
+            if is_shared:
+                self._count(shared=1)
+            else:
+                self._count(wholes=1, whole_bytes=self._layout.size_bytes)
+        return Sent(offer._replace(base=None), is_shared, new)
+
+    def _delta(self, offer: Offer, base: Tensor, new: Tensor) -> delta.Delta | None:
+        """Returns the delta, which several subscribers may need; one thread at a time makes it."""
+        assert offer.base is not None
+        key = offer.base.number, offer.version.number
+        with self._encoding:
+            with self._lock:
+                if key in self._deltas:
+                    return self._deltas[key]
+            limit_bytes = int(_WORTH * self._layout.size_bytes)
+            found = delta.encode(words_of(base), words_of(new), limit_bytes)
+            with self._lock:
+                if offer.version == self._offers.newest:  # Else nobody will ask for it again.
+                    self._deltas[key] = found
+            return found
+
+
+def _lends_to(worker: str) -> bool:
+    """Whether a worker maps this worker's shared memory."""
+    peer = current().find(worker)
+    return peer.is_self or peer.channels.lender is not None
+
+
+def fill(layout: Layout, tensors: dict[str, Tensor], version: Tensor) -> None:
+    """Copies tensors into the memory of a version, of shape ``(size_bytes,)``, type uint8."""
+    with torch.no_grad():
+        for name, view in layout.views(version).items():
+            view.copy_(tensors[name])
+        for gap in layout.gaps():
+            version[gap] = 0
+
+
+def words_of(version: Tensor) -> delta.Words:
+    """Returns the words of a version, in its memory."""
+    found: delta.Words = version.numpy().view("<u2")
+    return found

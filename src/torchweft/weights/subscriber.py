@@ -1,0 +1,405 @@
+"""Follows a publisher, and takes its versions over into a module of this worker."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.current import current
+from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.protocol.weights import Following, Next, Version
+from torchweft.rpc import RRef, on_worker_lost
+from torchweft.rpc.futures import Future, ignore_errors
+from torchweft.weights import delta, inbox
+from torchweft.weights.errors import DeltaError
+from torchweft.weights.layout import Layout, Source, check_same, tensors_of
+from torchweft.weights.publisher import Publisher, Sent, words_of
+from torchweft.weights.switching import Switch, prepare
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_log = logging.getLogger("torchweft")
+
+
+class Taken(NamedTuple):
+    """Counts of one subscriber.
+
+    Attributes:
+        versions: Versions that were taken over.
+        shared: Versions that came without a copy.
+        wholes: Versions that came as whole copies.
+        deltas: Versions that came as deltas.
+        refused: Deltas that did not apply; whole weights were fetched instead.
+        longest_update_s: Seconds of the longest ``update``, without waiting for a version.
+    """
+
+    versions: int = 0
+    shared: int = 0
+    wholes: int = 0
+    deltas: int = 0
+    refused: int = 0
+    longest_update_s: float = 0.0
+
+
+class _Ready(NamedTuple):
+    """A whole version, and the change that puts it into the module."""
+
+    memory: Tensor
+    is_shared: bool
+    switch: Switch
+
+
+class Subscriber:
+    """Has the newest version of a publisher at hand, and puts it into a module when asked.
+
+    Versions are fetched by a thread that lives for one fetch, while the module is in use.
+    ``update`` then swaps pointers: each parameter uses the memory of the version, which on one host
+    all subscribers share, so it must not be written. Buffers are copied, as modules write them.
+    When the publisher is lost, the module keeps its version, see ``lost``. Thread-safe, except that
+    the module must not be in use during ``update``.
+
+    Args:
+        publisher: A reference to the ``Publisher``, or the publisher itself.
+        module: The module, or a dict of tensors, with the names, shapes and types that are
+            published.
+        in_place: Copies parameters too, into the memory that they have. Needed if they are trained,
+            captured in a CUDA graph, or shared with another process; always so on other devices,
+            and for the tensors of a dict.
+        timeout: Seconds for each call of the publisher; 0 for no limit.
+
+    Raises:
+        WeightsMismatch: The module has other tensors than the publisher; names the first.
+        WorkerLost: The publisher's worker is lost.
+    """
+
+    def __init__(
+        self,
+        publisher: RRef[Publisher] | Publisher,
+        module: Source,
+        *,
+        in_place: bool = False,
+        timeout: float = 300.0,
+    ) -> None:
+        self._agent = current()
+        self._worker = self._agent.me.name
+        self._targets = tensors_of(module)
+        self._in_place = in_place
+        self._timeout_s = timeout
+        self._changed = threading.Condition()
+        self._updating = threading.Lock()
+        self._following = Following()
+        self._fetch_number = 0
+        self._thread: threading.Thread | None = None
+        self._call: Future[Sent | None] | None = None
+        self._keeps_memory = False
+        self._ready: _Ready | None = None
+        self._memory: Tensor | None = None
+        self._error: Exception | None = None
+        self._is_closed = False
+        self._counts = Taken()
+        self.lost: WorkerLost | None = None
+        """The loss of the publisher; None while it lives."""
+        self._layout: Layout
+        self._key = inbox.enter(self)
+        self._publisher: RRef[Publisher] | None = None
+        self._finalize: weakref.finalize[..., Subscriber] | None = None
+        self._subscribe(publisher)
+
+    # The publisher
+
+    def follow(self, publisher: RRef[Publisher] | Publisher) -> None:
+        """Follows another publisher from now on, for instance a restarted one. Blocks for a call.
+
+        The version in use stays until that publisher has one; its numbers may be smaller.
+
+        Raises:
+            WeightsMismatch: It publishes other tensors; the former publisher is followed.
+            WorkerLost: Its worker is lost.
+        """
+        self._subscribe(publisher)
+
+    def _subscribe(self, publisher: RRef[Publisher] | Publisher) -> None:
+        reference = RRef(publisher) if isinstance(publisher, Publisher) else publisher
+        calls = reference.rpc_sync(timeout=self._timeout_s)
+        terms = calls.subscribe(self._worker, self._key)
+        try:
+            subject = f"the subscriber's state on {self._worker!r}"
+            check_same(terms.layout, self._targets, None, subject)
+        except BaseException:
+            if reference is not self._publisher:
+                ignore_errors(reference.rpc_async().unsubscribe(self._worker, self._key))
+            raise
+        with self._changed:
+            if self._finalize is not None:
+                self._finalize()
+            forget = on_worker_lost(
+                functools.partial(_tell_loss, weakref.ref(self), reference.owner_name())
+            )
+            self._finalize = weakref.finalize(
+                self, _end, self._agent, forget, reference, self._worker, self._key
+            )
+            self._finalize.atexit = False
+            self._publisher = reference
+            self._keeps_memory = terms.has_deltas
+            self._layout = terms.layout
+            self._abandon_fetch()
+            self.lost = self._error = None
+            self._go_on(self._following.followed(terms.publisher))
+        if terms.newest is not None:
+            self.announced(terms.newest)
+
+    def announced(self, version: Version) -> None:
+        """The publisher has a version; called by its worker."""
+        with self._changed:
+            self._go_on(self._following.announced(version))
+
+    def _go_on(self, following: Next) -> None:
+        """Starts the next fetch; under the lock."""
+        if following is Next.REST or self._is_closed or self._publisher is None:
+            return
+        self._following.fetching()
+        self._fetch_number += 1
+        thread = threading.Thread(
+            target=_fetch,
+            args=(weakref.ref(self), self._publisher, self._fetch_number),
+            name=f"weft-{self._worker}-weights",
+            daemon=True,
+        )
+        self._thread = thread
+        thread.start()
+
+    def _abandon_fetch(self) -> threading.Thread | None:
+        """Drops the answer to a fetch that is under way; under the lock. Returns its thread."""
+        self._fetch_number += 1
+        thread, self._thread = self._thread, None
+        call, self._call = self._call, None
+        if call is not None:
+            call.cancel()
+        return thread
+
+    # A fetch, in a thread of its own
+
+    def _ask(self, number: int, publisher: RRef[Publisher]) -> Future[Sent | None] | None:
+        with self._changed:
+            if self._is_closed or number != self._fetch_number:
+                return None
+            have = self._following.have
+            self._call = publisher.rpc_async(self._timeout_s).fetch(self._worker, have)
+            return self._call
+
+    def _arrived(self, number: int, sent: Sent | None) -> None:
+        with self._changed:
+            if self._is_closed or number != self._fetch_number:
+                return
+            self._call = None
+            offer = None if sent is None else sent.offer
+            is_usable = self._following.arrived(
+                offer, is_shared=sent is not None and sent.is_shared
+            )
+            base, layout = self._memory, self._layout
+            if sent is None or not is_usable:
+                self._go_on(self._following.next())
+                return
+        ready = None
+        try:
+            found = sent.data if sent.offer.base is None else _applied(sent, base)
+            values = layout.views(found)
+            switch = prepare(self._targets, values, in_place=self._in_place)
+            ready = _Ready(found, sent.is_shared, switch)
+        except DeltaError as error:
+            _log.warning("%s; whole weights are fetched", error)
+        with self._changed:
+            if self._is_closed or number != self._fetch_number:
+                return
+            if ready is None:
+                self._count(refused=1)
+            else:
+                self._ready = ready
+                is_delta = sent.offer.base is not None
+                self._count(
+                    shared=int(sent.is_shared),
+                    deltas=int(is_delta),
+                    wholes=int(not sent.is_shared and not is_delta),
+                )
+                self._changed.notify_all()
+            self._go_on(self._following.checked(sent.offer.version, is_good=ready is not None))
+
+    def _failed(self, number: int, error: Exception) -> None:
+        with self._changed:
+            if self._is_closed or number != self._fetch_number:
+                return
+            self._call = None
+            self._following.failed()
+            if isinstance(error, WorkerLost):
+                self.lost = error
+            elif not isinstance(error, NotInitialized):  # This worker has left its group.
+                self._error = error
+            self._changed.notify_all()
+
+    def _publisher_lost(self, error: WorkerLost) -> None:
+        with self._changed:
+            self.lost = error
+            self._changed.notify_all()
+
+    # The module
+
+    @property
+    def version(self) -> int:
+        """Number of the version in use; 0 before the first ``update``."""
+        found = self._following.current
+        return 0 if found is None else found.number
+
+    @property
+    def ready(self) -> int:
+        """Number of the version that the next ``update`` takes over; 0 if there is none."""
+        found = self._following.ready
+        return 0 if found is None else found.number
+
+    def update(self, timeout: float = 0.0) -> int:
+        """Puts the newest version that has arrived into the module; returns its number.
+
+        Call it between two batches. Swaps pointers, or copies; blocks for nothing else, unless
+        a version is to be waited for: see ``timeout``. If the publisher is lost, the version in use
+        stays.
+
+        Args:
+            timeout: Seconds to wait for a version, if none has arrived since the last ``update``.
+
+        Raises:
+            CallTimeout: None arrived within a ``timeout`` above 0.
+            WorkerLost: The publisher is lost, with a ``timeout`` above 0.
+            WeftError: A fetch failed for another reason; the version in use stays.
+        """
+        with self._updating:
+            if timeout > 0 and self._ready is None:
+                self._wait(timeout)
+            began_s = time.perf_counter()
+            with self._changed:
+                error, self._error = self._error, None
+                if error is not None:
+                    raise error
+                if self._ready is None:
+                    return self.version
+                # Under the lock, so that the version that is put in is the one that is named.
+                ready, self._ready = self._ready, None
+                interrupt = ready.switch.run()
+                is_used = bool(ready.switch.swaps) or (self._keeps_memory and not ready.is_shared)
+                self._memory = ready.memory if is_used else None
+                self._go_on(self._following.took())
+                elapsed_s = time.perf_counter() - began_s
+                longest_s = max(elapsed_s, self._counts.longest_update_s)
+                self._count(versions=1)
+                self._counts = self._counts._replace(longest_update_s=longest_s)
+                if interrupt is not None:
+                    raise interrupt
+                return self.version
+
+    def _wait(self, timeout_s: float) -> None:
+        def is_over() -> bool:
+            return bool(self._ready or self._error or self.lost or self._is_closed)
+
+        with self._changed:
+            if not self._changed.wait_for(is_over, timeout_s):
+                raise CallTimeout(
+                    f"no version after {self.version} arrived within {timeout_s:g} s; call "
+                    "publish() on the publisher, or wait longer",
+                    elapsed_s=timeout_s,
+                )
+            if self._ready is None and self.lost is not None:
+                raise self.lost
+
+    def statistics(self) -> Taken:
+        """Returns the counts so far."""
+        with self._changed:
+            return self._counts
+
+    def _count(self, **more: int) -> None:
+        values = self._counts._asdict()
+        self._counts = self._counts._replace(**{key: values[key] + more[key] for key in more})
+
+    def close(self) -> None:
+        """Stops following; the module keeps its version. A fetch that is under way is dropped."""
+        with self._changed:
+            self._is_closed = True
+            thread = self._abandon_fetch()
+            if self._finalize is not None:
+                self._finalize()
+            self._publisher = None
+            self._changed.notify_all()
+            self._ready = self._memory = None
+        inbox.leave(self._key)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _fetch(of: weakref.ref[Subscriber], publisher: RRef[Publisher], number: int) -> None:
+    """Fetches one version. Holds no subscriber while it waits, so that a dropped one ends."""
+    subscriber = of()
+    if subscriber is None:
+        return
+    try:
+        call = subscriber._ask(number, publisher)
+        if call is None:
+            return
+        subscriber = None
+        sent = call.wait()
+        subscriber = of()
+        if subscriber is not None:
+            subscriber._arrived(number, sent)
+    except Exception as error:
+        subscriber = of()
+        if subscriber is not None:
+            subscriber._failed(number, error)
+
+
+def _applied(sent: Sent, base: Tensor | None) -> Tensor:
+    """Returns the version that a delta makes of another; the other stays as it is."""
+    if base is None:
+        raise DeltaError("a delta cannot be applied: its base is gone")
+    new = torch.empty_like(base)
+    code = delta.Delta(sent.data.numpy().data, sent.checksum)
+    delta.decode(code, words_of(base), words_of(new))
+    return new
+
+
+def _tell_loss(of: weakref.ref[Subscriber], publisher: str, error: WorkerLost) -> None:
+    subscriber = of()
+    if subscriber is not None and error.worker == publisher:
+        subscriber._publisher_lost(error)
+
+
+def _end(
+    agent: Agent, forget: Callable[[], None], publisher: RRef[Publisher], worker: str, key: int
+) -> None:
+    """Ends a subscription, as a task: a finalizer may run anywhere."""
+
+    def end(_: object, __: object) -> None:
+        forget()
+        try:
+            ignore_errors(publisher.rpc_async().unsubscribe(worker, key))
+        except Exception:
+            pass  # The publisher is lost, or this worker has left.
+
+    agent.reactor.submit(end)

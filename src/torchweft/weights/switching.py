@@ -1,0 +1,54 @@
+"""Puts the tensors of a version into a module, between two of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Switch(NamedTuple):
+    """A prepared change of a state to a version.
+
+    Attributes:
+        swaps: Parameters, and the memory that they are to use.
+        copies: Tensors that keep their memory, and their new values.
+    """
+
+    swaps: list[tuple[Tensor, Tensor]]
+    copies: list[tuple[Tensor, Tensor]]
+
+    def run(self) -> BaseException | None:
+        """Makes the whole change, also when it is interrupted; returns the interrupt."""
+        try:
+            self._run()
+        except BaseException as interrupt:
+            self._run()  # Nothing is left half way: all steps can be repeated.
+            return interrupt
+        return None
+
+    def _run(self) -> None:
+        with torch.no_grad():
+            for target, value in self.copies:
+                target.copy_(value)
+            for target, value in self.swaps:
+                target.data = value
+
+
+def prepare(
+    targets: Mapping[str, Tensor], values: Mapping[str, Tensor], *, in_place: bool
+) -> Switch:
+    """Returns the change of a state to new values.
+
+    Parameters on the CPU take the memory of the values. Buffers, which a module may write, tensors
+    of a dict, and tensors on other devices keep theirs.
+    """
+    swaps: list[tuple[Tensor, Tensor]] = []
+    copies: list[tuple[Tensor, Tensor]] = []
+    for name, target in targets.items():
+        is_swapped = not in_place and isinstance(target, nn.Parameter)
+        is_swapped = is_swapped and target.device == values[name].device
+        (swaps if is_swapped else copies).append((target, values[name]))
+    return Switch(swaps, copies)

@@ -1,0 +1,41 @@
+"""The example with an embedding on a server and a layer under DDP, as a program."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "hybrid" / "train.py"
+LIMIT_S = 60.0
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 10)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+
+
+def test_four_processes_train_an_embedding_and_a_layer(tmp_path: Path) -> None:
+    done = run("--epochs", "20", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "process group: gloo: CPUs of one host" in done.stdout
+    assert "200 steps of 2 trainers" in done.stdout
+    losses = json.loads((tmp_path / "figures.json").read_text())["losses"]
+    assert len(losses) == 20
+    assert losses[-1] < 0.6 * losses[0]
+
+
+def test_a_number_of_epochs_that_cannot_work_is_told() -> None:
+    done = run("--epochs", "0")
+    assert done.returncode == 2
+    assert "--epochs is 0; it is at least 1" in done.stderr

@@ -1,0 +1,101 @@
+"""The page on hybrid models: its programs run unchanged, its plan and messages are true."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.end_to_end.test_pages import LIMIT_S, ROOT, figure_of, programs_of, run
+from torchweft.embedding import SGD, Copies
+from torchweft.hybrid import HybridModel
+from torchweft.launch import cluster
+
+PAGE = "docs/hybrid.md"
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
+
+
+@pytest.fixture
+def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the programs of the page, named by their first lines."""
+    for block in programs_of(PAGE):
+        name = block.splitlines()[0].removeprefix("# ")
+        (tmp_path / name).write_text(block)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path
+
+
+def text_of_page() -> str:
+    return (ROOT / PAGE).read_text()
+
+
+def test_trainers_and_servers_compute_the_same_as_one_process(guide: Path) -> None:
+    expected = [figure_of(line) for line in run(guide / "alone.py")]
+    assert len(expected) == 5
+    lines = run(guide / "on_workers.py")
+    # The tolerance is that of the printed digits.
+    assert [figure_of(line) for line in lines[:5]] == pytest.approx(expected, abs=2e-4)
+    plan = "\n".join(lines[5:])
+    assert f"```\n{plan}\n```" in text_of_page(), plan
+
+
+def test_a_restored_run_continues_with_the_same_losses(guide: Path) -> None:
+    lines = run(guide / "snapshots.py")
+    assert len(lines) == 7
+    assert lines[3:5] == lines[5:7]
+
+
+def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
+    build: Callable[[], Any] = runpy.run_path(str(guide / "alone.py"))["build_model"]
+    servers = ["worker0"]
+
+    def change(**options: Any) -> Any:
+        model = build()
+        for name in ("words", "days"):
+            for option, value in options.items():
+                setattr(getattr(model, name), option, value)
+        return model
+
+    def look_up() -> None:
+        model = HybridModel(build(), servers, places={"days": Copies()})
+        try:
+            model(torch.tensor([[3, 20_000]]), torch.tensor([1]))
+        finally:
+            model.close()
+
+    def step_others() -> None:
+        model = HybridModel(build(), servers, places={"days": Copies()})
+        other = nn.Parameter(torch.zeros(3))
+        try:
+            model.optimizer(SGD(), lambda _: torch.optim.SGD([other]))
+        finally:
+            model.close()
+
+    return {
+        "PlacementError: places names": lambda: HybridModel(
+            build(), servers, places={"word": Copies()}
+        ),
+        "PlacementError: 'words' has": lambda: HybridModel(change(max_norm=1.0), servers),
+        "PlacementError: the module": lambda: HybridModel(change(sparse=False), servers),
+        "PlacementError: no server": lambda: HybridModel(build(), []),
+        "PlacementError: group 0": step_others,
+        "IdOutOfRange": look_up,
+    }
+
+
+def test_the_messages_are_those_of_the_page(guide: Path) -> None:
+    shown = re.findall(r"^\| .* \| `(\w+: .*?)` \|$", text_of_page(), re.M)
+    assert len(shown) == 6
+    with cluster(workers=1):
+        for beginning, mistake in make_mistakes(guide).items():
+            with pytest.raises(Exception, match=r".") as raised:
+                mistake()
+            (expected,) = [text for text in shown if text.startswith(beginning)]
+            assert f"{type(raised.value).__name__}: {raised.value}" == expected

@@ -1,0 +1,106 @@
+"""``torchweft.testing`` in the tests of a program, which run in a pytest of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CONFTEST = 'pytest_plugins = ["torchweft.testing"]\n'
+PROGRAM = """
+import os
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from torchweft import rpc, testing
+from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
+
+kept = []
+pids = []
+
+
+def test_shared(weft_group):
+    pids.append(weft_group.pids)
+    assert rpc.rpc_sync("worker0", torch.add, (torch.ones(2), 1)).tolist() == [2.0, 2.0]
+    layer = rpc.remote("worker1", nn.Linear, (2, 3))
+    assert layer.rpc_sync().forward(torch.ones(1, 2)).shape == (1, 3)
+
+
+def test_shared_again(weft_group):
+    assert weft_group.pids == pids[0]
+
+
+@pytest.mark.weft(workers=3, name="trainer")
+def test_killed(weft_own_group):
+    assert rpc.get_worker_info().name == "trainer"
+    assert list(weft_own_group.names) == ["worker0", "worker1", "worker2"]
+    testing.kill(weft_own_group, "worker1")
+    with pytest.raises(WorkerLost, match="worker1"):
+        rpc.rpc_sync("worker1", os.getpid)
+    assert rpc.rpc_sync("worker2", os.getpid) == weft_own_group.pids["worker2"]
+
+
+def test_paused(weft_group):
+    with testing.paused(weft_group, "worker0"), pytest.raises(CallTimeout):
+        rpc.rpc_sync("worker0", os.getpid, timeout=0.2)
+    assert rpc.rpc_sync("worker0", os.getpid) == weft_group.pids["worker0"]
+
+
+def test_no_such_worker(weft_group):
+    with pytest.raises(ConfigurationError, match="no worker 'worker7' in <Cluster"):
+        testing.kill(weft_group, "worker7")
+
+
+def test_leak(monkeypatch, weft_group):  # What is taken first ends last.
+    monkeypatch.setattr(testing, "LIMIT_S", 0.1)
+    kept.append(rpc.remote("worker0", nn.Linear, (2, 3)))
+
+
+def test_after_a_leak(weft_group):
+    kept.clear()
+    assert weft_group.pids != pids[0]
+
+
+@pytest.mark.weft(3)
+def test_wrong_mark(weft_own_group):
+    pass
+"""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("program")
+    (folder / "conftest.py").write_text(CONFTEST)
+    (folder / "test_program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--strict-markers"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["shared", "shared_again", "killed", "paused", "no_such_worker", "after_a_leak"],
+)
+def test_programs_can_use_groups(output: str, name: str) -> None:
+    assert f"::test_{name} PASSED" in output, output
+
+
+def test_a_reference_that_is_left_fails_the_test(output: str) -> None:
+    assert "ERROR test_program.py::test_leak - Failed: references are left after" in output, output
+    assert "worker0 has {'owned': 1" in output
+
+
+def test_a_mark_with_positional_arguments_is_refused(output: str) -> None:
+    assert "pass them by name: @pytest.mark.weft(workers=3)" in output, output
+    assert "7 passed, 2 errors" in output  # The leak is found after its test.

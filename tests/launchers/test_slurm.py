@@ -1,0 +1,156 @@
+"""Programs in steps of ``srun``, and ``torchweft run --on slurm``, on a real SLURM of two nodes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchweft
+from tests.launchers import slurm_cluster
+from tests.launchers.commands import (
+    HELLO,
+    LONG_TRAINING,
+    TORCHWEFT,
+    environment,
+    finished,
+    greetings,
+    joined,
+    started,
+)
+from tests.processes.weft_run import read_pids, wait_until_gone
+from torchweft import rpc
+from torchweft.launch import Slurm
+from torchweft.rpc.hostlists import expand
+
+pytestmark = pytest.mark.timeout(180)
+
+LIMIT_S = 60.0
+WAITING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
+DYING = "import os, signal; os.environ['RANK'] == '1' and 1 / 0; signal.pause()"
+STEPS = 120
+RUNNING = ["squeue", "--states=running", "--format=%j"]
+
+Variables = dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Variables]:
+    with slurm_cluster.running(tmp_path_factory.mktemp("slurm")) as variables:
+        yield variables
+
+
+def command(*options: str, nodes: int = 2, each: int = 1) -> list[str]:
+    given = ["--on", "slurm", "--nodes", str(nodes), "--workers-per-node", str(each)]
+    return [*TORCHWEFT, "run", *given, *options]
+
+
+def test_a_step_of_srun(slurm: Variables) -> None:
+    done = finished(["srun", "-N2", "-n3", sys.executable, HELLO], slurm)
+    assert joined(done.stdout) == greetings(3), done.stderr
+    assert re.search(r"srun: rank 2 of 3, meeting at 127\.0\.0\.2:\d+ \(SLURM_PROCID", done.stderr)
+
+
+def test_srun_that_starts_torchrun_on_each_node(slurm: Variables) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.2:{port}", "--rdzv-id=test"]
+    steps = ["srun", "-N2", "--ntasks-per-node=1"]
+    done = finished([*steps, *torchrun, *meeting, HELLO], slurm)
+    assert joined(done.stdout) == greetings(2), done.stderr
+
+
+def test_a_batch_script_without_srun_is_told_to_use_it(slurm: Variables, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    script = f"{sys.executable} {HELLO}"
+    finished(["sbatch", "--wait", "-n2", f"--output={out}", "--wrap", script], slurm)
+    assert "write 'srun python SCRIPT'" in out.read_text()
+
+
+def test_a_run_is_submitted_and_its_output_is_shown(slurm: Variables, tmp_path: Path) -> None:
+    done = finished(command(HELLO, each=2), slurm, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert joined(done.stdout) == greetings(4)
+    assert "[worker3] joined worker3" in done.stdout
+    assert "torchweft run: submitted SLURM job " in done.stderr
+
+
+def test_a_worker_that_dies_ends_the_run(slurm: Variables, tmp_path: Path) -> None:
+    (tmp_path / "dying.py").write_text(DYING)
+    done = finished(command("dying.py"), slurm, tmp_path)
+    assert done.returncode == 1
+    assert "worker 'worker1' (rank 1, pid " in done.stderr
+    assert "[worker1] ZeroDivisionError" in done.stderr
+
+
+def test_ctrl_c_cancels(slurm: Variables, tmp_path: Path) -> None:
+    (tmp_path / "waiting.py").write_text(WAITING)
+    with started(command("waiting.py"), slurm, tmp_path) as process:
+        pids = read_pids(process, 2)
+        process.send_signal(signal.SIGINT)
+        wait_until_gone(pids, LIMIT_S)
+        _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130
+    assert "SIGINT, cancelling SLURM job" in err
+    assert "SIGINT, ending the workers" in err
+
+
+def test_a_job_that_is_refused(slurm: Variables, tmp_path: Path) -> None:
+    done = finished(command("--slurm-options=--partition=none", HELLO), slurm, tmp_path)
+    assert done.returncode == 1
+    assert "torchweft run: SLURM refuses the job: sbatch: error: invalid partition" in done.stderr
+
+
+def test_a_pre_empted_job_saves_and_goes_on_from_there(slurm: Variables, tmp_path: Path) -> None:
+    run = command(LONG_TRAINING, str(STEPS), str(tmp_path / "snapshots"))
+    with started(run, slurm, tmp_path) as process:
+        assert process.stdout is not None
+        while "step 9" not in process.stdout.readline():
+            assert process.poll() is None
+        urgent = ["sbatch", "-p", "high", "-N2", "--exclusive", "--wrap", "true"]
+        assert finished([*urgent, "--output=/dev/null"], slurm, tmp_path).returncode == 0
+        out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "job 1 goes back into the queue".replace("1", _job_of(err)) in err
+    saved = int(re.search(r"saved step (\d+) in ", err)[1])  # type: ignore[index]
+    assert 10 <= saved < STEPS
+    assert f"goes on from step {saved}, snapshot" in err
+    assert f"step {STEPS - 1}" in out
+    result = torch.load(tmp_path / "snapshots" / "result.pt")
+    torch.manual_seed(0)
+    assert result["steps"] == list(range(STEPS))
+    assert torch.equal(result["total"], sum(torch.rand(3) for _ in range(STEPS)))
+
+
+def _job_of(err: str) -> str:
+    return re.search(r"submitted SLURM job (\d+)", err)[1]  # type: ignore[index]
+
+
+@pytest.mark.keeps("descriptors")  # The first TCP store of a process leaves a pipe open.
+def test_a_cluster_takes_an_allocation_and_gives_it_back(
+    slurm: Variables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**slurm, "PYTHONPATH": environment()["PYTHONPATH"]}.items():
+        monkeypatch.setenv(name, value)
+    with torchweft.cluster(on=Slurm(nodes=2)) as cluster:
+        for name in cluster.names:
+            assert rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
+        assert "torchweft" in finished(RUNNING).stdout
+    assert "torchweft" not in finished(RUNNING).stdout
+
+
+@pytest.mark.parametrize("text", ["n[01-03,7],login", "rack1-n[098-101]", "a,b[3]"])
+def test_lists_of_hosts_mean_what_slurm_says(text: str, slurm: Variables) -> None:
+    command = ["scontrol", "show", "hostnames", text]
+    done = subprocess.run(
+        command, env=environment(slurm), capture_output=True, text=True, check=True
+    )
+    assert expand(text) == done.stdout.split()

@@ -1,0 +1,92 @@
+"""Deadlocks of a program's own making, for ``test_observing.py``; lines that wait are marked."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.processes.functions import wait_until
+from torchweft import autograd, rpc
+
+_lock = threading.Lock()
+
+
+def line_of(mark: str) -> str:
+    """Returns the place of a marked line, as reports name it."""
+    lines = Path(__file__).read_text().splitlines()
+    number = next(at for at, line in enumerate(lines, 1) if line.endswith(f"# {mark}"))
+    return f"{Path(__file__)}:{number} in "
+
+
+# Two workers that call each other, each with one thread and a lock that it holds
+
+
+def step(other: str, folder: str) -> None:
+    """Holds this worker's lock, and calls a function of the other that takes its lock."""
+    with _lock:
+        Path(folder, rpc.get_worker_info().name).touch()
+        wait_until(lambda: Path(folder, other).exists(), lambda: f"{other} has not begun")
+        rpc.rpc_sync(other, update)  # calls the other
+
+
+def update() -> None:
+    with _lock:  # takes the lock
+        pass
+
+
+# A barrier that one worker never reaches
+
+
+def synchronize(workers: list[str]) -> None:
+    rpc.barrier(workers)  # comes to the barrier
+
+
+def read(path: str) -> None:
+    """Waits for a writer of a named pipe, who never comes."""
+    Path(path).read_bytes()  # waits for a writer
+
+
+def update_before_barrier(workers: list[str], other: str) -> None:
+    """Waits for a call that waits in a barrier, before it comes to that barrier."""
+    rpc.rpc_sync(other, synchronize, args=(workers,))  # calls before the barrier
+    rpc.barrier(workers)
+
+
+# A value that is not made
+
+
+def fetch(reference: rpc.RRef[bytes]) -> bytes:
+    return reference.to_here()  # waits for the value
+
+
+# A backward pass in which a worker is stopped
+
+
+class Layer(torch.autograd.Function):
+    """Is about to be computed backwards when it makes a file."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def forward(inputs: torch.Tensor) -> torch.Tensor:
+    output: torch.Tensor = Layer.apply(inputs)
+    return output
+
+
+def train(other: str, folder: str) -> None:
+    """Runs a backward pass through another worker, once that is stopped."""
+    with autograd.context() as context_id:
+        inputs = torch.ones(2, requires_grad=True)
+        loss = rpc.rpc_sync(other, forward, args=(inputs,)).sum()
+        Path(folder, "forward").touch()
+        wait_until(Path(folder, "stopped").exists, lambda: "the worker was not stopped")
+        autograd.backward(context_id, [loss])  # runs the backward pass

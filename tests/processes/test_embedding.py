@@ -1,0 +1,402 @@
+"""Tables on two servers with two trainers, compared with one process on the joined batch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchweft
+from tests.processes.embedding_functions import (
+    OneProcess,
+    close_tables,
+    configs_of,
+    draw_batch,
+    open_tables,
+    outputs_loss,
+    staleness_of,
+    train,
+    train_step,
+)
+from torchweft import rpc
+from torchweft.embedding import (
+    SGD,
+    BadIds,
+    BadOffsets,
+    ColumnWise,
+    Copies,
+    IdOutOfRange,
+    InputError,
+    Jagged,
+    Plan,
+    RowWise,
+    Tables,
+    TablesMismatch,
+    TableWise,
+    Traffic,
+    host,
+    plan_tables,
+)
+from torchweft.errors import CallTimeout
+from torchweft.launch import Nursery
+
+# The tests share workers, which connect to one another on first use.
+pytestmark = [
+    pytest.mark.keeps("threads", "descriptors", "shared memory", "processes"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # from Adagrad itself
+]
+TRAINERS = ["worker0", "worker1"]
+SERVERS = ["worker2", "worker3"]
+STEPS = 20
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
+Trained = tuple[dict[str, Tensor], list[float], dict[int, int]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=4, nursery=nursery):
+        yield
+
+
+def mixed_plan(dtype: torch.dtype) -> Plan:
+    """Returns three tables by row, and one whole table on each server."""
+    places = {"users": TableWise("worker3"), "tags": TableWise("worker2")}
+    return plan_tables(configs_of(dtype), SERVERS, trainers=2, places=places)
+
+
+def train_all(
+    plan: Plan, rule: str, dtype: torch.dtype, steps: int = STEPS, **options: Any
+) -> list[Trained]:
+    futures = [
+        rpc.rpc_async(
+            name, train, args=(plan, TRAINERS, number, rule, steps, dtype), kwargs=options
+        )
+        for number, name in enumerate(TRAINERS)
+    ]
+    return [future.wait() for future in futures]
+
+
+def initial_weights(plan: Plan) -> dict[str, Tensor]:
+    tables = Tables(plan, name="initial")
+    found = {each.name: tables.weights(each.name) for each in plan.configs}
+    tables.close()
+    return found
+
+
+def check_equal(trained: list[Trained], plan: Plan, rule: str, dtype: torch.dtype) -> None:
+    alone = OneProcess(plan.configs, initial_weights(plan))
+    losses = alone.train(rule, STEPS, len(TRAINERS), dtype)
+    bound = BOUNDS[dtype]
+    for weights, _, _ in trained:
+        for name, found in weights.items():
+            expected = alone.modules[name].weight.detach()
+            assert float((found - expected).abs().max()) <= bound, name
+    means = torch.tensor([own for _, own, _ in trained], dtype=torch.float64).mean(0)
+    assert means.tolist() == pytest.approx(losses, abs=10 * bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("rule", ["sgd", "adagrad", "row-wise", "adam"])
+def test_two_trainers_and_two_servers_equal_one_process(rule: str, dtype: torch.dtype) -> None:
+    plan = mixed_plan(dtype)
+    check_equal(train_all(plan, rule, dtype), plan, rule, dtype)
+
+
+@pytest.mark.parametrize("way", ["two calls", "outside", "context"])
+def test_all_ways_to_run_a_backward_pass_train_alike(way: str) -> None:
+    plan = mixed_plan(torch.float64)
+    expected = train_all(plan, "adagrad", torch.float64, steps=4)
+    found = train_all(plan, "adagrad", torch.float64, steps=4, way=way)
+    check_same(found, expected, bound=1e-14 if way == "two calls" else 0.0)
+
+
+def check_same(found: list[Trained], expected: list[Trained], bound: float = 0.0) -> None:
+    for (weights, losses, _), (others, other_losses, _) in zip(found, expected, strict=True):
+        assert losses == pytest.approx(other_losses, abs=bound, rel=0)
+        for name, values in weights.items():
+            assert float((values - others[name]).abs().max()) <= bound, name
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        dict.fromkeys(
+            ("words", "users", "pages", "tags", "seen"), ColumnWise("worker3", "worker2")
+        ),
+        dict.fromkeys(("words", "users", "pages", "tags", "seen"), RowWise("worker0")),
+        dict.fromkeys(("words", "users", "pages", "tags", "seen"), TableWise("worker1")),
+    ],
+    ids=["by column", "a trainer is the server", "whole"],
+)
+def test_the_layout_does_not_change_the_result(places: dict[str, Any]) -> None:
+    expected = train_all(mixed_plan(torch.float64), "adam", torch.float64, steps=4)
+    plan = plan_tables(configs_of(torch.float64), SERVERS, trainers=2, places=places)
+    check_same(train_all(plan, "adam", torch.float64, steps=4), expected, bound=1e-13)
+
+
+def test_runs_repeat_bit_by_bit() -> None:
+    plan = mixed_plan(torch.float32)
+    first = train_all(plan, "adam", torch.float32, steps=6)
+    for _ in range(2):
+        check_same(train_all(plan, "adam", torch.float32, steps=6), first)
+
+
+def test_a_bound_of_zero_is_the_synchronous_mode_and_no_bound_is_exceeded() -> None:
+    plan = mixed_plan(torch.float64)
+    expected = train_all(plan, "sgd", torch.float64)
+    assert expected[0][2] == {0: 2 * len(SERVERS) * STEPS}
+    for bound in (1, 3):
+        for _, _, staleness in train_all(plan, "sgd", torch.float64, staleness=bound):
+            assert max(staleness) <= bound
+            assert sum(staleness.values()) <= 2 * len(SERVERS) * STEPS
+    check_same(train_all(plan, "sgd", torch.float64, staleness=0), expected)
+
+
+@pytest.fixture
+def open_group() -> Iterator[Any]:
+    """Makes tables that both trainers keep open; closes them after the test."""
+    names: list[str] = []
+
+    def make(name: str, **options: Any) -> None:
+        plan = mixed_plan(torch.float64)
+        names.append(name)
+        for trainer in TRAINERS:
+            given = (plan, TRAINERS, "sgd")
+            rpc.rpc_sync(trainer, open_tables, given, kwargs={"name": name, **options})
+
+    yield make
+    for name in names:
+        for trainer in TRAINERS:
+            rpc.rpc_sync(trainer, close_tables, (name,))
+
+
+def step_of(name: str, trainer: int, step: int) -> Any:
+    return rpc.rpc_async(TRAINERS[trainer], train_step, (name, trainer, step, torch.float64))
+
+
+def test_a_trainer_is_ahead_by_the_bound_and_no_more(open_group: Any) -> None:
+    bound = 2
+    open_group("bounded", staleness=bound)
+    for step in range(bound):
+        step_of("bounded", 0, step).wait()
+    ahead = step_of("bounded", 0, bound)
+    for step in range(3):
+        assert not ahead.done() or step > 0
+        step_of("bounded", 1, step).wait()
+    ahead.wait()
+    staleness = rpc.rpc_sync(TRAINERS[0], staleness_of, ("bounded",))
+    # Pulls of the steps 0, 1, 2 of either trainer: the first is 0, 1, 2 steps ahead of the second.
+    assert set(staleness) == {0, 1, 2}
+    assert sum(staleness.values()) == 6 * len(SERVERS)
+
+
+def test_without_a_bound_no_trainer_waits_and_staleness_is_counted_in_pushes(
+    open_group: Any,
+) -> None:
+    open_group("free", staleness=None)
+    for step in range(4):
+        step_of("free", 0, step).wait()
+    step_of("free", 1, 0).wait()
+    assert rpc.rpc_sync(TRAINERS[0], staleness_of, ("free",)) == {0: 5 * len(SERVERS)}
+
+
+def test_a_step_that_waits_too_long_names_the_trainers_that_it_waits_for(open_group: Any) -> None:
+    open_group("late", timeout=0.3)
+    with pytest.raises(CallTimeout, match="tables 'late' waits for the trainers 'worker1'"):
+        step_of("late", 0, 0).wait()
+
+
+def own_tables(name: str, places: Any = None, **options: Any) -> tuple[Tables, Any]:
+    """Returns tables that the test trains itself."""
+    plan = plan_tables(configs_of(torch.float64), SERVERS, places=places)
+    tables = Tables(plan, name=name, **options)
+    return tables, tables.optimizer(SGD(lr=0.1))
+
+
+BAD: list[tuple[str, Any, type[Exception], str]] = [
+    (
+        "words",
+        torch.tensor([[0, 40]]),
+        IdOutOfRange,
+        r"id 40 at position 1 .*words' on worker2",
+    ),
+    ("words", torch.tensor([[0, -1]]), IdOutOfRange, r"id -1 at position 1"),
+    ("words", torch.tensor([[0.5, 1.0]]), BadIds, r"ids has torch.float32"),
+    ("words", [[1, 2]], BadIds, r"a list was passed"),
+    ("words", torch.tensor([1, 2]), BadIds, r"ids have 1 dimensions"),
+    (
+        "words",
+        Jagged(torch.arange(3), torch.tensor([0, 2, 1])),
+        BadOffsets,
+        r"offset 2 is 1",
+    ),
+    ("words", Jagged(torch.arange(3), torch.tensor([1])), BadOffsets, r"they begin with 1"),
+    ("words", Jagged(torch.arange(3), torch.tensor([0, 4])), BadOffsets, r"the last is 4"),
+    ("users", (torch.arange(3)[None], None, torch.ones(1, 3)), BadIds, r"pooling is 'mean'"),
+    ("pages", Jagged(torch.arange(3), torch.tensor([0])), BadIds, r"pooling is 'none'"),
+    ("wrods", torch.tensor([[1]]), BadIds, r"no table 'wrods'.*did you mean 'words'"),
+]
+
+
+def test_bad_input_is_refused_before_anything_is_sent() -> None:
+    tables, optimizer = own_tables("refusing")
+    before = {name: tables.weights(name) for name in ("words", "users", "pages")}
+    for name, value, error, message in BAD:
+        with pytest.raises(error, match=message) as caught:
+            tables({"tags": torch.tensor([[1]]), name: value})
+        assert caught.value.table == name  # type: ignore[attr-defined]
+    optimizer.step()
+    for name, values in before.items():
+        assert torch.equal(tables.weights(name), values)
+    assert tables.traffic()["tags"].ids == 0
+    tables.close()
+
+
+def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
+    tables, optimizer = own_tables("checking")
+    before = tables.weights("words")
+    rows, values = torch.tensor([0]), torch.ones(1, 6, dtype=torch.float64)
+    stack = next(
+        number
+        for number, each in enumerate(tables.plan.layout.stacks)
+        if each.members[0].config.name == "words"
+    )
+    for part in [
+        (rows + 10**6, values),
+        (rows - 1, values),
+        (rows, values[:, 1:]),
+        (rows, values.float()),
+        (rows, torch.tensor([2]), rows, None, values),
+        (rows, torch.tensor([1]), rows + 1, None, values),
+        (rows, torch.tensor([1, 0]), rows, None, values),
+        (rows, torch.tensor([1]), rows, values[0], values),
+        (rows, rows, values),
+    ]:
+        pushes = [(stack, 1, [part])]
+        with pytest.raises(InputError, match="server 'worker2' was"):
+            rpc.rpc_sync("worker2", host.push, ("checking", 0, 0, 0.1, 0, pushes))
+    optimizer.step()  # The step was not counted: this one is expected.
+    assert torch.equal(tables.weights("words"), before)
+    tables.close()
+
+
+def test_another_collection_under_the_same_name_is_refused() -> None:
+    tables, _ = own_tables("named")
+    smaller = [each for each in configs_of(torch.float64) if each.name != "tags"]
+    for plan, options, part in [
+        (tables.plan, {"seed": 1}, "seed"),
+        (tables.plan, {"trainers": ["worker0"]}, "trainers"),
+        (plan_tables(smaller, SERVERS), {}, "table 'tags'"),
+        (plan_tables(configs_of(torch.float32), SERVERS), {}, "table 'words'"),
+    ]:
+        with pytest.raises(TablesMismatch, match=r"server 'worker[23]' has .*differ") as caught:
+            Tables(plan, name="named", **options)  # type: ignore[arg-type]
+        assert (caught.value.part, caught.value.server[:6]) == (part, "worker")
+    with pytest.raises(TablesMismatch, match="all trainers use the same"):
+        Tables(tables.plan, name="named").optimizer(SGD(lr=0.2))
+    tables.close()
+
+
+def test_per_sample_weights_get_gradients() -> None:
+    tables, optimizer = own_tables("weighted")
+    weights = {"words": tables.weights("words")}
+    ids, offsets = torch.tensor([5, 7, 5, 0, 39]), torch.tensor([0, 2, 2])
+    own = torch.rand(5, dtype=torch.float64, requires_grad=True)
+    other = own.detach().clone().requires_grad_()
+    local = nn.EmbeddingBag(40, 6, mode="sum", _weight=weights["words"])
+    found = tables({"words": Jagged(ids, offsets, own)})["words"]
+    expected = local(ids, offsets, other)
+    assert torch.equal(found, expected)
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert own.grad is not None
+    assert torch.allclose(own.grad, other.grad, rtol=0, atol=1e-14)
+    optimizer.step()
+    gradient = local.weight.grad
+    assert torch.allclose(tables.weights("words"), weights["words"] - 0.1 * gradient, atol=1e-14)
+    tables.close()
+
+
+def test_the_optimizer_is_one_of_pytorch() -> None:
+    tables, optimizer = own_tables("ordinary")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    before = tables.weights("pages")
+    ids = torch.tensor([[1, 2], [2, 2]])
+    for rate in (0.1, 0.05):
+        tables({"pages": ids})["pages"].sum().backward()
+        (rows,) = optimizer.param_groups[0]["params"]
+        torch.nn.utils.clip_grad_norm_([rows], 1e9)
+        rows.grad.mul_(2)  # as a scaler of gradients does
+        optimizer.step()
+        scheduler.step()
+        before[1] -= 2 * rate
+        before[2] -= 6 * rate
+    assert torch.allclose(tables.weights("pages"), before, atol=1e-14)
+    tables({"pages": ids})["pages"].sum().backward()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.allclose(tables.weights("pages"), before, atol=1e-14)
+    tables.close()
+
+
+def count_leaves() -> int:
+    return sum(
+        isinstance(each, Tensor) and hasattr(each, "weft_pulled") for each in gc.get_objects()
+    )
+
+
+def test_a_lookup_whose_gradient_is_never_computed_leaves_nothing_behind() -> None:
+    tables, optimizer = own_tables("evaluated")
+    ids = {"seen": torch.tensor([[1, 2, 3]])}
+    with torch.no_grad():
+        expected = tables(ids)["seen"]
+        assert not expected.requires_grad
+    found = tables(ids)["seen"]
+    assert torch.equal(found, expected)
+    assert count_leaves() == 1
+    del found
+    assert count_leaves() == 0  # Without the garbage collector.
+    assert optimizer.param_groups[0]["params"] == []
+    tables.close()
+
+
+def test_copies_are_ordinary_parameters_with_the_same_values() -> None:
+    tables, _ = own_tables("rows")
+    names = ("words", "users", "pages", "tags")
+    copies, _ = own_tables("copies", dict.fromkeys(names, Copies()))
+    batch = draw_batch(0, 1, torch.float64)
+    found, expected = copies(batch.inputs), tables(batch.inputs)
+    for name, output in expected.items():
+        assert torch.allclose(found[name], output, atol=1e-15), name
+    assert {name for name, _ in copies.named_parameters()} == {f"copies.{name}" for name in names}
+    outputs_loss(found, batch.target).backward()  # type: ignore[no-untyped-call]
+    assert all(copy.grad is not None for copy in copies.copies.values())
+    tables.close()
+    copies.close()
+
+
+def test_set_weights_sets_all_parts_and_counts_are_exact() -> None:
+    tables, optimizer = own_tables("set", {"words": ColumnWise(*SERVERS)})
+    for name, rows, dim in [("words", 40, 6), ("users", 23, 6)]:
+        values = torch.randn(rows, dim, dtype=torch.float64)
+        tables.set_weights(name, values)
+        assert torch.equal(tables.weights(name), values)
+    with pytest.raises(BadIds, match=r"has \[40, 6\] values"):
+        tables.set_weights("words", torch.zeros(4, 6))
+    tables({"users": torch.tensor([[4, 4, 5]]), "seen": torch.tensor([[1], [1]])})[
+        "users"
+    ].sum().backward()
+    optimizer.step()
+    traffic = tables.traffic()
+    # As rows: fewer bytes than a sum from each of two servers.
+    assert traffic["users"] == Traffic(3, 2, 2 * (4 + 48), 2 * (4 + 48))
+    assert traffic["seen"] == Traffic(2, 1, 4 + 32, 0)  # Its output was not used.
+    with torch.no_grad():
+        tables({"users": torch.arange(20)[None]})
+    # As sums: 19 ids without padding, and a length and a sum from each server.
+    assert tables.traffic()["users"].pulled_bytes == 104 + 19 * 4 + 2 * (4 + 48)
+    tables.close()

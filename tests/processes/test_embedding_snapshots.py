@@ -1,0 +1,275 @@
+"""Snapshots of tables: onto other servers and shards, and after the death of a server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchweft
+from tests import dynamic_ids
+from tests.processes.embedding_functions import (
+    CONFIGS,
+    close_tables,
+    configs_of,
+    end_process,
+    open_tables,
+    restore_tables,
+    save_tables,
+    set_rate,
+    train_step,
+    weights_of,
+)
+from torchweft import rpc
+from torchweft.checkpoint import list_snapshots
+from torchweft.embedding import (
+    SGD,
+    ColumnWise,
+    Copies,
+    Plan,
+    RowWise,
+    SparseAdam,
+    StepError,
+    TableConfig,
+    Tables,
+    TableWise,
+    plan_tables,
+    saved,
+)
+from torchweft.embedding.plan import Place
+from torchweft.errors import StateMismatch, WorkerLost
+from torchweft.launch import Nursery
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
+TRAINERS = ["worker0", "worker1"]
+SERVERS = ["worker2", "worker3"]
+SPARE = "worker4"
+NAMES = [each.name for each in CONFIGS]
+BEFORE, LOST, STEPS = 2, 1, 5
+Weights = dict[str, Tensor]
+
+
+def plan_on(servers: list[str], places: dict[str, Place] | None = None) -> Plan:
+    return plan_tables(configs_of(torch.float64), servers, trainers=2, places=places or {})
+
+
+def on_all(function: Any, *args: Any, **options: Any) -> list[Any]:
+    futures = [rpc.rpc_async(name, function, args, kwargs=options) for name in TRAINERS]
+    return [future.wait() for future in futures]
+
+
+def open_on(servers: list[str], rule: str, places: Any = None, **options: Any) -> None:
+    on_all(open_tables, plan_on(servers, places), TRAINERS, rule, **options)
+
+
+def make_steps(first: int, end: int) -> list[list[float]]:
+    losses = []
+    for step in range(first, end):
+        futures = [
+            rpc.rpc_async(name, train_step, ("tables", me, step, torch.float64))
+            for me, name in enumerate(TRAINERS)
+        ]
+        losses.append([future.wait() for future in futures])
+    return losses
+
+
+def on_first(function: Any, *args: Any) -> Any:
+    return rpc.rpc_sync(TRAINERS[0], function, args)
+
+
+def check_same(found: Weights, expected: Weights, bound: float = 0.0) -> None:
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert float((values - expected[name]).abs().max()) <= bound, name
+
+
+def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
+    nursery: Nursery, tmp_path: Path
+) -> None:
+    rule = "adam"
+    with torchweft.cluster(workers=5, nursery=nursery, check=False):
+        open_on(SERVERS, rule)
+        expected_losses = make_steps(0, STEPS)
+        expected = on_first(weights_of, "tables")
+        on_all(close_tables, "tables")
+
+        open_on(SERVERS, rule)
+        losses = make_steps(0, BEFORE)
+        on_first(save_tables, "tables", str(tmp_path), BEFORE)
+        make_steps(BEFORE, BEFORE + LOST)
+        with pytest.raises(WorkerLost):
+            rpc.rpc_sync(SERVERS[1], end_process)
+        for trainer in TRAINERS:
+            with pytest.raises(WorkerLost, match=f"'{SERVERS[1]}'"):
+                rpc.rpc_sync(trainer, close_tables, ("tables",))
+        open_on([SERVERS[0], SPARE], rule)
+        step, saved_losses = on_first(restore_tables, "tables", str(tmp_path))
+        assert (step, saved_losses) == (BEFORE, [BEFORE / 4])
+        losses += make_steps(step, STEPS)
+        assert losses == expected_losses
+        check_same(on_first(weights_of, "tables"), expected)
+
+
+def test_a_lost_server_of_dynamic_ids_comes_back_bit_by_bit(
+    tmp_path: Path, nursery: Nursery
+) -> None:
+    def open_dynamic_on(servers: list[str]) -> None:
+        places = {each.name: RowWise(*servers) for each in dynamic_ids.CONFIGS}
+        plan = plan_tables(dynamic_ids.CONFIGS, servers, trainers=2, places=places)
+        on_all(dynamic_ids.open_dynamic, plan, SparseAdam(lr=0.05), trainers=TRAINERS)
+
+    def make_dynamic_steps(first: int, end: int) -> list[list[float]]:
+        losses = []
+        for step in range(first, end):
+            futures = [
+                rpc.rpc_async(name, dynamic_ids.step_dynamic, ("tables", me, step))
+                for me, name in enumerate(TRAINERS)
+            ]
+            losses.append([future.wait() for future in futures])
+        return losses
+
+    with torchweft.cluster(workers=5, nursery=nursery, check=False):
+        open_dynamic_on(SERVERS)
+        expected_losses = make_dynamic_steps(0, 9)
+        expected = on_first(dynamic_ids.rows_of, "tables")
+        on_all(dynamic_ids.close_dynamic, "tables")
+
+        open_dynamic_on(SERVERS)
+        losses = make_dynamic_steps(0, 6)
+        on_first(dynamic_ids.save_dynamic, "tables", str(tmp_path), 6)
+        make_dynamic_steps(6, 7)
+        with pytest.raises(WorkerLost):
+            rpc.rpc_sync(SERVERS[1], end_process)
+        for trainer in TRAINERS:
+            with pytest.raises(WorkerLost, match=f"'{SERVERS[1]}'"):
+                rpc.rpc_sync(trainer, dynamic_ids.close_dynamic, ("tables",))
+        open_dynamic_on([SERVERS[0], SPARE])
+        assert on_first(dynamic_ids.restore_dynamic, "tables", str(tmp_path)) == 6
+        losses += make_dynamic_steps(6, 9)
+        assert losses == expected_losses
+        found = on_first(dynamic_ids.rows_of, "tables")
+        for name, (ids, rows) in expected.items():
+            assert torch.equal(found[name][0], ids), name
+            assert torch.equal(found[name][1], rows), name
+
+
+@pytest.fixture(scope="module")
+def workers(nursery: Nursery) -> Any:
+    with torchweft.cluster(workers=5, nursery=nursery):
+        yield
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(
+    ("rule", "servers", "places"),
+    [
+        ("adam", [SERVERS[1]], {}),
+        ("adam", [*SERVERS, SPARE], dict.fromkeys(NAMES, RowWise(SPARE, *SERVERS))),
+        ("adam", SERVERS, dict.fromkeys(NAMES, ColumnWise(SERVERS[1], SERVERS[0]))),
+        ("row-wise", [*TRAINERS, SPARE], dict.fromkeys(NAMES[1:], TableWise(SPARE))),
+    ],
+    ids=["one server", "three by row", "by column", "whole, and trainers as servers"],
+)
+def test_rows_and_state_go_to_other_servers_and_shards_and_back(
+    tmp_path: Path, rule: str, servers: list[str], places: Any
+) -> None:
+    open_on(SERVERS, rule)
+    make_steps(0, BEFORE)
+    on_first(set_rate, "tables", 0.02)
+    on_first(save_tables, "tables", str(tmp_path), BEFORE)
+    at_save = on_first(weights_of, "tables")
+    make_steps(BEFORE, STEPS)
+    expected = on_first(weights_of, "tables")
+    on_all(close_tables, "tables")
+    for layout in (servers, places), (SERVERS, {}):  # The second one is restored from the first.
+        open_on(*layout[:1], rule, *layout[1:], seed=5)
+        on_first(restore_tables, "tables", str(tmp_path))
+        check_same(on_first(weights_of, "tables"), at_save)
+        on_first(save_tables, "tables", str(tmp_path), BEFORE)
+        make_steps(BEFORE, STEPS)
+        check_same(on_first(weights_of, "tables"), expected, bound=1e-13)
+        on_all(close_tables, "tables")
+
+
+@pytest.mark.usefixtures("workers")
+def test_other_tables_and_another_optimizer_are_refused_and_nothing_changes(
+    tmp_path: Path,
+) -> None:
+    words, users = TableConfig("words", 20, 4), TableConfig("users", 9, 2)
+    first = Tables(plan_tables([words, users], SERVERS))
+    first.optimizer(SGD(momentum=0.5))
+    first.save(tmp_path, step=1)
+    first.close()
+    others = {
+        "they differ.*table 'words' is .20, 4, .* in the snapshot and .21, 4": (
+            plan_tables([TableConfig("words", 21, 4), users], SERVERS),
+            SGD(momentum=0.5),
+        ),
+        r"only it has \['users'\]": (plan_tables([words], SERVERS), SGD(momentum=0.5)),
+        r"lacks \['more'\]": (
+            plan_tables([words, users, TableConfig("more", 3, 2)], SERVERS),
+            SGD(momentum=0.5),
+        ),
+        r"the optimizer is \['SGD', 'velocity'\] in the snapshot and \['SGD'\] here": (
+            plan_tables([words, users], SERVERS),
+            SGD(),
+        ),
+    }
+    for message, (plan, rule) in others.items():
+        tables = Tables(plan, seed=3)
+        tables.optimizer(rule)
+        before = tables.weights("words")
+        with pytest.raises(StateMismatch, match=message):
+            tables.restore(tmp_path)
+        assert torch.equal(tables.weights("words"), before)
+        tables.close()
+
+
+@pytest.mark.usefixtures("workers")
+def test_copies_are_saved_with_the_rows(tmp_path: Path) -> None:
+    configs = [TableConfig("words", 20, 4), TableConfig("users", 9, 2)]
+    plan = plan_tables(configs, SERVERS, places={"users": Copies()})
+    saved_tables = Tables(plan, name="saved")
+    saved_tables.save(tmp_path, step=1)
+    tables = Tables(plan, seed=3)
+    assert not torch.equal(tables.weights("users"), saved_tables.weights("users"))
+    tables.restore(tmp_path)
+    for name in ("words", "users"):
+        assert torch.equal(tables.weights(name), saved_tables.weights(name))
+    tables.close()
+    saved_tables.close()
+
+
+@pytest.mark.usefixtures("workers")
+def test_a_snapshot_in_the_middle_of_a_step_is_refused(tmp_path: Path) -> None:
+    open_on(SERVERS, "sgd", staleness=1)
+    rpc.rpc_sync(TRAINERS[0], train_step, ("tables", 0, 0, torch.float64))
+    for function, given in ((save_tables, (str(tmp_path), 1)), (restore_tables, (str(tmp_path),))):
+        with pytest.raises(StepError, match=r"middle of a step.*wait between the same two steps"):
+            on_first(function, "tables", *given)
+    rpc.rpc_sync(TRAINERS[1], train_step, ("tables", 1, 0, torch.float64))
+    assert on_first(save_tables, "tables", str(tmp_path), 1) == 1
+    assert [each.step for each in list_snapshots(tmp_path)] == [1]
+    on_all(close_tables, "tables")
+
+
+@pytest.mark.usefixtures("workers")
+@pytest.mark.parametrize(("others", "staleness"), [([], 0), (TRAINERS, 1), ([], None)])
+def test_a_push_while_rows_are_copied_fails_the_snapshot(
+    others: list[str], staleness: int | None
+) -> None:
+    me = rpc.get_worker_info().name
+    plan = plan_tables([TableConfig("words", 20, 4)], [me])
+    tables = Tables(plan, trainers=[me, *others], staleness=staleness)
+    optimizer = tables.optimizer(SGD())
+    (entry,) = saved.leaving("tables", 0)
+    assert torch.equal(
+        entry.local_value().state_dict()["tensors"]["weights"], tables.weights("words")
+    )
+    optimizer.step()
+    with pytest.raises(StepError, match="a trainer has pushed while it was taken"):
+        entry.local_value().state_dict()
+    tables.close()

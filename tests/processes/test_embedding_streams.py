@@ -1,0 +1,179 @@
+"""Rows that are pulled some batches ahead, from two servers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchweft
+from tests.processes.embedding_functions import (
+    RULES,
+    close_tables,
+    configs_of,
+    draw_batch,
+    open_tables,
+    outputs_loss,
+    train_step,
+)
+from torchweft import rpc
+from torchweft.embedding import Cache, IdOutOfRange, Tables, plan_tables
+from torchweft.errors import CallCancelled, ConfigurationError
+from torchweft.launch import Nursery
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
+SERVERS = ["worker0", "worker1"]
+OTHER = "worker2"
+STEPS = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=3, nursery=nursery):
+        yield
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    made = []
+
+    def make_tables(**options: Any) -> Tables:
+        made.append(Tables(plan_tables(configs_of(torch.float64), SERVERS), **options))
+        return made[-1]
+
+    yield make_tables
+    for tables in made:
+        tables.close()
+
+
+def batches_of(count: int | None = None) -> Iterator[Any]:
+    steps = itertools.count() if count is None else range(count)
+    return (draw_batch(0, step, torch.float64) for step in steps)
+
+
+def inputs_of(batch: Any) -> Any:
+    return batch.inputs
+
+
+def wait_for_all_ahead(stream: Any) -> set[int]:
+    """Returns the versions of the rows that are pulled ahead, once they are here."""
+    lookups = [each.lookup for each in stream._waiting]
+    return {future.wait()[0] for each in lookups for future in each.futures.values()}
+
+
+def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_rows_ahead_are_those_of_a_lookup_in_the_order_of_the_batches(make: Any) -> None:
+    tables = make()
+    expected = [tables(batch.inputs) for batch in batches_of(STEPS)]
+    found = [outputs for _, outputs in tables.stream(batches_of(STEPS), 3, inputs_of)]
+    for one, other in zip(found, expected, strict=True):
+        check_equal(one, other)
+
+
+@pytest.mark.parametrize("staleness", [3, None])
+def test_training_on_rows_ahead_counts_their_staleness(make: Any, staleness: int | None) -> None:
+    tables = make(staleness=staleness)
+    optimizer = tables.optimizer(RULES["sgd"])
+    with tables.stream(batches_of(STEPS), 3, inputs_of) as stream:
+        for batch, outputs in stream:
+            wait_for_all_ahead(stream)  # before the push, so that the versions are certain
+            optimizer.zero_grad()
+            outputs_loss(outputs, batch.target).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+    counts = {0: 1, 1: 1, 2: 1, 3: STEPS - 3}
+    assert tables.staleness() == {each: count * len(SERVERS) for each, count in counts.items()}
+
+
+def test_the_gradients_of_rows_ahead_are_those_of_a_lookup(make: Any) -> None:
+    weights = []
+    for is_ahead in (True, False):
+        tables = make(name=f"ahead {is_ahead}", staleness=1)
+        optimizer = tables.optimizer(RULES["adagrad"])
+        stream = (
+            tables.stream(batches_of(2), 1, inputs_of)
+            if is_ahead
+            else ((batch, tables(batch.inputs)) for batch in list(batches_of(2)))
+        )
+        looked_up = list(stream)  # Before any step, so that both see the same rows.
+        for batch, outputs in looked_up:
+            outputs_loss(outputs, batch.target).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        weights.append({each.name: tables.weights(each.name) for each in tables.plan.configs})
+    check_equal(*weights)
+
+
+@pytest.mark.parametrize("cache", [None, Cache(0.0), Cache(1.0)])
+def test_rows_that_have_become_too_old_are_pulled_again(make: Any, cache: Cache | None) -> None:
+    trainers = [rpc.get_worker_info().name, OTHER]
+    plan = plan_tables(configs_of(torch.float64), SERVERS)
+    rpc.rpc_sync(OTHER, open_tables, (plan, trainers, "sgd"), kwargs={"staleness": 1})
+    tables = make(trainers=trainers, staleness=1, cache=cache)
+    optimizer = tables.optimizer(RULES["sgd"])
+
+    def other_steps(step: int) -> None:
+        rpc.rpc_sync(OTHER, train_step, ("tables", 1, step, torch.float64))
+
+    def step_on(batch: Any, outputs: Any) -> None:
+        outputs_loss(outputs, batch.target).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    with tables.stream(batches_of(), 1, inputs_of) as stream:
+        step_on(*next(stream))
+        second = next(stream)
+        assert wait_for_all_ahead(stream) == {0}  # the third batch
+        other_steps(0)
+        step_on(*second)
+        batch, outputs = next(stream)  # in step 2, which must see version 1
+        check_equal(outputs, tables(batch.inputs))
+        other_steps(1)
+    assert max(tables.staleness()) == 1
+    rpc.rpc_sync(OTHER, close_tables, ("tables",))
+
+
+def test_a_look_ahead_beyond_the_bound_is_refused_in_training(make: Any) -> None:
+    tables = make(staleness=1)
+    tables.optimizer(RULES["sgd"])
+    with pytest.raises(ConfigurationError, match=r"have staleness=1.*pass at most ahead=1"):
+        tables.stream(batches_of(), 2, inputs_of)
+
+
+def test_a_closed_stream_has_no_open_pull_and_the_tables_go_on(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled: list[Any] = []
+    cancel = rpc.Future.cancel
+
+    def noted_cancel(future: Any) -> bool:
+        cancelled.append(future)
+        return cancel(future)
+
+    monkeypatch.setattr(rpc.Future, "cancel", noted_cancel)
+    tables = make()
+    with tables.stream(batches_of(), 2, inputs_of) as stream:
+        _, first = next(stream)
+        ahead: list[Any] = [each.lookup for each in stream._waiting]
+    futures = [future for each in ahead for future in each.futures.values()]
+    assert len(futures) >= len(ahead) == 2
+    assert {id(each) for each in cancelled} == {id(each) for each in futures}
+    for future in futures:
+        try:
+            future.wait()  # Race: another thread has read its answer, and is completing it.
+        except CallCancelled:
+            pass
+        assert future.done()
+    check_equal(tables(next(batches_of()).inputs), first)
+
+
+def test_ids_that_a_table_lacks_end_a_stream(make: Any) -> None:
+    tables = make()
+    inputs = [{"pages": torch.tensor([each])} for each in (1, 99)]
+    with pytest.raises(IdOutOfRange, match="99"):
+        list(tables.stream(inputs, 1))

@@ -1,0 +1,234 @@
+"""Observers, and the files of workers, tell where a group is stuck and why."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+import torchweft
+from tests.processes import deadlocks
+from tests.processes.conftest import options
+from tests.processes.functions import wait_until
+from tests.processes.observers import ANSWER_S, OPEN, group_of, said_by
+from torchweft import Secret, rpc
+from torchweft.agent.current import current
+from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
+from torchweft.errors import GroupNotFound, ObserverRefused, ShutdownError
+from torchweft.launch import Cluster, Nursery
+from torchweft.observe.files import read_folder
+from torchweft.observe.group import Group, find
+from torchweft.observe.session import Access
+from torchweft.protocol.observing.waits import WaitGraph
+from torchweft.protocol.observing.wording import explain
+
+STOPPED_S = 0.5
+LATE_S = 1.2
+
+
+@pytest.fixture
+def stuck(nursery: Nursery) -> Iterator[Cluster]:
+    """Three workers that a test leaves stuck, and that are killed."""
+    single = options(num_worker_threads=1, rpc_timeout=60.0)
+    group = torchweft.cluster(
+        workers=3, nursery=nursery, rpc_backend_options=single, check=False, leave_timeout=0.5
+    )
+    with contextlib.suppress(ShutdownError), group:
+        yield group
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def explained_when(group: Group, text: str, timeout_s: float = ANSWER_S) -> tuple[str, WaitGraph]:
+    """Asks until the explanation has a text; returns the explanation and the graph."""
+    found: list[Any] = []
+
+    def look() -> bool:
+        answers = group.ask(timeout_s)
+        graph = WaitGraph(answers.reports, answers.silent)
+        found[:] = [explain(graph), graph, answers]
+        return text in found[0]
+
+    wait_until(look, lambda: f"{found[0]}\n{found[2]}")
+    return found[0], found[1]
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_two_workers_that_call_each_other_with_one_thread_each(
+    stuck: Cluster, tmp_path: Path
+) -> None:
+    for worker, other in (("worker0", "worker1"), ("worker1", "worker0")):
+        rpc.rpc_async(worker, deadlocks.step, args=(other, str(tmp_path)))
+    said, graph = explained_when(group_of(stuck), "deadlock, perhaps")
+    assert "deadlock, perhaps: worker0 and worker1 wait for each other" in said
+    for mark, function in (("calls the other", "step"), ("takes the lock", "update")):
+        place = deadlocks.line_of(mark) + function
+        assert said.count(place) == 2, said
+    assert [len(circle) for circle in graph.circles()] == [4]
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_a_barrier_that_one_worker_never_reaches(stuck: Cluster, tmp_path: Path) -> None:
+    everybody = ["worker0", "worker1", "worker2"]
+    for worker in everybody[:2]:
+        rpc.rpc_async(worker, deadlocks.synchronize, args=(everybody,))
+    os.mkfifo(tmp_path / "pipe")
+    rpc.rpc_async("worker2", deadlocks.read, args=(str(tmp_path / "pipe"),))
+    said, graph = explained_when(
+        group_of(stuck),
+        "worker0 and worker1 wait, in the end, for\n  worker2: tests.processes.deadlocks.read ",
+    )
+    assert said.count(deadlocks.line_of("comes to the barrier") + "synchronize") == 2
+    assert deadlocks.line_of("waits for a writer") + "read" in said
+    assert not graph.circles()  # The function of worker2 may return at any moment.
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_a_call_that_waits_in_a_barrier_for_its_caller(stuck: Cluster) -> None:
+    pair = ["worker0", "worker1"]
+    rpc.rpc_async("worker1", deadlocks.update_before_barrier, args=(pair, "worker0"))
+    said, graph = explained_when(group_of(stuck), "deadlock: ")
+    assert "deadlock: worker0 and worker1 wait for each other" in said
+    assert deadlocks.line_of("comes to the barrier") + "synchronize" in said
+    assert deadlocks.line_of("calls before the barrier") + "update_before_barrier" in said
+    assert len(graph.circles()) == 1
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_a_value_that_is_not_made(stuck: Cluster, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    value = rpc.remote("worker1", deadlocks.read, args=(str(tmp_path / "pipe"),))
+    rpc.rpc_async("worker0", deadlocks.fetch, args=(value,))
+    # Whether worker1 waits as well depends on which of both calls it has begun first.
+    said, _ = explained_when(
+        group_of(stuck), "in the end, for\n  worker1: tests.processes.deadlocks.read "
+    )
+    assert said.startswith("worker0 ")
+    assert deadlocks.line_of("waits for a writer") + "read" in said
+    assert deadlocks.line_of("waits for the value") + "fetch" in said
+    (tmp_path / "pipe").write_bytes(b"")
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_a_backward_pass_whose_worker_is_stopped(stuck: Cluster, tmp_path: Path) -> None:
+    group = group_of(stuck)
+    pid = stuck.pids["worker1"]
+    rpc.rpc_async("worker0", deadlocks.train, args=("worker1", str(tmp_path)))
+    wait_until((tmp_path / "forward").exists, lambda: "there was no forward pass")
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        # A process stops only once the thread that got the signal has been scheduled.
+        wait_until(lambda: is_stopped(pid), lambda: "it does not stop")
+        (tmp_path / "stopped").touch()
+        said, graph = explained_when(group, "a backward pass", STOPPED_S)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (
+        f"worker 'worker1', which does not answer within {STOPPED_S:g} s: its process {pid}" in said
+    )
+    assert f"is stopped by a signal; kill -CONT {pid} lets it go on" in said
+    assert deadlocks.line_of("runs the backward pass") + "train" in said
+    assert graph.silent.keys() == {"worker1"}
+
+
+# Who may observe
+
+
+@pytest.fixture
+def guarded() -> Iterator[Secret]:
+    """This process alone is a group with a secret."""
+    secret = Secret(b"a secret of these tests")
+    guarded_options = rpc.RpcBackendOptions(store=HashStore(), secret=secret)
+    rpc.init_rpc("guarded", rank=0, world_size=1, rpc_backend_options=guarded_options)
+    yield secret
+    rpc.shutdown()
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_group_with_a_secret_is_shown_to_who_has_it(guarded: Secret) -> None:
+    pid = str(os.getpid())
+    unix, tcp = current().me.registration.addresses
+    for target in (pid, unix, tcp):
+        group = find(target, Access(guarded))
+        assert group.workers == ["guarded"]
+        assert [report.worker for report in group.ask(ANSWER_S).reports] == ["guarded"]
+    for access, advice in (
+        (OPEN, "set WEFT_SECRET_FILE to the file that the workers have"),
+        (Access(Secret(b"another secret, as long")), "do not take the secret of this observer"),
+    ):
+        for address in (unix, tcp):
+            with pytest.raises(ObserverRefused, match=advice):
+                find(address, access)
+        with pytest.raises((ObserverRefused, GroupNotFound)):
+            find(pid, access)
+
+
+# Files
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_the_signal_has_each_worker_write_what_it_does(nursery: Nursery, tmp_path: Path) -> None:
+    environment = {"WEFT_DUMP_DIR": str(tmp_path)}
+    with torchweft.cluster(
+        workers=2, nursery=nursery, env=environment, rpc_backend_options=options()
+    ) as group:
+        for name, pid in group.pids.items():
+            assert rpc.rpc_sync(name, os.getpid) == pid  # It has joined.
+            os.kill(pid, signal.SIGQUIT)
+        names = {"worker0.weft.json", "worker1.weft.json"}
+        wait_until(
+            lambda: names <= {each.name for each in tmp_path.iterdir()},
+            lambda: str(list(tmp_path.iterdir())),
+        )
+        answers = read_folder(str(tmp_path))
+        assert [report.worker for report in answers.reports] == ["worker0", "worker1"]
+        assert "has written no file here" in answers.silent["driver"]
+        assert any(thread.frames for thread in answers.reports[0].threads)
+        assert rpc.rpc_sync("worker0", os.getpid) == group.pids["worker0"]
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_a_wait_that_takes_too_long_has_all_workers_write(nursery: Nursery, tmp_path: Path) -> None:
+    folder = tmp_path / "reports"
+    environment = {"WEFT_DUMP_DIR": str(folder), "WEFT_DUMP_AFTER_S": str(LATE_S)}
+    group = torchweft.cluster(
+        workers=3,
+        nursery=nursery,
+        env=environment,
+        rpc_backend_options=options(num_worker_threads=1, rpc_timeout=60.0),
+        check=False,
+        leave_timeout=0.5,
+    )
+    with contextlib.suppress(ShutdownError), group:
+        for worker, other in (("worker0", "worker1"), ("worker1", "worker0")):
+            rpc.rpc_async(worker, deadlocks.step, args=(other, str(tmp_path)))
+        names = {f"worker{rank}.weft.json" for rank in range(3)}  # worker2 waits for nobody.
+        wait_until(
+            lambda: folder.exists() and names <= {each.name for each in folder.iterdir()},
+            lambda: str(list(tmp_path.iterdir())),
+        )
+        status, said, _ = said_by("explain", str(folder))
+        assert status == DEADLOCK_STATUS
+        assert "deadlock, perhaps: worker0 and worker1 wait for each other" in said
+        assert said.count(deadlocks.line_of("takes the lock") + "update") == 2
+
+
+def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
+    status, _, err = said_by("explain", str(tmp_path))
+    assert status == FAILURE_STATUS
+    assert "has no report of a worker" in err
+    status, _, err = said_by("explain", str(tmp_path / "missing"))
+    assert status == 2
+    assert "cannot read the folder" in err
+    (tmp_path / "worker0.weft.json").write_text("{}")
+    status, _, err = said_by("explain", str(tmp_path))
+    assert status == FAILURE_STATUS
+    assert "worker0.weft.json': Report of a report lacks" in err

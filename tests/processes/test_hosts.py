@@ -1,0 +1,310 @@
+"""Runs and clusters over hosts, whose agents are processes of this host."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft
+from tests.processes import functions
+from tests.processes.weft_run import is_running, wait_until_gone
+from torchweft import rpc
+from torchweft.errors import ConfigurationError, HostError, LaunchError
+from torchweft.launch.console import BinarySink, Console
+from torchweft.launch.host_connection import Host
+from torchweft.launch.hosts import HostNurseries
+from torchweft.launch.hosts_launcher import HostsLauncher
+from torchweft.launch.job import Job, program_job
+from torchweft.launch.launchers import Order
+from torchweft.launch.restarts import WORKER, RestartPolicy
+from torchweft.launch.worker import WorkerSpec
+
+AGENT = (sys.executable, "-m", "torchweft.launch.host_agent")
+LIMIT_S = 20.0
+
+
+class Here(HostsLauncher):
+    """Two hosts that are this one."""
+
+    def __init__(self, *commands: Sequence[str], timeout_s: float = LIMIT_S) -> None:
+        self._commands = commands or (AGENT, AGENT)
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def from_options(cls, options: argparse.Namespace) -> Here:
+        return cls()
+
+    def hosts(self, workers: int) -> list[Host]:
+        share = workers // len(self._commands)
+        return [
+            Host(
+                f"host{number}",
+                "127.0.0.1",
+                share,
+                tuple(command),
+                self._timeout_s if command != AGENT else LIMIT_S,
+            )
+            for number, command in enumerate(self._commands)
+        ]
+
+
+class Output:
+    """What a console has written."""
+
+    def __init__(self) -> None:
+        self._out, self._err = io.BytesIO(), io.BytesIO()
+        self.console = Console(BinarySink(self._out), BinarySink(self._err))  # type: ignore[arg-type]
+
+    @property
+    def out(self) -> list[str]:
+        return sorted(self._out.getvalue().decode().splitlines())
+
+    @property
+    def err(self) -> str:
+        return self._err.getvalue().decode()
+
+
+def python(body: str) -> Job:
+    return program_job([sys.executable, "-c", body])
+
+
+def run(job: Job, launcher: HostsLauncher | None = None, count: int = 4, **others: Any) -> Any:
+    output = Output()
+    order = Order([f"worker{rank}" for rank in range(count)], job, output.console, **others)
+    return (launcher or Here()).run(order), output
+
+
+def test_workers_of_two_hosts_know_their_places() -> None:
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE WEFT_WORKER_NAME MASTER_ADDR"
+    status, output = run(python(f"import os; print(*map(os.environ.get, {names.split()}))"))
+    assert status == 0
+    assert output.out == [
+        f"[worker{rank}] {rank} 4 {rank % 2} 2 worker{rank} 127.0.0.1" for rank in range(4)
+    ]
+
+
+def test_a_worker_that_fails_ends_those_of_all_hosts() -> None:
+    body = "import os, signal; os.environ['RANK'] == '3' and 1 / 0; signal.pause()"
+    status, output = run(python(body))
+    assert status == 1
+    assert "worker 'worker3' (rank 3, pid " in output.err
+    assert "ending the other 3" in output.err
+    assert output.err.count("[worker3] ZeroDivisionError") == 1
+
+
+def test_a_group_over_hosts_starts_again_at_another_port(tmp_path: Path) -> None:
+    body = (
+        "import os, sys; life = os.environ['WEFT_RESTART_COUNT']; "
+        "print(os.environ['RANK'], life, os.environ['MASTER_PORT']); "
+        "sys.exit(life == '0' and os.environ['RANK'] == '1')"
+    )
+    policy = RestartPolicy(limit=1, backoff_s=0.01)
+    status, output = run(python(body), count=2, restarts=policy)
+    assert status == 0
+    lives = [line.split()[1:] for line in output.out]
+    assert [life[:2] for life in lives][-1] == ["1", "1"]
+    assert len({port for _, life, port in lives if life == "1"}) == 1
+    assert {port for _, life, port in lives if life == "0"} != {lives[-1][2]}
+
+
+def test_the_secret_is_in_a_private_file_only() -> None:
+    body = (
+        "import os; path = os.environ['WEFT_SECRET_FILE']; "
+        "print(oct(os.stat(path).st_mode & 0o777), oct(os.stat(os.path.dirname(path)).st_mode "
+        "& 0o777), len(open(path).read()), path, 'WEFT_SECRET' in os.environ)"
+    )
+    _, output = run(python(body), count=2)
+    for line in output.out:
+        _, file_mode, folder_mode, size, path, is_bare = line.split()
+        assert (file_mode, folder_mode, size, is_bare) == ("0o600", "0o700", "64", "False")
+        assert not os.path.exists(os.path.dirname(path))
+
+
+def test_another_interpreter_on_the_hosts(tmp_path: Path) -> None:
+    other = tmp_path / "python"
+    other.symlink_to(sys.executable)
+    launcher = Here()
+    launcher.python = str(other)
+    _, output = run(python("import sys; print(sys.orig_argv[0])"), launcher, count=2)
+    assert output.out == [f"[worker{rank}] {other}" for rank in range(2)]
+
+
+def test_restarts_of_single_workers_are_for_one_machine() -> None:
+    with pytest.raises(ConfigurationError, match="--restart group"):
+        run(python(""), restarts=RestartPolicy(1, WORKER))
+    with pytest.raises(ConfigurationError, match="restarts= is for clusters on='local'"):
+        torchweft.cluster(2, on=Here(), restarts=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (("no-such-command",), "no command 'no-such-command' here.*on host 'host1'; install it"),
+        (
+            ("sh", "-c", "echo no route to host >&2; exit 255"),
+            "host 'host1' cannot be reached: sh ended with exit code 255; it said: no route",
+        ),
+        (("sleep", "100"), "host 'host1' cannot be reached: no answer within 0.5 s"),
+        (
+            (sys.executable, "-c", "import torchweft.launch.none"),
+            "host 'host1' cannot be reached.*ModuleNotFoundError",
+        ),
+    ],
+)
+def test_a_host_that_cannot_be_reached_is_named(command: Sequence[str], message: str) -> None:
+    timeout_s = 0.5 if command[0] == "sleep" else LIMIT_S
+    begin_s = time.monotonic()
+    with pytest.raises(HostError, match=message) as caught:
+        run(python(""), Here(AGENT, command, timeout_s=timeout_s))
+    assert caught.value.host == "host1"
+    assert time.monotonic() - begin_s < LIMIT_S
+
+
+def test_a_host_without_the_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    command = ("sh", "-c", f"cd / && rmdir {folder} && exec {' '.join(AGENT)}")
+    with pytest.raises(HostError, match=r"there is no folder '.*gone'"):
+        run(python(""), Here(command), count=1)
+
+
+def test_text_before_the_agent_is_skipped() -> None:
+    command = ("sh", "-c", f"echo Welcome to this host; exec {' '.join(AGENT)}")
+    status, output = run(python("print(1)"), Here(command), count=1)
+    assert (status, output.out) == (0, ["[worker0] 1"])
+
+
+class Followed:
+    """Workers whose events are read by hand."""
+
+    def __init__(self) -> None:
+        self.hosts = Here().hosts(2)
+        self.nurseries = HostNurseries(
+            self.hosts,
+            {"a": self.hosts[0], "b": self.hosts[1]},
+            environment={"PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        self.pids: dict[str, int] = {}
+
+    def start(self, name: str) -> None:
+        reading, writing = os.pipe()
+        job = python("import signal; signal.pause()")
+        self.nurseries.start(name, WorkerSpec(name, 0, job, {}, ""), writing, writing)
+        os.close(reading)
+        os.close(writing)
+        while name not in self.pids:
+            self.pids |= {event["key"]: event["pid"] for event in self.receive()}
+
+    def receive(self) -> list[Any]:
+        """Waits for events and returns them."""
+        ready, _, _ = select.select([self.nurseries], [], [], LIMIT_S)
+        assert ready
+        return self.nurseries.receive()
+
+    @property
+    def agents(self) -> list[int]:
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(os.getpid())],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        lines = [line.split(None, 1) for line in listed.stdout.splitlines()]
+        return [int(pid) for pid, arguments in lines if "host_agent" in arguments]
+
+
+def test_a_lost_host_is_named_and_all_workers_end() -> None:
+    followed = Followed()
+    try:
+        followed.start("a")
+        followed.start("b")
+        os.kill(followed.agents[1], signal.SIGKILL)
+        with pytest.raises(HostError, match=r"host 'host1' was lost: its agent ended"):
+            followed.receive()
+        wait_until_gone([followed.pids["b"]], LIMIT_S)
+        assert is_running(followed.pids["a"])
+    finally:
+        followed.nurseries.close()
+    wait_until_gone(list(followed.pids.values()), LIMIT_S)
+
+
+def test_a_signal_to_an_agent_is_told_and_is_a_notice() -> None:
+    followed = Followed()
+    try:
+        followed.start("a")
+        environment = Path(f"/proc/{followed.pids['a']}/environ").read_bytes().split(b"\0")
+        notice = next(each for each in environment if each.startswith(b"WEFT_NOTICE_FILE="))
+        path = Path(os.fsdecode(notice.partition(b"=")[2]))
+        assert not path.exists()
+        os.kill(followed.agents[0], signal.SIGTERM)
+        with pytest.raises(HostError, match="host 'host0' was asked to end by a signal"):
+            followed.receive()
+        assert path.exists()
+    finally:
+        followed.nurseries.close()
+
+
+def test_much_output_of_all_workers_arrives_whole() -> None:
+    body = "for number in range(20_000): print(number, 'x' * 50)"
+    _, output = run(python(body), count=4)
+    assert len(output.out) == 80_000
+    for rank in range(4):
+        mark = f"[worker{rank}] "
+        own = [int(line.split()[1]) for line in output.out if line.startswith(mark)]
+        assert sorted(own) == list(range(20_000))
+
+
+def test_a_run_with_much_unread_output_ends_soon() -> None:
+    followed = Followed()
+    job = python("while True: print('x' * 100)")
+    reading, writing = os.pipe()
+    try:
+        followed.nurseries.start("a", WorkerSpec("a", 0, job, {}, ""), writing, writing)
+        os.close(writing)
+        assert os.read(reading, 1) == b"x"
+        begin_s = time.monotonic()
+    finally:
+        followed.nurseries.close()
+        os.close(reading)
+    assert time.monotonic() - begin_s < 5.0
+
+
+def test_a_silent_launcher_is_taken_for_gone() -> None:
+    body = (
+        "from torchweft.launch import framing, host_agent; "
+        "host_agent.SILENCE_S = 0.2; host_agent.ALIVE_S = 0.1; host_agent.main()"
+    )
+    agent = subprocess.Popen(
+        [sys.executable, "-c", body], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with agent:
+        assert agent.wait(LIMIT_S) == 0
+
+
+@pytest.mark.keeps("descriptors")  # The first TCP store of a process leaves a pipe open.
+def test_a_cluster_over_hosts() -> None:
+    with torchweft.cluster(2, on=Here()) as cluster:
+        assert cluster.names == ["worker0", "worker1"]
+        for name in cluster.names:
+            assert rpc.rpc_sync(name, functions.name_here) == name
+        total = rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+        assert total.tolist() == [2, 2]
+        pids = list(cluster.pids.values())
+        os.kill(cluster.pids["worker1"], signal.SIGKILL)
+        wait_until_gone([cluster.pids["worker1"]], LIMIT_S)
+        with pytest.raises(LaunchError, match=r"worker 'worker1'.*killed by SIGKILL"):
+            cluster.close()
+    wait_until_gone(pids, LIMIT_S)

@@ -1,0 +1,73 @@
+"""``SIGTERM`` of a scheduler as a notice, in processes of their own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 20.0
+
+BODY = """
+import importlib, os, signal, sys, time, types
+rpc = types.ModuleType("torchweft.rpc")  # not the real package: it would import torch
+rpc.__path__ = [sys.argv[1]]
+sys.modules["torchweft.rpc"] = rpc
+notice = importlib.import_module("torchweft.rpc.notice")
+{before}
+notice.heed()
+print(notice.is_given(), flush=True)
+while not notice.is_given():
+    time.sleep(0.01)
+print(notice.is_given(), flush=True)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def start(folder: Path, before: str = "") -> subprocess.Popen[str]:
+    import torchweft
+
+    package = Path(torchweft.__file__).parent / "rpc"
+    command = [sys.executable, "-c", BODY.format(before=before), str(package)]
+    return subprocess.Popen(
+        command,
+        env={"WEFT_NOTICE_FILE": str(folder / "notice"), "PYTHONPATH": ":".join(sys.path)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_first_signal_is_a_notice_and_the_launchers_own_ends(folder: Path) -> None:
+    with start(folder) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "False\n"
+        process.terminate()
+        assert process.stdout.readline() == "True\n"
+        (folder / "ending").touch()
+        process.terminate()
+        assert process.wait(LIMIT_S) == -signal.SIGTERM
+
+
+def test_a_handler_of_the_program_stays(folder: Path) -> None:
+    with start(folder, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(9))") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "False\n"
+        process.terminate()
+        assert process.wait(LIMIT_S) == 9
+    assert not (folder / "notice").exists()
+
+
+def test_processes_that_the_worker_has_forked_end(folder: Path) -> None:
+    fork = "os.fork() or (notice.heed(), os.kill(os.getpid(), signal.SIGTERM), os._exit(1))"
+    with start(folder, f"notice.heed(); {fork}; print(os.wait()[1], flush=True)") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{int(signal.SIGTERM)}\n"
+        process.kill()

@@ -1,0 +1,233 @@
+"""``torchweft.rl`` over workers: the same bits, back-pressure, bad input, and those left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.processes import rl_functions as functions
+from tests.processes.functions import wait_until
+from tests.processes.rl_functions import Gated, Lying, OneShort, Patient, learn, make_walk, rows_of
+from tests.rl_environments import Walk, walk_policy
+from torchweft import rpc
+from torchweft.errors import BatchError, ConfigurationError, UnknownWorker
+from torchweft.launch import Cluster
+from torchweft.rl import (
+    Agent,
+    Environments,
+    NoObservers,
+    Observers,
+    ProgramMismatch,
+    ReplayBuffer,
+    SpacesMismatch,
+    Trajectory,
+    WrongActions,
+    WrongObservations,
+)
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
+WORKERS = ["worker0", "worker1"]
+LIMIT_S = 20.0
+
+
+def trained(where: Any, *, halves: int = 1, rounds: int = 3) -> tuple[list[Any], Agent]:
+    """Rounds of a program that learns in between."""
+    agent = Agent(walk_policy(rows=8))
+    environments = Environments(make_walk, 4, seed=3, halves=halves)
+    found: list[Trajectory] = []
+    with Observers(where, environments, agent, count=2, steps=9, time_limit_s=LIMIT_S) as observers:
+        for _ in range(rounds):
+            found += (new := observers.round())
+            learn(agent, new)
+        assert observers.left_out == {}
+        assert observers.staleness == {0: 2 * rounds}
+    return rows_of(found), agent
+
+
+def equal(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b)
+        for x, y in zip(one, other, strict=True)
+        for a, b in zip(x, y, strict=True)
+    )
+
+
+def test_the_same_program_gives_the_same_bits_everywhere(group: Cluster) -> None:
+    expected, alone = trained("process")
+    assert alone.policy.forwards == 3 * 9 * 2
+    found, agent = trained(WORKERS)
+    assert equal(found, expected)
+    assert agent.policy.forwards == agent.statistics().batches
+    assert agent.statistics().calls == 3 * 9 * 2
+    assert equal(trained(WORKERS, halves=2)[0], expected)
+    assert equal(trained("threads")[0], expected)
+
+
+def test_a_full_batch_is_one_forward_pass_for_all_environments(group: Cluster) -> None:
+    agent = Patient(walk_policy())
+    with Observers(
+        WORKERS, Environments(make_walk, 4), agent, steps=9, time_limit_s=LIMIT_S
+    ) as observers:
+        for _ in range(3):
+            observers.round()
+    assert agent.statistics().sizes == {2: 3 * 9}
+    assert agent.policy.forwards == agent.policy.decisions / (2 * 4) == 3 * 9
+
+
+def test_without_a_group_threads_do_as_one_process() -> None:
+    assert equal(trained("threads")[0], trained("process")[0])
+
+
+def test_a_learner_slows_observers_down_and_refuses_what_is_old(group: Cluster) -> None:
+    agent = Agent(walk_policy())
+    environments = Environments(make_walk, 2)
+    with Observers(
+        WORKERS, environments, agent, steps=4, most_stale=2, full_batches=False,
+        time_limit_s=LIMIT_S,
+    ) as observers:  # fmt: skip
+        stream = observers.stream()
+        first = next(stream)
+        assert {first.observer} < set(WORKERS)
+        # One trajectory of each observer is under way, and no more are made meanwhile.
+        wait_until(lambda: agent.policy.decisions >= 2 * 4 * 3, lambda: "no further trajectory")
+        decided = agent.policy.decisions
+        assert decided <= 2 * 4 * 4
+        for _ in range(3):
+            with agent.policy.updating():
+                pass
+        for _ in range(4):
+            found = next(stream)
+            assert int(found.versions.min()) >= agent.version - 2
+        assert observers.refused >= 1
+        assert max(observers.staleness) <= 2
+
+
+def test_large_trajectories_stay_until_they_are_taken(group: Cluster) -> None:
+    agent, environments = Agent(walk_policy(rows=4)), Environments(make_walk, 2)
+    found = []
+    for limit in (0, 1 << 30):
+        with Observers(
+            WORKERS, environments, agent, steps=5, by_reference_bytes=limit, time_limit_s=LIMIT_S
+        ) as observers:
+            found.append(rows_of(observers.round()))
+    assert equal(found[0], found[1])
+
+
+def test_a_late_observer_is_left_out_until_it_comes(group: Cluster) -> None:
+    agent = Agent(walk_policy())
+    environments = Environments(Gated, 1)  # that of worker1 is environment 1
+    with Observers(WORKERS, environments, agent, steps=4, time_limit_s=0.3) as observers:
+        for _ in range(2):
+            assert [each.observer for each in observers.round()] == ["worker0"]
+            assert observers.left_out == {"worker1": None}
+        rpc.rpc_sync("worker1", functions.go_on)
+        seen: set[str] = set()
+        wait_until(
+            lambda: (
+                bool(seen.update(each.observer for each in observers.round()))
+                or seen == set(WORKERS)
+            ),
+            lambda: f"only {seen}",
+        )
+        assert observers.left_out == {}
+        assert len(observers.round()) == 2
+
+
+def test_other_spaces(group: Cluster) -> None:
+    agent = Agent(walk_policy())
+    environments = Environments(functions.make_by_worker, 2)
+    with Observers(WORKERS, environments, agent, steps=3, time_limit_s=LIMIT_S) as observers:
+        error = observers.left_out["worker1"]
+        assert isinstance(error, SpacesMismatch)
+        assert error.observer == "worker1"
+        assert "(2,)" in error.found
+        assert "(3,)" in error.expected
+        assert [each.observer for each in observers.round()] == ["worker0"]
+        with pytest.raises(SpacesMismatch):
+            observers.replace(1)
+        observers.replace(1, "worker0")
+        assert len(observers.round()) == 2
+
+
+def test_another_version_of_the_program(group: Cluster) -> None:
+    rpc.rpc_sync("worker0", functions.change_program)
+    agent = Agent(walk_policy())
+    with Observers(
+        WORKERS, Environments(make_walk, 2), agent, steps=3, time_limit_s=LIMIT_S
+    ) as observers:
+        error = observers.left_out["worker0"]
+        assert isinstance(error, ProgramMismatch)
+        assert (error.observer, len(error.found)) == ("worker0", len(error.expected))
+        assert "restart the worker" in str(error)
+        assert [each.observer for each in observers.round()] == ["worker1"]
+        rpc.rpc_sync("worker0", functions.restore_program)
+        assert observers.take_back() == ["worker0"]
+        assert len(observers.round()) == 2
+
+
+def test_a_wrong_number_of_actions_names_the_observer(group: Cluster) -> None:
+    agent = Agent(OneShort(nn.Linear(3, 2), (3,), state_size=1))
+    with Observers(
+        WORKERS, Environments(make_walk, 2), rpc.RRef(agent), steps=3, time_limit_s=LIMIT_S
+    ) as observers:
+        with pytest.raises(NoObservers, match=r"worker0: .*worker1: "):
+            observers.round()
+        for name in WORKERS:
+            error = observers.left_out[name]
+            assert isinstance(error, WrongActions)
+            assert error.found[0] == error.expected[0] - 1
+
+
+def test_observations_that_cannot_be_stacked_fail_alone(group: Cluster) -> None:
+    agent = Agent(walk_policy())
+    policy = Lying(rpc.RRef(agent), "worker1")
+    with Observers(
+        WORKERS, Environments(make_walk, 2), policy, steps=3, time_limit_s=LIMIT_S
+    ) as observers:
+        agent.expect(1)
+        found: list[Trajectory] = []
+        wait_until(
+            lambda: bool(found.extend(observers.round())) or "worker1" in observers.left_out,
+            lambda: "worker1 is not left out",
+        )
+        error = observers.left_out["worker1"]
+        assert isinstance(error, (BatchError, WrongObservations))
+        assert "[2, 2]" in str(error) or "2, 2]" in str(error)
+        assert [each.observer for each in observers.round()] == ["worker0"]
+
+
+def test_a_replay_buffer_on_a_worker(group: Cluster) -> None:
+    agent = Agent(walk_policy())
+    buffer = rpc.remote("worker0", ReplayBuffer, (1000,), {"priority_power": 0.6})
+    with Observers(
+        WORKERS, Environments(make_walk, 2), agent, steps=5, time_limit_s=LIMIT_S
+    ) as observers:
+        found = observers.round()
+    for each in found:
+        buffer.rpc_sync().add(each.transitions())
+    assert buffer.rpc_sync().size() == 20
+    sample = buffer.rpc_sync().sample(64)
+    following = torch.cat([each.next_observations().flatten(0, 1) for each in found])
+    assert torch.equal(sample.columns["next_observations"], following[sample.rows])
+    assert buffer.rpc_sync().set_priorities(sample.rows, torch.ones(64)) == 0
+
+
+def test_mistakes(group: Cluster) -> None:
+    agent, environments = Agent(walk_policy()), Environments(Walk, 1)
+    with pytest.raises(ConfigurationError, match="where='worker0': pass"):
+        Observers("worker0", environments, agent)
+    with pytest.raises(ConfigurationError, match="0 places"):
+        Observers([], environments, agent)
+    with pytest.raises(ConfigurationError, match="steps=0"):
+        Observers("process", environments, agent, steps=0)
+    with pytest.raises(NoObservers, match="nobody") as caught:
+        Observers(["nobody"], environments, agent, time_limit_s=LIMIT_S)
+    assert isinstance(caught.value.__cause__, UnknownWorker)
+    with (
+        Observers("process", environments, agent) as observers,
+        pytest.raises(ConfigurationError, match="observer 1 of 1"),
+    ):
+        observers.replace(1)

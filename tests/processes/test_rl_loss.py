@@ -1,0 +1,94 @@
+"""``torchweft.rl`` when an observer or the agent is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchweft
+from tests.processes.functions import wait_until
+from tests.processes.open_workers import OpenWorkers
+from tests.processes.rl_functions import (
+    LIMIT_S,
+    join,
+    make_walk,
+    open_observers,
+    resume,
+    rounds_until_one_is_left_out,
+    take_back,
+    train,
+)
+from tests.rl_environments import walk_policy
+from torchweft.launch import Cluster, Nursery
+from torchweft.rl import Agent, Environments, Observers, Trajectory
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
+
+
+@pytest.fixture
+def three(nursery: Nursery) -> Iterator[Cluster]:
+    with torchweft.cluster(workers=3, nursery=nursery, check=False) as cluster:
+        yield cluster
+
+
+def test_the_others_go_on_when_an_observer_is_killed(three: Cluster) -> None:
+    agent = Agent(walk_policy(rows=8))
+    with Observers(
+        list(three.names), Environments(make_walk, 2), agent, steps=4, time_limit_s=LIMIT_S
+    ) as observers:
+        assert len(observers.round()) == 3
+        os.kill(three.pids["worker1"], signal.SIGKILL)
+        found: list[Trajectory] = []
+        wait_until(
+            lambda: bool(found.extend(observers.round())) or "worker1" in observers.left_out,
+            lambda: "worker1 is not left out",
+        )
+        names = [each.observer for each in observers.round()]
+        assert names == ["worker0", "worker2"]
+        assert "worker1" in str(observers.left_out["worker1"])
+        # Batches wait for two calls now.
+        before = agent.policy.forwards
+        observers.round()
+        assert agent.policy.forwards - before <= 8
+        observers.replace(1, "worker2")
+        assert len(observers.round()) == 3
+
+
+def test_a_killed_agent_goes_on_from_its_snapshot(warm: OpenWorkers, tmp_path: Path) -> None:
+    method, directory = f"file://{tmp_path}/store", str(tmp_path / "snapshots")
+    names = ["agent", "east", "west"]
+    try:
+        for rank, name in enumerate(names):
+            warm.do(name, join, name, rank, method)
+        expected = warm.do("agent", train, names[1:], directory, 3)
+        assert expected[0] == 3
+        warm.kill("agent")
+        warm.do("agent", join, "agent", 0, method)
+        found, version = warm.do("agent", resume, names[1:], directory)
+    finally:
+        for name in names:
+            warm.kill(name)
+    assert version == 3
+    assert found == expected
+
+
+def test_an_observer_whose_worker_came_back_takes_part_again(
+    warm: OpenWorkers, tmp_path: Path
+) -> None:
+    method = f"file://{tmp_path}/store"
+    names = ["agent", "east", "west"]
+    try:
+        for rank, name in enumerate(names):
+            warm.do(name, join, name, rank, method)
+        assert warm.do("agent", open_observers, names[1:]) == 2
+        warm.kill("west")
+        assert warm.do("agent", rounds_until_one_is_left_out) == ["west"]
+        warm.do("west", join, "west", 2, method)
+        assert warm.do("agent", take_back) == (["west"], ["east", "west"])
+    finally:
+        for name in names:
+            warm.kill(name)

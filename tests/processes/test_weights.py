@@ -1,0 +1,140 @@
+"""Weights by version on one host: samplers map the versions, come, go, and have other models."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from tests.processes import shared_memory
+from tests.processes.functions import wait_until
+from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
+from torchweft import rpc
+from torchweft.errors import CallTimeout, ConfigurationError
+from torchweft.launch import Cluster
+from torchweft.weights import Publisher, Subscriber, WeightsMismatch
+
+pytestmark = pytest.mark.keeps("threads", "descriptors")
+
+WORKERS = ["worker0", "worker1"]
+
+
+def memory_of(trainer: Trainer) -> torch.Tensor:
+    kept = trainer.publisher._kept
+    return kept[max(kept)].memory
+
+
+# One host
+
+
+def test_samplers_of_one_host_map_the_version(group: Cluster) -> None:
+    trainer = Trainer()
+    samplers = rpc.actors(WORKERS, Sampler, trainer.reference())
+    assert samplers.rpc_sync(Sampler.update) == [0, 0]
+    trainer.train()
+    assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
+    statistics = trainer.statistics()
+    assert (statistics.shared, statistics.wholes, statistics.deltas) == (2, 0, 0)
+    memory_of(trainer).view(torch.float32)[:SIZE] = 77  # So no byte was copied.
+    assert samplers.rpc_sync(Sampler.read) == [77, 77]
+    samplers.rpc_sync(Sampler.close)
+
+
+def test_a_version_in_use_is_not_overwritten_and_memory_is_bounded(group: Cluster) -> None:
+    gc.collect()
+    trainer = Trainer()
+    samplers = rpc.actors(WORKERS, Sampler, trainer.reference())
+    trainer.train()
+    assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
+    before = shared_memory.statistics().resident_bytes
+    assert trainer.train(30) == 31
+    assert samplers.rpc_sync(Sampler.check) == [1, 1], "while 30 versions were written"
+    assert [taken[-1] for taken in samplers.rpc_sync(Sampler.update_to, 31)] == [31, 31]
+    size_bytes = trainer.publisher._layout.size_bytes
+    # The newest; two of each sampler, and one that is being written.
+    grown = shared_memory.statistics().resident_bytes - before
+    assert grown <= 5 * 2 * size_bytes
+    assert all(each.versions <= 4 for each in samplers.rpc_sync(Sampler.statistics))
+    samplers.rpc_sync(Sampler.close)
+
+
+def test_the_program_in_one_process(group: Cluster) -> None:
+    trainer = Trainer()
+    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
+    trainer.train()
+    assert sampler.update(LIMIT_S) == 1
+    trainer.train()
+    assert sampler.update_to(2)[-1] == 2
+    sampler.close()
+
+
+def test_in_place_keeps_the_memory_of_parameters(group: Cluster) -> None:
+    trainer = Trainer(deltas=1)
+    sampler = Sampler(trainer.publisher, in_place=True)  # type: ignore[arg-type]
+    before = sampler.model.first.weight.data_ptr()
+    for version in (1, 2, 3):
+        trainer.train()
+        assert sampler.update_to(version)[-1] == version
+    assert sampler.model.first.weight.data_ptr() == before
+    sampler.close()
+
+
+# Publishers and subscribers that come and go
+
+
+def test_another_publisher_is_followed(group: Cluster) -> None:
+    first, second = Trainer(after=50), Trainer()
+    sampler = rpc.remote("worker0", Sampler, (first.reference(),))
+    first.train()
+    assert sampler.rpc_sync().update(LIMIT_S) == 51
+    sampler.rpc_sync().follow(second.reference())
+    assert sampler.rpc_sync().update() == 51
+    second.train()
+    first.train()
+    assert sampler.rpc_sync().update(LIMIT_S) == 1
+    wait_until(lambda: not first.publisher._subscriptions, lambda: "it is told by the former")
+    sampler.rpc_sync().close()
+    wait_until(lambda: not second.publisher._subscriptions, lambda: "it is told after its end")
+
+
+def test_a_dropped_subscriber_leaves(group: Cluster) -> None:
+    trainer = Trainer()
+    sampler = rpc.remote("worker0", Sampler, (trainer.reference(),))
+    sampler.rpc_sync().check()
+    assert len(trainer.publisher._subscriptions) == 1
+    del sampler
+    wait_until(lambda: not trainer.publisher._subscriptions, lambda: "it is told after its end")
+
+
+def test_waiting_for_a_version_is_bounded(group: Cluster) -> None:
+    trainer = Trainer()
+    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
+    with pytest.raises(CallTimeout, match=r"no version after 0 arrived within 0.01 s"):
+        sampler.subscriber.update(0.01)
+    sampler.close()
+
+
+# Bad input
+
+
+def test_another_model_is_refused_and_named(group: Cluster) -> None:
+    trainer = Trainer()
+    with pytest.raises(WeightsMismatch, match=r"'first.weight' with shape \[7, 7\]") as caught:
+        rpc.rpc_sync("worker0", Sampler, (trainer.reference(), 7))
+    assert caught.value.tensor == "first.weight"
+    with pytest.raises(WeightsMismatch, match=r"'first.weight' in torch\.bfloat16"):
+        rpc.rpc_sync("worker0", Sampler, (trainer.reference(), SIZE, torch.bfloat16))
+    with pytest.raises(WeightsMismatch, match="lacks 'steps'"):
+        Subscriber(trainer.publisher, {"other": torch.zeros(1)})
+    wait_until(lambda: not trainer.publisher._subscriptions, lambda: "it is told all the same")
+    trainer.model.third = torch.nn.Linear(1, 1)
+    with pytest.raises(WeightsMismatch, match=r"the source on 'driver' has 'third\.weight'"):
+        trainer.publisher.publish()
+    assert trainer.publisher.version == 0
+
+
+def test_arguments_that_cannot_work(group: Cluster) -> None:
+    for options in ({"deltas": -1}, {"after": 1.5}, {"dtype": torch.int64}):
+        with pytest.raises(ConfigurationError, match=next(iter(options))):
+            Publisher(Model(), **options)  # type: ignore[arg-type]

@@ -1,0 +1,30 @@
+"""The benchmark of weights by version, in small: its pauses are judged on a quiet machine only."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT_S = 100.0
+
+pytestmark = pytest.mark.timeout(LIMIT_S + 10)
+
+
+def test_its_bytes_and_versions_meet_their_targets() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.weights", *"--megabytes 4 --steps 2 --kills 1".split()],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    verdicts = [line for line in done.stdout.splitlines() if line.startswith("- ")]
+    assert len(verdicts) == 10, done.stdout + done.stderr
+    judged = [line for line in verdicts if "an update takes" not in line]
+    assert len(judged) == 7
+    assert all(line.startswith("- met: ") for line in judged), judged

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchweft.embedding import (
+    ColumnWise,
+    Copies,
+    PlanError,
+    RowWise,
+    TableConfig,
+    TableWise,
+    plan_tables,
+)
+
+WORDS = TableConfig("words", 10_000, 64)
+DAYS = TableConfig("days", 8, 64)
+SERVERS = ["ps0", "ps1"]
+
+
+@pytest.mark.parametrize("trainers", [2, 4, 16])
+@pytest.mark.parametrize(
+    ("touched", "is_copied"), [(0.001, False), (0.1, False), (0.5, True), (1.0, True)]
+)
+def test_sparse_tables_go_to_servers_and_dense_ones_become_copies(
+    touched: float, is_copied: bool, trainers: int
+) -> None:
+    plan = plan_tables([WORDS], SERVERS, trainers=trainers, touched={"words": touched})
+    placed = plan.placed["words"]
+    assert placed.is_copied == is_copied
+    assert placed.reason.startswith("dense: " if is_copied else "sparse: ")
+    assert len(placed.shards) == (0 if is_copied else 2)
+
+
+def test_bytes_are_those_of_all_trainers() -> None:
+    placed = plan_tables([WORDS], SERVERS, trainers=3, touched={"words": 0.01}).placed["words"]
+    assert placed.server_bytes == 2 * 3 * 100 * (4 + 256)
+    assert placed.copies_bytes == 2 * 2 * 10_000 * 256
+    assert placed.step_bytes == placed.server_bytes
+
+
+def test_places_are_overridden_by_name() -> None:
+    shares = {"words": 0.001, "days": 1.0}
+    places: dict[str, Any] = {"words": Copies(), "days": TableWise("ps1")}
+    plan = plan_tables([WORDS, DAYS], SERVERS, trainers=2, touched=shares, places=places)
+    assert plan.copied == (WORDS,)
+    assert plan.layout.servers == ("ps1",)
+    assert {each.reason for each in plan.placed.values()} == {"requested"}
+
+
+def test_copies_have_a_limit_which_small_tables_use_first() -> None:
+    shares = {"words": 1.0, "days": 1.0}
+    limit = WORDS.size_bytes
+    plan = plan_tables([WORDS, DAYS], SERVERS, trainers=2, touched=shares, copies_limit_bytes=limit)
+    assert plan.copied == (DAYS,)
+    assert plan.placed["words"].reason == "too large for copies"
+
+
+def test_tables_with_unknown_shares_go_to_servers() -> None:
+    placed = plan_tables([WORDS], SERVERS).placed["words"]
+    assert isinstance(placed.place, RowWise)
+    assert placed.step_bytes is None
+
+
+def test_large_tables_are_cut_by_row_and_small_ones_go_whole_to_the_emptiest_server() -> None:
+    tables = [TableConfig(f"t{rows}", rows, 4) for rows in (1000, 90, 80, 70, 60)]
+    plan = plan_tables(tables, SERVERS)
+    places = {name: placed.place for name, placed in plan.placed.items()}
+    assert places["t1000"] == RowWise(*SERVERS)
+    assert [places[f"t{rows}"] for rows in (90, 80, 70, 60)] == [
+        TableWise("ps0"),
+        TableWise("ps1"),
+        TableWise("ps1"),
+        TableWise("ps0"),
+    ]
+    assert plan_tables(tables, ["ps0"]).placed["t1000"].place == TableWise("ps0")
+
+
+def test_the_plan_prints_as_a_table() -> None:
+    shares = {"words": 0.019, "days": 1.0}
+    places = {"cut": ColumnWise("ps1", "ps0")}
+    tables = [WORDS, DAYS, TableConfig("cut", 100, 8)]
+    plan = plan_tables(tables, SERVERS, trainers=2, touched=shares, places=places)
+    assert str(plan) == (
+        "table    rows  dim     size  place                touched  bytes/step"
+        "  reason\n"
+        "words  10,000   64  2.56 MB  by row: ps0, ps1       1.90%     197,600"
+        "  sparse: 198 kB of rows, 5.12 MB of an all-reduce\n"
+        "days        8   64  2.05 kB  copies               100.00%       4,096"
+        "  dense: 8.32 kB of rows, 4.1 kB of an all-reduce\n"
+        "cut       100    8   3.2 kB  by column: ps1, ps0        ?           ?"
+        "  requested\n"
+        "2 trainers; bytes of all of them, without headers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"touched": {"wrods": 0.1}}, "touched names 'wrods'.*did you mean 'words'"),
+        ({"touched": {"words": 1.1}}, "a share is from 0 to 1"),
+        ({"places": {"days": Copies()}}, "places names 'days'"),
+        ({"trainers": 0}, "trainers=0"),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(options: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_tables([WORDS], SERVERS, **options)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchweft.embedding import (
+    ColumnWise,
+    PlanError,
+    RowWise,
+    Shard,
+    Shards,
+    TableConfig,
+    TableWise,
+)
+from torchweft.embedding.plan import check_cover
+
+TABLE = TableConfig("t", 7, 5)
+ROWS, COLUMNS = range(7), range(5)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        RowWise("a"),
+        RowWise("a", "b", "c"),
+        RowWise(*"abcdefg"),
+        ColumnWise("a", "b"),
+        ColumnWise(*"abcde"),
+        TableWise("a"),
+    ],
+    ids=str,
+)
+def test_every_way_to_cut_covers_each_value_once(place: Any) -> None:
+    shards = place.shards(TABLE)
+    check_cover(TABLE, shards)
+    values = [(row, column) for shard in shards for row in shard.rows for column in shard.columns]
+    assert sorted(values) == [(row, column) for row in ROWS for column in COLUMNS]
+
+
+def test_rows_are_striped_and_columns_are_intervals() -> None:
+    assert [shard.rows for shard in RowWise("a", "b").shards(TABLE)] == [
+        range(0, 7, 2),
+        range(1, 7, 2),
+    ]
+    assert [shard.columns for shard in ColumnWise("a", "b").shards(TABLE)] == [
+        range(3),
+        range(3, 5),
+    ]
+
+
+GRID = [
+    Shard("a", range(0, 7, 2), range(2)),
+    Shard("b", range(1, 7, 2), range(2)),
+    Shard("c", ROWS, range(2, 5)),
+]
+
+
+def test_listed_shards_may_be_cut_by_row_and_column() -> None:
+    assert Shards(reversed(GRID)).shards(TABLE) == tuple(GRID)
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([], "no shard has the columns 0-4"),
+        (GRID[:2], "no shard has the columns 2-4"),
+        (GRID[2:], "no shard has the columns 0-1"),
+        ([GRID[0], GRID[2]], r"'a' has the rows range\(0, 7, 2\).*1 shards have range\(k, 7, 1\)"),
+        ([GRID[0], GRID[0], GRID[2]], r"range\(0, 7, 2\) of the columns 0-1 is on 'a' and 'a'"),
+        ([*GRID, Shard("d", ROWS, range(4, 5))], "the columns 4 are in shards that overlap"),
+        ([Shard("a", ROWS, range(6))], "columns up to 5, and the table has 5"),
+        ([Shard("a", range(8), COLUMNS)], r"has the rows range\(0, 8\)"),
+        ([Shard("a", range(3), COLUMNS), Shard("b", range(3, 7), COLUMNS)], "rows range"),
+        ([Shard("a", ROWS, range(0, 5, 2))], "use range"),
+        ([GRID[0], GRID[1]._replace(server="a"), GRID[2]], "name each once"),
+    ],
+)
+def test_shards_that_do_not_cover_the_table_are_refused(shards: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=f"table 't' cannot be cut so.*{message}") as caught:
+        Shards(shards).shards(TABLE)
+    assert caught.value.table == "t"
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (RowWise(), "no server"),
+        (RowWise(*"abcdefgh"), "it has 7 rows, too few for 8 servers"),
+        (ColumnWise(*"abcdef"), "it has 5 columns, too few for 6 servers"),
+        (RowWise("a", "a"), "name each once"),
+    ],
+)
+def test_servers_that_cannot_work_are_refused(place: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        place.shards(TABLE)

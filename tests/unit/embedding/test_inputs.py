@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from torchweft.embedding import BadIds, Jagged, TableConfig
+from torchweft.embedding.inputs import Checker, Flat
+
+
+def flat(value: Any, pooling: Any = "sum", **options: Any) -> Flat:
+    return Checker(TableConfig("t", 10, 4, pooling, **options), "ps0").flat(value)
+
+
+def parts(found: Flat) -> tuple[Any, Any, Any]:
+    offsets = None if found.offsets is None else found.offsets.tolist()
+    return found.ids.tolist(), offsets, found.lengths().tolist()
+
+
+IDS = torch.tensor([5, 1, 5, 2])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        Jagged(IDS, torch.tensor([0, 1, 1])),
+        (IDS.int(), torch.tensor([0, 1, 1], dtype=torch.int32)),
+        Jagged(IDS, torch.tensor([0, 1, 1, 4]), include_last_offset=True),
+        torch.nested.nested_tensor_from_jagged(IDS, torch.tensor([0, 1, 1, 4])),
+    ],
+)
+def test_jagged_inputs_have_one_form(value: Any) -> None:
+    found = flat(value)
+    assert parts(found) == ([5, 1, 5, 2], [0, 1, 1], [1, 0, 3])
+    assert found.numbers().tolist() == [0, 2, 2, 2]
+    assert (found.bags, found.n_ids, found.shape) == (3, 4, (3,))
+
+
+def test_bags_of_equal_length() -> None:
+    found = flat(IDS.view(2, 2))
+    assert parts(found) == ([5, 1, 5, 2], [0, 2], [2, 2])
+    assert found.numbers().tolist() == [0, 0, 1, 1]
+    assert parts(flat(IDS.view(4, 1))) == ([5, 1, 5, 2], [0, 1, 2, 3], [1, 1, 1, 1])
+    assert parts(flat(torch.empty(3, 0, dtype=torch.int64))) == ([], [0, 0, 0], [0, 0, 0])
+    assert parts(flat(torch.empty(0, 3, dtype=torch.int64))) == ([], [], [])
+
+
+def test_without_pooling_any_shape_is_one_of_single_ids() -> None:
+    found = flat(IDS.view(2, 1, 2), "none")
+    assert (found.bags, found.shape, found.offsets) == (4, (2, 1, 2), None)
+    assert found.numbers().tolist() == [0, 1, 2, 3]
+    assert flat(torch.tensor(3), "none").shape == ()
+
+
+def test_padding_does_not_count() -> None:
+    weights = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    found = flat(Jagged(IDS, torch.tensor([0, 1, 3]), weights), padding_idx=5)
+    assert parts(found) == ([1, 2], [0, 0, 1], [0, 1, 1])
+    assert found.weights is not None
+    assert torch.equal(found.weights, torch.tensor([0.2, 0.4]))
+    found = flat(torch.tensor([[5, 1], [5, 5]]), "mean", padding_idx=5)
+    assert parts(found) == ([1], [0, 1], [1, 0])
+    assert flat(IDS, "none", padding_idx=5).ids.tolist() == IDS.tolist()
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (IDS, "ids have 1 dimensions"),
+        (Jagged(IDS.view(2, 2), torch.tensor([0, 2])), "with offsets they have one"),
+        (Jagged(IDS, torch.tensor([[0, 2]])), "offsets have 2 dimensions"),
+        (Jagged(IDS, torch.tensor([0.0, 2.0])), "offsets has torch.float32"),
+        (
+            Jagged(IDS, torch.tensor([0]), torch.ones(3)),
+            r"weights of shape \[3\] do not",
+        ),
+        (Jagged(IDS, torch.tensor([0]), torch.ones(4).double()), "weights have torch.float64"),
+        (IDS.bool()[None], "ids has torch.bool"),
+        (IDS[None].to_sparse(), "a dense tensor"),
+        (Jagged([1, 2], torch.tensor([0])), "ids is a list"),  # type: ignore[arg-type]
+        ((), "a tuple was passed"),
+        (None, "a NoneType was passed"),
+    ],
+)
+def test_other_inputs_are_refused(value: Any, message: str) -> None:
+    with pytest.raises(
+        BadIds, match=f"table 't' on ps0 cannot be looked up: .*{message}"
+    ) as caught:
+        flat(value)
+    assert (caught.value.table, caught.value.server) == ("t", "ps0")

@@ -1,0 +1,98 @@
+"""The plan of a model: places, bytes and its text; and what trainers must agree on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchweft.embedding import Copies, RowWise, TableConfig
+from torchweft.hybrid.errors import PlacementError, TrainersDiffer
+from torchweft.hybrid.offers import Offer, agree
+from torchweft.hybrid.plan import Dense, make_plan
+
+CONFIGS = (TableConfig("tower/words", 10_000, 16), TableConfig("days", 7, 16, "none"))
+DENSE = (
+    Dense("head.weight", (1, 16), 64),
+    Dense("head.bias", (1,), 4),
+    Dense("tied.weight", (100, 16), 6400, "shared with 'decoder'"),
+)
+
+
+def plan(**options: Any) -> Any:
+    touched = {"tower/words": 0.01, "days": 1.0}
+    given = {"trainers": 2, "touched": touched, "places": {}, **options}
+    return make_plan(CONFIGS, DENSE, ["a", "b"], **given)
+
+
+def test_each_parameter_has_its_place_its_bytes_and_a_reason() -> None:
+    found = plan()
+    assert found.on_servers is not None
+    assert [each.name for each in found.on_servers.configs] == ["tower/words"]
+    assert [each.name for each in found.copied] == ["days"]
+    assert found.step_bytes == {
+        "tower.words.weight": 2 * 2 * 100 * (4 + 64),
+        "days.weight": 2 * 7 * 64,
+        "head.weight": 128,
+        "head.bias": 8,
+        "tied.weight": 12800,
+    }
+    lines = str(found).splitlines()
+    assert lines[0].split() == ["parameter", "shape", "place", "touched", "bytes/step", "reason"]
+    assert lines[1].startswith("tower.words.weight  10,000 x 16  a, b ")
+    assert lines[1].endswith("sparse: 27.2 kB of rows, 1.28 MB of an all-reduce")
+    assert "replicas  100.00%" in lines[2]
+    assert lines[3].endswith("shared with 'decoder'")
+    assert lines[4].split()[:4] == ["2", "others", "replicas", "136"]
+    assert lines[5] == "2 trainers; bytes of all of them, without headers"
+
+
+def test_places_decide_and_shares_may_be_unknown() -> None:
+    found = plan(places={"tower/words": Copies(), "days": RowWise("b")}, touched={})
+    assert [each.name for each in found.copied] == ["tower/words"]
+    assert found.step_bytes["days.weight"] is None
+    assert " ? " in str(found)
+    assert plan(places={"tower/words": Copies()}).on_servers is None
+
+
+def offer(**changes: Any) -> Offer:
+    given = {
+        "configs": CONFIGS,
+        "dense": DENSE,
+        "servers": ("a",),
+        "places": {},
+        "replicas": (),
+        "touched": {"days": 0.2},
+        "token": "x",
+    }
+    return Offer(**{**given, **changes})
+
+
+def test_the_shares_of_all_trainers_are_averaged() -> None:
+    found = agree(["one", "two"], [offer(), offer(touched={"days": 0.6}, token="y")])
+    assert found.tables.placed["days"].touched == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"dense": DENSE[:1]}, "parameter 'head.bias'"),
+        ({"dense": (*DENSE, Dense("more", (1,), 4))}, "parameter 'more'"),
+        ({"configs": CONFIGS[:1]}, "table 'days'"),
+        ({"servers": ("b",)}, "servers"),
+        ({"places": {"days": Copies()}}, "places"),
+        ({"replicas": ("head",)}, "replicas"),
+        ({"touched": {}}, "the tables of batches and touched"),
+    ],
+)
+def test_trainers_that_differ_are_named_with_the_part(changes: Any, part: str) -> None:
+    with pytest.raises(TrainersDiffer, match="'one' and 'three'") as raised:
+        agree(["one", "two", "three"], [offer(), offer(), offer(**changes)])
+    assert (raised.value.trainer, raised.value.part) == ("three", part)
+
+
+def test_tables_need_servers() -> None:
+    with pytest.raises(PlacementError, match="no server is named"):
+        make_plan(CONFIGS, (), [], trainers=1, touched={}, places={"days": Copies()})
+    copies = {each.name: Copies() for each in CONFIGS}
+    assert make_plan(CONFIGS, (), [], trainers=1, touched={}, places=copies).on_servers is None

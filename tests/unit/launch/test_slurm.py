@@ -1,0 +1,76 @@
+"""The options of ``--on slurm``, without a SLURM."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from torchweft.errors import ConfigurationError, LaunchError
+from torchweft.launch import slurm
+from torchweft.launch.slurm import Slurm
+from torchweft.launch.slurm_job import ask, state_of
+
+
+@pytest.fixture(autouse=True)
+def with_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
+    monkeypatch.setattr(slurm, "ask", lambda *command: "n1\nn2\nn3\n")
+    for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def allocation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+
+
+def test_how_many_workers() -> None:
+    assert Slurm(2, 4).count(None) == Slurm(2, 4).count(8) == 8
+    assert Slurm().count(None) == 1
+    with pytest.raises(ConfigurationError, match="5 workers are wanted, but 2 nodes with 4"):
+        Slurm(2, 4).count(5)
+
+
+@pytest.mark.usefixtures("allocation")
+def test_an_allocation_is_used() -> None:
+    assert Slurm(workers_per_node=2).count(None) == 6
+    first, second = Slurm(2, 3).hosts(6)
+    assert (first.name, first.workers, second.name) == ("n1", 3, "n2")
+    assert first.command[0] == "srun"
+    assert {"--jobid=12", "--nodelist=n1", "--overlap"} <= set(first.command)
+    with pytest.raises(ConfigurationError, match="4 nodes are wanted, but job 12 has 3"):
+        Slurm(4)
+
+
+@pytest.mark.usefixtures("allocation")
+def test_a_task_of_several_has_no_allocation_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    assert Slurm(5).count(None) == 5
+
+
+@pytest.mark.parametrize("arguments", [(0,), (1, 0)])
+def test_numbers_that_cannot_be(arguments: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigurationError, match="is 0; it must be at least 1"):
+        Slurm(*arguments)
+
+
+def test_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command: None)
+    with pytest.raises(ConfigurationError, match="no command 'sbatch' here; start the run on a"):
+        Slurm(1)
+
+
+def test_a_command_that_fails_is_quoted() -> None:
+    with pytest.raises(LaunchError, match="SLURM refuses 'sh': no such job") as caught:
+        ask("sh", "-c", "echo no such job >&2; exit 3")
+    assert caught.value.exit_code == 3
+
+
+def test_a_command_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(LaunchError, match=r"'scontrol', a command of SLURM, cannot be run: .*file"):
+        ask("scontrol", "ping")
+    assert state_of("1") == ""

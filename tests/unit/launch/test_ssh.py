@@ -1,0 +1,100 @@
+"""Lists of hosts, the workers of each, and the commands that start agents there."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+
+import pytest
+
+from torchweft.errors import ConfigurationError
+from torchweft.launch import ssh
+from torchweft.launch.hosts_launcher import forwarded, local_places, place
+from torchweft.launch.ssh import Ssh
+
+
+@pytest.fixture(autouse=True)
+def no_ssh_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
+    monkeypatch.setattr(Ssh, "_address_of", lambda self, name: f"address of {name}")
+
+
+def workers(text: str, count: int) -> list[tuple[str, int]]:
+    return [(host.name, host.workers) for host in Ssh(text).hosts(count)]
+
+
+def test_workers_fill_the_hosts_in_order() -> None:
+    assert workers("a:2,b:4", 6) == [("a", 2), ("b", 4)]
+    assert workers("a:2,b:4", 3) == [("a", 2), ("b", 1)]
+    assert workers("a:2,b:4", 1) == [("a", 1)]
+    assert workers("a,b:4", 5) == [("a", 1), ("b", 4)]
+    assert workers("a,b,c", 5) == [("a", 2), ("b", 2), ("c", 1)]
+    assert workers("a,b,c", 2) == [("a", 1), ("b", 1)]
+    assert workers("me@a, [::1]:2", 3) == [("me@a", 1), ("::1", 2)]
+
+
+def test_the_list_says_how_many_workers_there_are() -> None:
+    assert Ssh("a,b:4").count(None) == 5
+    assert Ssh("a,b:4").count(3) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has ''; write it like a,b:4"),
+        ("a,", "has ''; write it like a,b:4"),
+        ("a:x", "has 'a:x'"),
+        ("-oProxyCommand=x", "write it like a,b:4"),
+        ("a:0", "host 'a' is to have 0 workers"),
+        ("a,b,a:2", "host 'a' is twice in the list; name it once, as a:2"),
+    ],
+)
+def test_lists_that_cannot_be_read(text: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        Ssh(text)
+
+
+def test_more_workers_than_places() -> None:
+    with pytest.raises(ConfigurationError, match=r"7 workers are wanted.* have place for 6"):
+        Ssh("a:2,b:4").hosts(7)
+
+
+def test_a_timeout_that_is_none() -> None:
+    with pytest.raises(ConfigurationError, match="connect timeout is 0; it must be at least 1"):
+        Ssh("a", connect_timeout=0)
+
+
+def test_without_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssh.shutil, "which", lambda command: None)
+    with pytest.raises(ConfigurationError, match="no command 'ssh' here; install it"):
+        Ssh("a")
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/a folder")
+    (host,) = Ssh("a", connect_timeout=3, options="-p 22 -i 'my key'").hosts(1)
+    assert host.command[:4] == ("ssh", "-T", "-o", "BatchMode=yes")
+    assert "ConnectTimeout=3" in host.command
+    assert host.command[-6:-2] == ("-p", "22", "-i", "my key")
+    agent = f"{sys.executable} -m torchweft.launch.host_agent"
+    assert host.command[-2:] == ("a", f"exec env 'PYTHONPATH=/a folder' {agent}")
+    assert host.address == "address of a"
+
+
+def test_places_on_the_hosts() -> None:
+    hosts = Ssh("a:1,b:2").hosts(3)
+    placed = place(["ps", "t0", "t1"], hosts)
+    assert [host.name for host in placed.values()] == ["a", "b", "b"]
+    assert local_places(placed) == {"ps": (0, 1), "t0": (0, 2), "t1": (1, 2)}
+
+
+def test_variables_that_go_along() -> None:
+    variables = {
+        "WEFT_RPC_TIMEOUT_S": "5",
+        "PYTHONUNBUFFERED": "1",
+        "WEFT_SECRET": "not along",
+        "WEFT_SECRET_FILE": "/of/this/host",
+        "WEFT_LISTEN": "10.0.0.1",
+        "HOME": "/root",
+    }
+    assert forwarded(variables) == {"WEFT_RPC_TIMEOUT_S": "5", "PYTHONUNBUFFERED": "1"}

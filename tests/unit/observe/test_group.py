@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.protocol.observing.reports import member, report
+from torchweft.errors import GroupNotFound, ObserveError, ObserverRefused
+from torchweft.observe import group
+from torchweft.observe.group import Group, find
+from torchweft.observe.session import Access
+from torchweft.protocol.observing.report import Identity, encode
+from torchweft.secret import Secret
+from torchweft.transport.addresses import UnixAddress
+from torchweft.transport.handshake import NotProven
+
+OPEN = Access()
+
+
+def identity(name: str, of_group: str, pid: int) -> Identity:
+    members = (member(name), member("other", 1))
+    return replace(report(name).identity, group=of_group, pid=pid, members=members)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> dict[str, Identity | Exception]:
+    """The answers of the workers of this host, by address."""
+    answers: dict[str, Identity | Exception] = {}
+
+    def ask(address: str, question: str, access: Access, timeout_s: float) -> bytes:
+        answer = answers[address]
+        if isinstance(answer, Exception):
+            raise answer
+        return encode(answer)
+
+    def listeners() -> list[UnixAddress]:
+        return [UnixAddress(text.removeprefix("unix:@")) for text in answers]
+
+    monkeypatch.setattr(group, "ask", ask)
+    monkeypatch.setattr(group.addresses, "unix_listeners", listeners)
+    monkeypatch.setattr(group, "process_at", lambda address: None)
+    return answers
+
+
+def test_the_only_group_need_not_be_named(host: dict[str, object]) -> None:
+    host["unix:@1"] = identity("a", "cafe01", 11)
+    host["unix:@2"] = identity("b", "cafe01", 12)
+    host["unix:@3"] = NotProven("of another user")
+    for target in ("", "cafe01", "ca", "11", "b"):
+        assert find(target, OPEN).name == "cafe01"
+
+
+def test_of_several_groups_one_must_be_named(host: dict[str, object]) -> None:
+    host["unix:@1"] = identity("a", "cafe01", 11)
+    host["unix:@2"] = identity("a", "beef02", 12)
+    assert find("12", OPEN).name == "beef02"
+    with pytest.raises(GroupNotFound, match="2 groups run here; name one: beef02 with a, other"):
+        find("", OPEN)
+    with pytest.raises(GroupNotFound, match="2 groups could be meant"):
+        find("a", OPEN)
+    with pytest.raises(GroupNotFound, match="no group 'x' on this host; there are: beef02"):
+        find("x", OPEN)
+
+
+def test_a_host_without_a_group_says_what_to_do(host: dict[str, object]) -> None:
+    with pytest.raises(GroupNotFound, match=r"no group runs on this host .*; start it first"):
+        find("", OPEN)
+
+
+def test_workers_with_another_secret_are_told_from_none(host: dict[str, object]) -> None:
+    host["unix:@1"] = NotProven("no")
+    with pytest.raises(ObserverRefused, match="the workers here have a secret, and this"):
+        find("", OPEN)
+    with pytest.raises(ObserverRefused, match="do not take the secret of this observer"):
+        find("", Access(Secret(b"a secret of these tests")))
+
+
+def test_workers_that_do_not_answer_are_told_from_none(host: dict[str, object]) -> None:
+    host["unix:@1"] = TimeoutError()
+    with pytest.raises(ObserveError, match="1 workers on this host do not answer: one does not"):
+        find("", OPEN)
+
+
+def test_of_two_lives_of_a_name_the_later_one_counts() -> None:
+    first, second = member("a"), replace(member("a"), id=20_000)
+    lost = replace(second, state="lost")
+    base = report("a").identity
+    for told in ((first, lost, second), (lost, second, first)):
+        identities = [replace(base, members=(each,)) for each in told]
+        found = Group(identities, OPEN)
+        assert found._members["a"] == lost

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.unit.protocol.observing.reports import calling, made, report, served, thread
+from torchweft.observe import text
+from torchweft.observe.rates import functions, rate
+from torchweft.protocol.observing.report import Event, FunctionCounts, HeldReference, Traffic
+
+
+def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:
+    table = text.Table("title", ("name", "n", "last"), [["a", "1", "x"], ["bcdef", "10", ""]], 1)
+    assert text.drawn(table) == "title\nname    n  last\na       1  x\nbcdef  10"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(2e-6, "2.0 us"), (45e-6, "45 us"), (0.0021, "2.1 ms"), (0.5, "500 ms"), (12.34, "12.3 s"),
+     (math.nan, "-")],
+)  # fmt: skip
+def test_times_have_fitting_units(value: float, shown: str) -> None:
+    assert text.seconds(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (25e6, "25 MB"), (3e15, "3000 TB"),
+     (math.nan, "-")],
+)  # fmt: skip
+def test_sizes_have_fitting_units(value: float, shown: str) -> None:
+    assert text.size(value) == shown
+
+
+def test_the_overview_has_a_row_for_each_worker_and_each_silent_one() -> None:
+    waiting = report("a", thread(waits=(calling("a", 1, "b", 3.0),)))
+    table = text.workers_table([rate(waiting, None)], {"b": "is lost", "c": "is mute"}, {"b"})
+    rows = [dict(zip(table.heads, row, strict=True)) for row in table.rows]
+    assert [row["state"] for row in rows] == ["up", "lost", "silent"]
+    assert rows[0]["blocked-by"] == "b 3.0 s"
+    assert rows[0]["cpu"] == rows[0]["out/s"] == "-"
+
+
+def test_an_opened_worker_shows_its_calls_references_and_events() -> None:
+    opened = report(
+        "a",
+        thread(frames=('  File "p.py", line 1, in f',), waits=(calling("a", 1, "b", 3.0),)),
+        thread("weft-a-1", is_idle=True),
+        made=(made("a", 1, "b"),),
+        served=(served("b", 7, has_begun=False),),
+        traffic=(Traffic("b", 5, 7, {"sent shm": 9}),),
+        references=(HeldReference("R", "a", "p.py:3 by ones", 4000),),
+        events=(Event(2.0, "worker 'b' is lost"),),
+    )
+    shown = "\n".join(map(text.drawn, text.worker_tables(opened)))
+    for part in ("program.work", "queued", "sent shm 9 B", "p.py:3 by ones", "4.0 kB", "is lost"):
+        assert part in shown
+    stacks = text.stacks(opened)
+    assert stacks.startswith('MainThread, waits for work (b) for 3.0 s:\n  File "p.py"')
+    assert stacks.endswith("weft-a-1: idle")
+
+
+def test_functions_are_listed_by_their_calls() -> None:
+    counts = (FunctionCounts("f", "out", 1, 0, {"0": 1}), FunctionCounts("g", "in", 5, 1, {"8": 5}))
+    table = text.functions_table(functions([report("a", functions=counts)], {}))
+    assert [row[0] for row in table.rows] == ["g", "f"]

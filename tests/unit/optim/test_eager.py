@@ -1,0 +1,62 @@
+"""Steps are seen by hooks and profilers, and cost nothing for them where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import profile
+
+from torchweft.optim import eager
+
+
+@pytest.fixture
+def optimizer() -> Optimizer:
+    """An optimizer whose parameter has a gradient."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    return SGD([weight], lr=1.0)
+
+
+def hooked_step(seen: list[str]) -> Callable[[Any], object]:
+    return eager.with_hooks(lambda optimizer: seen.append("step"))
+
+
+def test_hooks_run_around_a_step(optimizer: Optimizer) -> None:
+    seen: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    hooked_step(seen)(optimizer)
+    assert seen == ["before", "step", "after"]
+
+
+def test_hooks_of_all_optimizers_run(optimizer: Optimizer) -> None:
+    seen: list[str] = []
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("after"))
+    try:
+        hooked_step(seen)(optimizer)
+        hooked_step(seen)(optimizer)
+    finally:
+        handle.remove()
+    hooked_step(seen)(optimizer)
+    assert seen == ["step", "after", "step", "after", "step"]
+
+
+def test_a_profiler_sees_a_step_by_the_name_of_its_class(optimizer: Optimizer) -> None:
+    with profile() as profiler:
+        eager.step(optimizer)
+    assert "Optimizer.step#SGD.step" in {event.name for event in profiler.events()}
+    assert optimizer.param_groups[0]["params"][0].tolist() == [0.0, 0.0]
+
+
+def test_a_step_that_nothing_sees_is_not_announced(
+    optimizer: Optimizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", None)  # cannot be called
+    seen: list[str] = []
+    hooked_step(seen)(optimizer)
+    assert seen == ["step"]

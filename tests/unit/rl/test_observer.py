@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.rl_environments import Walk, Walks, walk_policy
+from torchweft.errors import ConfigurationError
+from torchweft.rl import Decision, Environments, Observer, Trajectory, WrongActions, join
+
+
+def observed(*, steps: int = 20, rounds: int = 2, **options: Any) -> Trajectory:
+    """Trajectories of several calls in a row, as one."""
+    policy = walk_policy(rows=4)
+    observer = Observer(1, Environments(Walk, 4, seed=10, **options), policy)
+    return [observer.observe(steps) for _ in range(rounds)][-1]
+
+
+def equal(one: Trajectory, other: Trajectory) -> bool:
+    for name, value in vars(one).items():
+        found = getattr(other, name)
+        if isinstance(value, Tensor):
+            assert torch.equal(value, found), name
+        elif isinstance(value, dict):
+            assert all(torch.equal(value[key], found[key]) for key in value), name
+        else:
+            assert value == found, name
+    return True
+
+
+def by_hand(number: int, steps: int) -> list[tuple[Any, ...]]:
+    """One environment, alone: observation, action, reward, ends, and what followed."""
+    policy = walk_policy(rows=4)
+    walk = Walk()
+    seen, starts, rows = walk.reset(number)[0], True, []
+    for step in range(steps):
+        who = torch.tensor([[number, step, starts]])
+        decision = policy.act(torch.from_numpy(seen)[None], who)
+        action = int(decision.actions)
+        after, reward, terminated, truncated, _ = walk.step(action)
+        logs = decision.outputs["logs"].item()
+        rows.append((seen.tolist(), action, reward, terminated, truncated, starts, logs, after))
+        starts = terminated or truncated
+        seen = walk.reset()[0] if starts else after
+    return rows
+
+
+def test_each_environment_does_as_if_it_were_alone() -> None:
+    policy = walk_policy(rows=4)
+    observer = Observer(1, Environments(Walk, 4, seed=10), policy, "first")
+    found = [observer.observe(25), observer.observe(15)]
+    assert [each.number for each in found] == [0, 1]
+    assert found[0].observer == "first"
+    assert found[0].environments.tolist() == [14, 15, 16, 17]
+    ends = 0
+    for column in range(4):
+        expected = by_hand(14 + column, 40)
+        for step, row in enumerate(expected):
+            part, at = (found[0], step) if step < 25 else (found[1], step - 25)
+            assert part.observations[at, column].tolist() == row[0]
+            assert part.actions[at, column] == row[1]
+            assert part.rewards[at, column].item() == pytest.approx(row[2])
+            assert bool(part.terminated[at, column]) is row[3]
+            assert bool(part.truncated[at, column]) is row[4]
+            assert bool(part.starts[at, column]) is row[5]
+            assert part.outputs["logs"][at, column].item() == row[6]
+            assert part.next_observations()[at, column].tolist() == row[7].tolist()
+            ends += row[3] or row[4]
+    assert sum(len(each.episodes) for each in found) == ends > 10
+    both = [bool(each.terminated.any()) and bool(each.truncated.any()) for each in found]
+    assert both == [True, True]
+
+
+def test_episodes_are_told_with_their_rewards() -> None:
+    found = observed(rounds=1, steps=40)
+    for column, number in enumerate(found.environments.tolist()):
+        ends = (found.ends[:, column].nonzero().flatten() + 1).tolist()
+        parts = zip([0, *ends], ends, strict=False)
+        expected = [(found.rewards[a:b, column].sum().item(), b - a) for a, b in parts]
+        told = [each[1:] for each in found.episodes if each.environment == number]
+        assert [steps for _, steps in told] == [steps for _, steps in expected]
+        sums = [reward for reward, _ in expected]
+        assert [reward for reward, _ in told] == pytest.approx(sums, abs=1e-5)
+
+
+def test_halves_change_nothing() -> None:
+    assert equal(observed(), observed(halves=2))
+
+
+def test_the_state_begins_anew_with_each_episode() -> None:
+    found = observed()
+    counts = found.outputs["counts"]
+    assert (counts[found.starts] == 0).all()
+    later = ~found.starts[1:]
+    assert torch.equal(counts[1:][later], counts[:-1][later] + 1)
+
+
+def test_a_native_vector_has_steps_that_only_reset() -> None:
+    policy = walk_policy()
+    observer = Observer(0, Environments(Walks, 4, halves=2, vectorized=True), policy)
+    observer.observe(3)
+    found = observer.observe(30)
+    assert torch.equal(~found.valid[1:], found.ends[:-1])
+    assert found.steps == 120 - int((~found.valid).sum()) < 120
+    assert torch.equal(found.starts[1:], ~found.valid[:-1])
+    assert not found.final_places.numel()  # The next observation is the last of the episode.
+    assert (found.rewards[~found.valid] == 0).all()
+    rows = found.transitions()
+    assert all(len(each) == found.steps for each in rows.values())
+    lengths = [each.steps for each in found.episodes]
+    assert max(lengths) == Walk.limit
+
+
+def test_transitions_of_a_truncated_episode_go_on_from_its_last_observation() -> None:
+    found = observed()
+    rows = found.transitions()
+    cut = found.truncated.flatten()
+    assert cut.any()
+    assert (rows["next_observations"][cut][:, 1] == Walk.limit).all()
+
+
+def test_trajectories_side_by_side() -> None:
+    policy = walk_policy(rows=4)
+    both = [Observer(place, Environments(Walk, 2, seed=3), policy).observe(30) for place in (0, 1)]
+    alone = Observer(0, Environments(Walk, 4, seed=3), policy).observe(30)
+    joined = join(both)
+    assert joined.observer == "observer0, observer1"
+    assert torch.equal(joined.next_observations(), alone.next_observations())
+    assert torch.equal(joined.outputs["logs"], alone.outputs["logs"])
+    assert torch.equal(joined.environments, alone.environments)
+    assert joined.size_bytes > alone.observations.nbytes
+
+
+class Wrong:
+    """A policy that returns too few actions."""
+
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        return Decision(torch.zeros(len(environments) - 1, dtype=torch.int64), 0, {})
+
+
+def test_a_wrong_number_of_actions() -> None:
+    observer = Observer(0, Environments(Walk, 4), Wrong(), "west")
+    with pytest.raises(WrongActions, match=r"'west' asked for .* 4 .* \[4\]; .* \[3\]") as caught:
+        observer.observe(2)
+    assert (caught.value.observer, caught.value.expected, caught.value.found) == (
+        "west",
+        (4,),
+        (3,),
+    )
+
+
+def test_after_an_error_episodes_begin_anew() -> None:
+    policy = walk_policy(rows=4)
+    observer = Observer(0, Environments(Walk, 4), policy)
+    first = observer.observe(5)
+    policy.decide = None  # type: ignore[assignment, method-assign]
+    with pytest.raises(TypeError):
+        observer.observe(5)
+    del policy.decide
+    again = observer.observe(5)
+    assert again.starts[0].all()
+    assert torch.equal(again.observations[0], first.observations[0])
+
+
+@pytest.mark.parametrize(("count", "halves"), [(0, 1), (3, 2), (4, 3)])
+def test_numbers_that_make_no_sense(count: int, halves: int) -> None:
+    with pytest.raises(ConfigurationError, match="even number"):
+        Environments(Walk, count, halves=halves)
+
+
+def test_a_native_vector_with_another_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Walks, "metadata", {"autoreset_mode": "SameStep"})
+    with pytest.raises(ConfigurationError, match=r"'SameStep'.*NEXT_STEP"):
+        Observer(0, Environments(Walks, 4, vectorized=True), walk_policy())

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.rl_environments import walk_policy
+from torchweft.errors import ConfigurationError
+from torchweft.rl import (
+    Agent,
+    LocalPolicy,
+    WrongObservations,
+    categorical,
+    epsilon_greedy,
+    uniform,
+)
+
+
+def asked(numbers: list[int], decisions: int = 0) -> torch.Tensor:
+    return torch.tensor([[number, decisions, 1] for number in numbers])
+
+
+def test_draws_are_uniform_and_independent() -> None:
+    numbers = torch.arange(300).repeat_interleave(100)
+    decisions = torch.arange(100).repeat(300)
+    found = uniform(numbers, decisions, 2).numpy()
+    assert found.min() >= 0
+    assert found.max() < 1
+    assert len(np.unique(found)) == found.size
+    counts, _ = np.histogram(found, 20)
+    assert np.square(counts - 3000).sum() / 3000 < 45  # chi-squared: 1 in 1000 is above 43.8
+    for one, other in ((found[:, 0], found[:, 1]), (found[:-1, 0], found[1:, 0])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < 0.03
+    by_environment = found[:, 0].reshape(300, 100)
+    assert abs(np.corrcoef(by_environment[:-1].ravel(), by_environment[1:].ravel())[0, 1]) < 0.03
+
+
+@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=30), st.integers(0, 2**40))
+def test_draws_depend_on_the_environment_and_decision_only(numbers: list[int], step: int) -> None:
+    together = uniform(torch.tensor(numbers), torch.full((len(numbers),), step), 3)
+    alone = [uniform(torch.tensor([each]), torch.tensor([step]), 3) for each in numbers]
+    assert torch.equal(together, torch.cat(alone))
+
+
+def test_sampled_actions_have_the_probabilities_of_the_logits() -> None:
+    chances = torch.tensor([0.1, 0.0, 0.6, 0.3])
+    draws = uniform(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64))
+    actions, logs = categorical(chances.log().expand(20_000, 4), draws)
+    shares = torch.bincount(actions, minlength=4) / 20_000
+    assert torch.allclose(shares, chances, atol=0.02)
+    assert shares[1] == 0
+    assert torch.allclose(logs.exp(), chances[actions])
+    assert categorical(torch.zeros(1, 4), torch.tensor([[1 - 2**-53]]))[0].item() == 3
+
+
+def test_epsilon_greedy() -> None:
+    draws = uniform(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64), 2)
+    scores = torch.tensor([0.0, 3.0, 1.0, 2.0]).expand(20_000, 4)
+    shares = torch.bincount(epsilon_greedy(scores, draws, 0.4), minlength=4) / 20_000
+    assert torch.allclose(shares, torch.tensor([0.1, 0.7, 0.1, 0.1]), atol=0.02)
+    assert (epsilon_greedy(scores, draws, 0.0) == 1).all()
+
+
+@given(st.permutations(range(24)), st.lists(st.integers(1, 23), max_size=5, unique=True))
+def test_which_environments_ask_together_does_not_change_a_bit(
+    order: list[int], cuts: list[int]
+) -> None:
+    observations = torch.randn(24, 3, generator=torch.Generator().manual_seed(1))
+    expected = walk_policy(rows=8).act(observations, asked(list(range(24))))
+    policy = walk_policy(rows=8)
+    for first, last in zip([0, *sorted(cuts)], [*sorted(cuts), 24], strict=True):
+        who = order[first:last]
+        found = policy.act(observations[who], asked(who))
+        assert torch.equal(found.actions, expected.actions[who])
+        assert torch.equal(found.outputs["logs"], expected.outputs["logs"][who])
+
+
+def test_states_are_kept_by_environment_and_saved() -> None:
+    policy = walk_policy(rows=4)
+    seen = torch.zeros(2, 3)
+    policy.act(seen, asked([5, 9]))
+    going_on = torch.tensor([[9, 1, 0], [5, 1, 0]])
+    assert policy.act(seen, going_on).outputs["counts"].tolist() == [1, 1]
+    assert policy.act(seen, torch.tensor([[5, 2, 0], [9, 2, 1]])).outputs["counts"].tolist() == [
+        2,
+        0,
+    ]
+    with policy.updating() as network:
+        network[0].bias.data += 1
+    other = walk_policy(rows=4)
+    other.load_state_dict(policy.state_dict())
+    assert (other.version, other.forwards, other.decisions) == (1, 3, 6)
+    answers = [each.act(seen, torch.tensor([[5, 3, 0], [9, 3, 0]])) for each in (policy, other)]
+    assert answers[0].outputs["counts"].tolist() == [3, 1]
+    assert torch.equal(answers[0].outputs["logs"], answers[1].outputs["logs"])
+    policy.forget(torch.tensor([5]))
+    assert policy.act(seen, torch.tensor([[5, 4, 0], [9, 4, 0]])).outputs["counts"].tolist() == [
+        0,
+        2,
+    ]
+
+
+def test_an_update_that_fails_is_no_version() -> None:
+    policy = walk_policy()
+    with pytest.raises(ZeroDivisionError), policy.updating():
+        1 / 0  # noqa: B018
+    assert policy.version == 0
+
+
+def test_observations_that_do_not_fit_are_named() -> None:
+    policy = walk_policy()
+    with pytest.raises(
+        WrongObservations, match=r"environments 7, 8 .*\[2, 4\]; .*\[2, 3\]"
+    ) as caught:
+        policy.act(torch.zeros(2, 4), asked([7, 8]))
+    assert caught.value.environments == (7, 8)
+    with pytest.raises(WrongObservations):
+        policy.act(torch.zeros(3, 3), asked([7, 8]))
+    assert policy.forwards == 0
+
+
+def test_mistakes() -> None:
+    network = torch.nn.Linear(3, 2)
+    with pytest.raises(ConfigurationError, match="rows=-1"):
+        walk_policy(rows=-1)
+    with pytest.raises(NotImplementedError, match="LocalPolicy must define decide"):
+        LocalPolicy(network, (3,)).act(torch.zeros(1, 3), asked([1]))
+
+
+def test_an_agent_without_a_group_decides_alone() -> None:
+    agent = Agent(walk_policy())
+    agent.expect(3)
+    seen = torch.randn(2, 3)
+    found = agent.act(seen, asked([1, 2]))
+    assert torch.equal(found.actions, walk_policy().act(seen, asked([1, 2])).actions)
+    assert found.version == agent.version == 0

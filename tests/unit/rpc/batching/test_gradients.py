@@ -1,0 +1,161 @@
+"""The graphs of a batch's calls, in one process: callers are threads and lines of a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchweft.autograd.contexts import make_placeholders
+from torchweft.autograd.outside import NO_GRAD
+from torchweft.errors import AutogradError
+from torchweft.rpc.batching.decorator import batched
+from torchweft.rpc.batching.queue import LocalCall
+from torchweft.rpc.batching.running import Entry, Options, Runner
+from torchweft.rpc.batching.stacking import take_apart
+
+
+class Caller:
+    name = "caller"
+
+
+def run(function: Callable[..., object], *inputs: tuple[object, ...], pad: float | None = None
+        ) -> list[Tensor]:  # fmt: skip
+    """Runs a function for several calls in one batch; returns their results."""
+    runner = Runner(function, "function", Options(pad=pad))
+    entries = [Entry(LocalCall(Caller(), 0), (), take_apart(each), 0.0) for each in inputs]
+    results = []
+    for result, error in runner.outcomes(entries):
+        if error is not None:
+            raise error
+        results.append(result)
+    return results
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2, dtype=torch.float64)
+
+
+def inputs(count: int, requires_grad: bool = True) -> list[Tensor]:
+    torch.manual_seed(1)
+    return [torch.randn(3, dtype=torch.float64, requires_grad=requires_grad) for _ in range(count)]
+
+
+def close(one: Tensor | None, other: Tensor | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return torch.allclose(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_each_call_has_the_gradients_of_a_call_alone(layer: nn.Linear, requires_grad: bool) -> None:
+    calls = inputs(4, requires_grad)
+    results = run(lambda x: layer(x).tanh(), *[(each * 1,) for each in calls])
+    for number in (2, 0, 3):  # One of them has no pass.
+        layer.zero_grad()
+        results[number].square().sum().backward()
+        found = [each.grad for each in (*layer.parameters(), calls[number])]
+        calls[number].grad = None
+        layer.zero_grad()
+        layer(calls[number]).tanh().square().sum().backward()
+        for one, each in zip(found, (*layer.parameters(), calls[number]), strict=True):
+            assert close(one, each.grad) if each.requires_grad else one is None
+        calls[number].grad = None
+    assert calls[1].grad is None
+
+
+def test_one_pass_through_several_calls(layer: nn.Linear) -> None:
+    calls = inputs(3)
+    one, other, _ = run(lambda x: layer(x).tanh(), *[(each,) for each in calls])
+    (one * other).sum().backward()
+    found = layer.weight.grad
+    layer.zero_grad()
+    (layer(calls[0]).tanh() * layer(calls[1]).tanh()).sum().backward()
+    assert close(found, layer.weight.grad)
+    assert calls[2].grad is None
+
+
+def test_padded_calls_have_gradients_of_their_own_size() -> None:
+    short, long = (torch.ones(n, dtype=torch.float64, requires_grad=True) for n in (2, 3))
+    results = run(lambda x: x.square().sum(dim=1), (short,), (long,), pad=5.0)
+    results[0].backward()
+    assert short.grad is not None
+    assert short.grad.tolist() == [2.0, 2.0]
+    assert long.grad is None
+
+
+def test_results_of_several_kinds_have_their_own_graphs(layer: nn.Linear) -> None:
+    def function(x: Tensor) -> dict[str, object]:
+        y = layer(x)
+        return {"y": y, "again": y, "plain": x.detach() * 2, "version": 3}
+
+    calls = inputs(2)
+    first, second = run(function, *[(each,) for each in calls])
+    assert first["version"] == 3
+    assert not first["plain"].requires_grad
+    (first["y"] + second["again"]).sum().backward()
+    assert close(calls[0].grad, layer.weight.sum(dim=0))
+    assert close(calls[1].grad, layer.weight.sum(dim=0))
+
+
+def test_second_derivatives_of_calls_without_gradients_of_their_own(layer: nn.Linear) -> None:
+    calls = inputs(2, requires_grad=False)
+    results = run(lambda x: layer(x).tanh(), *[(each,) for each in calls])
+
+    def second(y: Tensor) -> Tensor:
+        (first,) = torch.autograd.grad(y.sum(), layer.weight, create_graph=True)
+        (found,) = torch.autograd.grad(first.square().sum(), layer.weight)
+        return found
+
+    assert close(second(results[1]), second(layer(calls[1]).tanh()))
+
+
+def test_second_derivatives_through_arguments_are_refused(layer: nn.Linear) -> None:
+    call = inputs(1)[0]
+    (result,) = run(lambda x: layer(x), (call,))
+    with pytest.raises(AutogradError, match="second derivatives"):
+        torch.autograd.grad(result.sum(), call, create_graph=True)
+
+
+def test_a_result_behind_which_is_a_tensor_of_another_worker_is_refused() -> None:
+    _, (received,) = make_placeholders([torch.ones(3)])
+    with pytest.raises(AutogradError, match="depends on a tensor that another worker"):
+        run(lambda x: x * received, (torch.ones(3),))
+
+
+def test_a_leaf_with_a_hook_is_refused(layer: nn.Linear) -> None:
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(AutogradError, match=r"leaf of shape \[2, 3\].*has a hook"):
+        run(lambda x: layer(x), (torch.ones(3, dtype=torch.float64),))
+
+
+@batched
+def doubled(x: Tensor, scale: list[float], *, shift: list[int] = [0]) -> Tensor:  # noqa: B006
+    return x * torch.tensor(scale)[:, None] + torch.tensor(shift)[:, None]
+
+
+def test_without_a_group_a_call_runs_alone() -> None:
+    x = torch.ones(2, requires_grad=True)
+    result: Tensor = doubled(x, 3.0, shift=1)  # type: ignore[arg-type]
+    assert result.tolist() == [4.0, 4.0]
+    result.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
+    with torch.no_grad():
+        assert not doubled(x, 3.0, shift=1).requires_grad  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="scale"):
+        doubled(x)  # type: ignore[call-arg]
+
+
+def test_callers_without_gradients_need_no_graph(layer: nn.Linear) -> None:
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+    entries = [
+        Entry(LocalCall(Caller(), NO_GRAD), (), take_apart((each,)), 0.0) for each in inputs(2)
+    ]
+    for result, error in Runner(layer, "layer", Options()).outcomes(entries):
+        assert error is None
+        assert not result.requires_grad

@@ -1,0 +1,168 @@
+"""Queues in a pair of workers: what is written, and calls of threads of the worker itself."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
+from torchweft.errors import ConfigurationError, QueueFull
+from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
+from torchweft.transport.link import Link
+
+_may_go_on = threading.Event()
+_began = threading.Event()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of() as pair:
+        yield pair
+
+
+@batched(largest=8, smallest=8, longest_wait=LIMIT_S)
+def eight(values: Tensor) -> Tensor:
+    return values + 1
+
+
+@batched(largest=2, limit=2)
+def gated(values: Tensor) -> Tensor:
+    _began.set()
+    assert _may_go_on.wait(LIMIT_S)
+    return values
+
+
+@batched
+def recursive(values: Tensor) -> Tensor:
+    return recursive(values)
+
+
+@batched
+def reading_nothing() -> None:
+    """Takes nothing, returns nothing."""
+
+
+def test_answers_of_a_batch_are_written_together(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes: list[int] = []
+    write = Link._write_some
+
+    def counted(link: Link, parts: list[object], may_block: bool) -> list[object]:
+        writes.append(len(parts))
+        return write(link, parts, may_block)  # type: ignore[arg-type, return-value]
+
+    monkeypatch.setattr(Link, "_write_some", counted)
+    calls = [pair.start(eight, torch.tensor(float(each))) for each in range(8)]
+    assert [each.wait().item() for each in calls] == [1.0 + each for each in range(8)]
+    assert 8 in writes
+
+
+def test_threads_of_the_worker_wait_for_room(pair: Pair) -> None:
+    _may_go_on.clear()
+    _began.clear()
+    results: list[float] = []
+
+    def call(number: int) -> None:
+        results.append(gated(torch.tensor(float(number))).item())
+
+    threads = [threading.Thread(target=call, args=(each,)) for each in range(8)]
+    threads[0].start()
+    assert _began.wait(LIMIT_S)
+    for thread in threads[1:]:
+        thread.start()
+    _may_go_on.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert sorted(results) == [float(each) for each in range(8)]
+    found = batch_statistics(gated)
+    assert found.calls == 8
+    assert max(found.sizes) <= 2
+    assert found.refused == 0
+
+
+def test_other_workers_are_refused(pair: Pair) -> None:
+    _may_go_on.clear()
+    _began.clear()
+    first = pair.start(gated, torch.tensor(0.0))
+    assert _began.wait(LIMIT_S)
+    others = [pair.start(gated, torch.tensor(float(each))) for each in range(1, 4)]
+    failures = 0
+    with pytest.raises(QueueFull):
+        others[2].wait()
+    _may_go_on.set()
+    for call in (first, *others[:2]):
+        failures += call.wait() is None
+    assert failures == 0
+    assert batch_statistics(gated).refused == 1
+
+
+def test_a_batch_that_waits_for_itself_is_refused(pair: Pair) -> None:
+    with pytest.raises(ConfigurationError, match="within a batch of its own"):
+        recursive(torch.ones(1))
+
+
+def test_a_function_without_arguments(pair: Pair) -> None:
+    assert pair.sync(reading_nothing) is None
+    assert batch_statistics(reading_nothing).sizes == {1: 1}
+
+
+class Slotted:
+    __slots__ = ()
+
+    @batched
+    def method(self, values: Tensor) -> Tensor:
+        return values
+
+
+class Owner:
+    @batched
+    def method(self, values: Tensor) -> Tensor:
+        return values * 2
+
+    @classmethod
+    @batched
+    def of_class(cls, values: Tensor) -> Tensor:
+        return values * 3
+
+    @staticmethod
+    @batched
+    def static(values: Tensor) -> Tensor:
+        return values * 4
+
+
+def test_each_object_has_its_own_queue(pair: Pair) -> None:
+    one, other = Owner(), Owner()
+    assert one.method(torch.ones(1)).item() == 2.0
+    assert Owner.of_class(torch.ones(1)).item() == 3.0
+    assert Owner.static(torch.ones(1)).item() == 4.0
+    assert batch_statistics(one.method).calls == 1
+    assert batch_statistics(Owner.method, one).calls == 1
+    assert batch_statistics(other.method) == BatchStatistics()
+    batches = Owner.method._weft_batches  # type: ignore[attr-defined]
+    queues = pair.callee.agent.slots[batches._queues]
+    assert len(queues) == 1
+    del one
+    assert not queues
+    with pytest.raises(TypeError, match="__weakref__"):
+        Slotted().method(torch.ones(1))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(ConfigurationError, match="ascending"):
+        batched(largest=2, smallest=3)
+    with pytest.raises(ConfigurationError, match="longest_wait"):
+        batched(longest_wait=float("inf"))
+    with pytest.raises(TypeError, match="below @staticmethod"):
+        batched(staticmethod(eight))
+    with pytest.raises(TypeError, match="async def"):
+
+        @batched
+        async def soon() -> None: ...
+
+    with pytest.raises(TypeError, match="batched decorates"):
+        batch_statistics(print)

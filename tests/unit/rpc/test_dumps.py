@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import signal
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.protocol.observing.reports import report
+from torchweft import knobs
+from torchweft.errors import ConfigurationError
+from torchweft.protocol.observing.report import decode_report
+from torchweft.rpc.dumps import Dumps, answer_signal
+from torchweft.runtime.events import Events
+
+
+@pytest.fixture
+def dumps() -> Dumps:
+    agent: Any = SimpleNamespace(
+        receiver=SimpleNamespace(on=lambda *_, **__: None),
+        info=SimpleNamespace(name="trainer:0"),
+        events=Events(),
+        slots={},
+    )
+    reporter: Any = SimpleNamespace(report=lambda *, in_detail: report("trainer:0"))
+    return Dumps(SimpleNamespace(agent=agent), reporter, "cafe")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_the_default_folder_is_of_this_user_alone(dumps: Dumps, temporary: Path) -> None:
+    path = Path(dumps.write("a test asks"))
+    assert path.name == "trainer_0.weft.json"
+    assert path.parent.name == "cafe"
+    assert path.parent.parent.parent == temporary
+    assert stat.S_IMODE(path.parent.parent.stat().st_mode) == 0o700
+    assert decode_report(path.read_bytes()).worker == "trainer:0"
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_a_folder_that_others_have_prepared_is_refused(dumps: Dumps, temporary: Path) -> None:
+    folder = Path(dumps.folder()).parent
+    folder.chmod(0o777)
+    with pytest.raises(ConfigurationError, match="is no folder of this user alone"):
+        dumps.write("a test asks")
+
+
+def test_a_folder_that_cannot_be_made_is_named(dumps: Dumps, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        knobs.DUMP_DIR.override(str(tmp_path / "file" / "below")),
+        pytest.raises(ConfigurationError, match="set WEFT_DUMP_DIR to one that this user"),
+    ):
+        dumps.write("a test asks")
+
+
+def test_a_fresh_file_is_replaced_only_for_a_person(dumps: Dumps, tmp_path: Path) -> None:
+    with knobs.DUMP_DIR.override(str(tmp_path / "new" / "folder")):
+        assert dumps.write("a worker waits")
+        assert dumps.write("another worker waits") == ""
+        assert dumps.write("a person asks", is_wanted=True)
+
+
+@pytest.fixture
+def default_handler() -> Iterator[None]:
+    former = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGQUIT, former)
+
+
+@pytest.mark.usefixtures("default_handler")
+def test_a_handler_of_the_program_stays() -> None:
+    def of_the_program(number: int, frame: FrameType | None) -> None:
+        pass
+
+    signal.signal(signal.SIGQUIT, of_the_program)
+    answer_signal()
+    assert signal.getsignal(signal.SIGQUIT) is of_the_program
+
+
+@pytest.mark.usefixtures("default_handler")
+@pytest.mark.parametrize("former", [signal.SIG_DFL, signal.SIG_IGN])
+def test_a_signal_that_nobody_handles_is_answered(former: signal.Handlers) -> None:
+    signal.signal(signal.SIGQUIT, former)
+    answer_signal()
+    ours = signal.getsignal(signal.SIGQUIT)
+    assert callable(ours)
+    answer_signal()
+    assert signal.getsignal(signal.SIGQUIT) is ours
