@@ -107,7 +107,7 @@ def test_a_worker_that_fails_ends_those_of_all_hosts() -> None:
 def test_a_group_over_hosts_starts_again_at_another_port(tmp_path: Path) -> None:
     body = (
         "import os, sys; life = os.environ['WEFT_RESTART_COUNT']; "
-        "print(os.environ['RANK'], life, os.environ['MASTER_PORT']); "
+        "print(os.environ['RANK'] + ' ' + life + ' ' + os.environ['MASTER_PORT']); "
         "sys.exit(life == '0' and os.environ['RANK'] == '1')"
     )
     policy = RestartPolicy(limit=1, backoff_s=0.01)
