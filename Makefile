@@ -25,7 +25,8 @@ help:
 	@echo "make demo-rl          learn to balance a pole, its environments on workers (ARGS=dqn for another algorithm)"
 	@echo "make test    unit, simulation and multi-process tests"
 	@echo "make end-to-end       whole programs, tests of the tools, a sample of PyTorch's own tests"
-	@echo "make test-launchers   starts by ssh, SLURM, mpirun, torchrun: those that are installed"
+	@echo "make test-launchers   starts by ssh, SLURM, Ray, Kubernetes, mpirun, torchrun: those installed"
+	@echo "make test-gpu         tensors on a GPU (WEFT_TEST_DEVICE=cpu: those that need none)"
 	@echo "make thorough         all random programs and seeds, of which make test tries a few"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
@@ -34,6 +35,7 @@ help:
 	@echo "make fuzz    made-up bytes on everything that decodes some"
 	@echo "make bench   Weft and torch.distributed.rpc side by side, in five minutes"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
+	@echo "make bench-gpu        tensors and gradients between two processes on one GPU"
 	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove what the above made (distclean: .venv too)"
@@ -91,12 +93,18 @@ end-to-end: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/tools -n 2
 	@$(PY) -m pytest tests/launchers
 	@$(PY) -m pytest tests/conformance
+	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
 
 # Each test is skipped, with the reason, where its system is missing (Debian: openssh-server,
-# slurm-wlm, munge, openmpi-bin).
+# slurm-wlm, munge, openmpi-bin; the extra ray; pip install --group kubernetes).
 .PHONY: test-launchers
 test-launchers: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/launchers $(ARGS)
+
+# Every test is skipped, with the reason, where there is no GPU or torch is built without CUDA.
+.PHONY: test-gpu
+test-gpu: $(VENV)/.installed-test
+	@$(PY) -m pytest tests/gpu $(ARGS)
 
 # Unit and simulation tests, and of the process tests those of each area that end soon.
 QUICK := tests/unit tests/simulation tests/tools $(addprefix tests/processes/test_,$(addsuffix .py,\
@@ -155,6 +163,10 @@ bench: $(VENV)/.installed-core
 .PHONY: bench-peers
 bench-peers: $(VENV)/.installed-core
 	@$(PY) -m benchmarks.calls --sides torch weft raw ray monarch --works "sync 1" "flight 100" "flight 2000" --rounds 5 $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: $(VENV)/.installed-core
+	@$(PY) -m benchmarks.gpu $(ARGS)
 
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.installed-core

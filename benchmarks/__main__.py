@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.frame.question import Question
@@ -29,7 +30,7 @@ def main() -> int:
     begin = time.monotonic()
     lines, remarks, failures = [*HEAD], [""], ["- the run was interrupted"]
     try:
-        for name in arguments.questions or found:
+        for name in arguments.questions or possible(found):
             _measure(found[name], lines, remarks, failures)
         del failures[0]
     finally:  # an interrupted run prints its results so far
@@ -55,6 +56,14 @@ def questions() -> dict[str, Question]:
     folders = sorted(path.parent.name for path in HERE.glob("*/question.py"))
     modules = [(name, f"benchmarks.{name}.question") for name in folders if name != "frame"]
     return {name: importlib.import_module(module).QUESTION for name, module in modules}
+
+
+def possible(found: Mapping[str, Question]) -> list[str]:
+    """Returns the names of those questions that this machine can answer; reports the others."""
+    for name, question in found.items():
+        if not question.is_possible():
+            print(f"skipping {name}: this machine lacks what it needs", file=sys.stderr)
+    return [name for name, question in found.items() if question.is_possible()]
 
 
 def _report(lines: list[str], failures: list[str], elapsed_s: float) -> str:

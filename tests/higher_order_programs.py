@@ -72,7 +72,7 @@ def norm_of_gradients(site: Site) -> Tensor:
     """Returns this worker's part of the squared norm of all gradients."""
     found = site.gradients().values()
     terms = [gradient.to_dense().pow(2).sum() for gradient in found if gradient.requires_grad]
-    return torch.stack(terms).sum() if terms else torch.zeros((), dtype=torch.float64)
+    return torch.stack(terms).sum() if terms else site.parameter("w").new_zeros(())
 
 
 def norms_everywhere(site: Site) -> Tensor:

@@ -22,10 +22,19 @@ Tables = dict[tuple[int, str], Tensor]
 Tensors = Tensor | Sequence[Tensor]
 
 
+_kind: dict[str, Any] = {"device": "cpu", "dtype": torch.float64}
+
+
+def use(device: torch.device | str, dtype: torch.dtype) -> None:
+    """Makes the parameters of later programs of this process on a device, of a type."""
+    _kind.update(device=device, dtype=dtype)
+
+
 def initial(worker: int, name: str, *shape: int) -> torch.nn.Parameter:
     """Returns a new parameter, the same for the same names everywhere."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{worker} {name}".encode()))
-    return torch.nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
+    drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return torch.nn.Parameter(drawn.to(**_kind))
 
 
 class Site:

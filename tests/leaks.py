@@ -110,12 +110,12 @@ def _shared_memory() -> dict[object, str]:
     """Returns this user's entries of ``/dev/shm``, including those of other processes.
 
     Excludes multiprocessing's semaphores: Weft has none, and programs of other tests may be
-    running.
+    running. Also the files of NVIDIA's driver, which stay when a process is killed.
     """
     found: dict[object, str] = {}
     with os.scandir("/dev/shm") as entries:
         for entry in entries:
-            if entry.name.startswith("sem.mp-"):
+            if entry.name.startswith(("sem.mp-", "cuda.shm.")):
                 continue
             try:
                 if entry.stat().st_uid == os.getuid():

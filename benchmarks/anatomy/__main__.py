@@ -214,6 +214,7 @@ class _Silent:
     def __init__(self, peer: Peer) -> None:
         self.id, self.name, self.main_by_name, self.is_self = peer.id, peer.name, True, False
         self.lost = None
+        self.device_maps = peer.device_maps
         self.link = self
         self.served: dict[int, Call] = {}
         self.sent = b""

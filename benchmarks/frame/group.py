@@ -29,7 +29,7 @@ from benchmarks.frame.question import Question, Row, Side
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
-ROUND_TIMEOUT_S = 60.0
+ORDER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 15.0
 
 
@@ -44,12 +44,18 @@ class Group:
         side: The side.
         processes: Its processes by rank; the first makes the calls.
         log: The standard error of the processes.
+        limit_s: The time that one round of a row may take.
     """
 
     def __init__(
-        self, side: Side, processes: Sequence[subprocess.Popen[str]], log: IO[bytes]
+        self,
+        side: Side,
+        processes: Sequence[subprocess.Popen[str]],
+        log: IO[bytes],
+        limit_s: float,
     ) -> None:
         self.side = side
+        self._limit_s = limit_s
         self._processes = processes
         self._log = log
         ready = [self._read_answer(process, START_TIMEOUT_S) for process in processes]
@@ -69,7 +75,7 @@ class Group:
         }
         with self._awake(), self._busy(row.activity):
             self._order(self._processes[0], order)
-            return Round(**self._read_answer(self._processes[0], ROUND_TIMEOUT_S))
+            return Round(**self._read_answer(self._processes[0], self._limit_s))
 
     def sleep(self) -> None:
         """Stops all processes, and returns when all are stopped."""
@@ -111,7 +117,7 @@ class Group:
         for process in self._processes[1:]:
             self._order(process, {"activity": activity})
         for process in self._processes[1:]:
-            self._read_answer(process, ROUND_TIMEOUT_S)
+            self._read_answer(process, ORDER_TIMEOUT_S)
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self._processes:
@@ -149,7 +155,7 @@ def started_group(question: Question, side: Side, cores: Cores) -> Iterator[Grou
     with tempfile.TemporaryFile() as log:
         try:
             _start_all(question, side, cores, size, processes, log)
-            group = Group(side, processes, log)
+            group = Group(side, processes, log, question.limit_s)
             group.sleep()
             yield group
             group.stop()

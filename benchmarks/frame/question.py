@@ -131,6 +131,9 @@ class Question:
         short: The short form.
         measure: Replaces the alternating rounds.
         mean: Demand on the geometric mean of all rows' ratios to torch RPC; 0 for none.
+        limit_s: Time that a side may take for one round of a row, and no more than that.
+        is_possible: Returns whether this machine has what the question needs; it may be chosen
+            by name in any case.
     """
 
     folder: str
@@ -143,6 +146,8 @@ class Question:
     short: Form = SHORT
     measure: Measure | None = None
     mean: float = 0.0
+    limit_s: float = 60.0
+    is_possible: Callable[[], bool] = lambda: True
 
     @property
     def name(self) -> str:

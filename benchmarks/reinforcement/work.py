@@ -9,27 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.frame.api import Api, current, worker_name
 from benchmarks.frame.work import Work
+from benchmarks.reinforcement.native import (
+    NATIVE,
+    OBSERVERS,
+    STATE,
+    STEPS,
+    observers_of,
+    policy,
+)
 
 api = current()
 rpc = api.rpc
 async_execution: Callable[[Callable[..., Any]], Callable[..., Any]] = rpc.functions.async_execution
 
-OBSERVERS = 3
-STATE, HIDDEN, ACTIONS = 4, 128, 2
-STEPS = 100
-"""Steps of each environment in one order of the agent."""
-MANY, NATIVE = 16, 64
-
-
-@functools.cache
-def policy() -> nn.Module:
-    """Returns the policy of the agent; the sizes are those of PyTorch's tutorial."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(STATE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, ACTIONS))
+MANY = 16
 
 
 def decide(states: Tensor) -> Tensor:
@@ -122,20 +119,7 @@ def _order(function: Callable[..., Any], count: int) -> Work:
 
 @functools.cache
 def _native() -> Any:
-    from torchweft.rl import Agent, Environments, LocalPolicy, Observers, categorical
-
-    class Policy(LocalPolicy):
-        def decide(
-            self, observations: Tensor, draws: Tensor, states: Tensor
-        ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-            actions, logs = categorical(self.network(observations), draws)
-            return actions, {"logs": logs}, states
-
-    agent = Agent(Policy(policy(), (STATE,)))
-    vector = Environments("CartPole-v1", NATIVE, vectorized=True)
-    for name in _names():
-        rpc.rpc_sync(name, torch.set_num_threads, (1,))
-    return Observers(_names(), vector, agent, steps=STEPS)
+    return observers_of(_names())
 
 
 def _rounds() -> None:

@@ -100,8 +100,9 @@ def _case(
     if not is_apart:
         shared = counts.shared - counted.shared
         is_met = counts.wholes == counts.deltas == 0 and shared == 3 * steps
+        is_met &= sent <= 0.01 * copies  # messages, and no weights
         verdicts.append((f"{name}: no byte copied; {shared} answers by shared memory", is_met))
-        moved = "none"
+        moved = f"{sent / steps / 1e6:.2f} MB a version"
     elif not deltas:
         verdicts.append((f"{name}: {sent / copies:.4f} of three copies", sent <= 1.05 * copies))
         moved = f"{sent / steps / 1e6:.1f} MB a version"

@@ -52,6 +52,8 @@ class Options:
         minutes: Limit on the training time.
         out: Folder for the results; None for one named after the time, under ``runs``.
         resume: A saved state to resume from.
+        on: The launcher that starts the workers.
+        is_inside: Whether a launcher has started this program, once for each worker.
     """
 
     settings: Settings
@@ -59,6 +61,8 @@ class Options:
     minutes: float
     out: Path | None
     resume: Path | None
+    on: str = "local"
+    is_inside: bool = False
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -97,10 +101,23 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         metavar="PATH",
         help="go on from a saved state.pt, with the settings it was made with",
     )
+    run.add_argument(
+        "--on",
+        default="local",
+        metavar="LAUNCHER",
+        help="where to start the workers, for instance ray (default: %(default)s)",
+    )
+    run.add_argument(
+        "--inside",
+        action="store_true",
+        help="a launcher has started this program, for the driver, the server and each trainer",
+    )
     _add_settings(parser.add_argument_group("settings of a new run"))
     given = parser.parse_args(arguments)
     settings = Settings(**{field.name: getattr(given, field.name) for field in fields(Settings)})
-    return Options(settings, given.epochs, given.minutes, given.out, given.resume)
+    return Options(
+        settings, given.epochs, given.minutes, given.out, given.resume, given.on, given.inside
+    )
 
 
 def _add_settings(group: argparse._ArgumentGroup) -> None:

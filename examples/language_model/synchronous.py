@@ -52,6 +52,7 @@ class SynchronousTraining:
         settings: Sizes and rates.
         optimizer_type: The local optimizer to run on every worker.
         dtype: Type of all parameters.
+        device: Device of every worker on which its part of the model lives.
     """
 
     def __init__(
@@ -62,18 +63,20 @@ class SynchronousTraining:
         settings: Settings,
         optimizer_type: type[torch.optim.Optimizer] = torch.optim.Adam,
         dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
     ) -> None:
         for number, worker in enumerate([server, *trainers]):
             rpc.rpc_sync(worker, prepare_worker, args=(settings.seed + number, 1))
         vocabulary, dropout = len(corpus.words), settings.dropout
         self._server = server
+        place = f"{server}/{device}"
         self._embedding = RemoteModule(
-            server, EmbeddingTable, args=(vocabulary, settings.embedding, dropout, dtype)
+            place, EmbeddingTable, args=(vocabulary, settings.embedding, dropout, dtype)
         )
         self._decoder = RemoteModule(
-            server, Decoder, args=(vocabulary, settings.hidden, dropout, dtype)
+            place, Decoder, args=(vocabulary, settings.hidden, dropout, dtype)
         )
-        self._trainers = self._place_trainers(trainers, corpus, settings, dtype)
+        self._trainers = self._place_trainers(trainers, corpus, settings, dtype, device)
         parameters = self._embedding.remote_parameters() + self._decoder.remote_parameters()
         for trainer in self._trainers:
             parameters += trainer.rpc_sync().parameter_rrefs()
@@ -83,15 +86,20 @@ class SynchronousTraining:
         self.rows = range(0, len(corpus.training) - settings.window, settings.window)
 
     def _place_trainers(
-        self, names: Sequence[str], corpus: Corpus, settings: Settings, dtype: torch.dtype
+        self,
+        names: Sequence[str],
+        corpus: Corpus,
+        settings: Settings,
+        dtype: torch.dtype,
+        device: str,
     ) -> list[rpc.RRef[Trainer]]:
         torch.manual_seed(settings.seed)
-        lstm = nn.LSTM(settings.embedding, settings.hidden, dtype=dtype)
+        lstm = nn.LSTM(settings.embedding, settings.hidden, dtype=dtype).to(device)
         gradient_sum = None
         if len(names) > 1:
             gradient_sum = rpc.remote(self._server, GradientSum, args=(len(names),))
-        training = corpus.training.chunk(len(names), dim=1)
-        held_out = corpus.held_out.chunk(len(names), dim=1)
+        training = corpus.training.to(device).chunk(len(names), dim=1)
+        held_out = corpus.held_out.to(device).chunk(len(names), dim=1)
         modules = (lstm, self._embedding, self._decoder, gradient_sum)
         reading = (settings.window, settings.logits_travel)
         return [

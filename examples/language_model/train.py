@@ -1,5 +1,8 @@
 """Trains a language model over several workers: ``python train.py``, or ``make demo``.
 
+``--on`` names the launcher that starts the workers. With ``--inside``, a launcher such as
+``torchweft run``, ``torchrun`` or ``srun`` has started this program itself, once for each worker.
+
 The driver, which is this program, starts one server and several trainers, steps them together and
 shows their progress. No parameter's gradient passes through it, and it holds parameters only to
 create the LSTM and to save and restore the model.
@@ -10,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +25,9 @@ from report import History, draw_picture, make_figures, print_table, write_figur
 from rich.console import Console
 from settings import Options, Settings, parse_options
 from synchronous import SynchronousTraining
+from workers import UnusableGroup, given_workers, joins_as_driver, started_workers
 
-import torchweft as weft
 from torchweft.errors import WeftError
-
-SERVER = "server"
 
 
 class UnusableFolder(ValueError):
@@ -45,6 +46,8 @@ class Run:
         folder: Folder for its results.
         model: The saved model that it resumes from; None for a new run.
         saved_step: Steps done when the state was last saved; None if it never was.
+        server: Name of the worker that holds the embedding table and the decoder.
+        trainers: Names of the workers that train.
     """
 
     options: Options
@@ -54,11 +57,8 @@ class Run:
     folder: Path
     model: dict[str, Any] | None = None
     saved_step: int | None = None
-
-    @property
-    def trainers(self) -> list[str]:
-        """Names of the trainers."""
-        return [f"trainer{number}" for number in range(self.settings.trainers)]
+    server: str = ""
+    trainers: list[str] = field(default_factory=list)
 
     @property
     def state_path(self) -> Path:
@@ -120,7 +120,7 @@ def train_on_workers(run: Run, console: Console) -> None:
     Raises:
         KeyboardInterrupt: The user pressed Ctrl-C; the state is saved if there was time.
     """
-    training = SynchronousTraining(SERVER, run.trainers, run.corpus, run.settings)
+    training = SynchronousTraining(run.server, run.trainers, run.corpus, run.settings)
     if run.model is not None:
         training.load(run.model)
     with Interrupt() as interrupt:
@@ -172,17 +172,24 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.monotonic()
     console = Console()
     options = parse_options(arguments)
+    if options.is_inside and not joins_as_driver():
+        return 0
     try:
         run = prepare_run(options)
     except (UnusableText, UnusableState, UnusableFolder) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     try:
-        with weft.cluster(names=[SERVER, *run.trainers]):
+        count = run.settings.trainers
+        workers = given_workers(count) if options.is_inside else started_workers(count, options.on)
+        with workers as (run.server, run.trainers):
             train_on_workers(run, console)
     except KeyboardInterrupt:
         print(f"stopped; {run.last_state()}")
         return 130
+    except UnusableGroup as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except WeftError as error:
         print(f"error: {error}; {run.last_state()}", file=sys.stderr)
         return 1

@@ -13,19 +13,25 @@ from torchweft import rpc
 from torchweft.rpc.functions import async_execution
 
 
-class WeftTransport(ThreadingTransport):
+class Answering:
+    """Lets other workers submit requests to a transport of this worker."""
+
+    @async_execution
+    def ask(self, request: TensorDictBase, **options: Any) -> torch.futures.Future[TensorDictBase]:
+        """Answers a call of another worker when the server has; no thread waits for it."""
+        answer: torch.futures.Future[TensorDictBase] = torch.futures.Future()
+        transport: Any = self
+        submitted = transport.submit(request, **options)
+        submitted.add_done_callback(lambda done: settle(answer, done))
+        return answer
+
+
+class WeftTransport(Answering, ThreadingTransport):
     """Requests of this and of other workers, which the server answers in batches.
 
     It is made on the server's worker, which must be in a group. A client may be passed to any
     worker as an argument of a call.
     """
-
-    @async_execution
-    def ask(self, request: TensorDictBase) -> torch.futures.Future[TensorDictBase]:
-        """Answers a call of another worker when the server has; no thread waits for it."""
-        answer: torch.futures.Future[TensorDictBase] = torch.futures.Future()
-        self.submit(request).add_done_callback(lambda done: settle(answer, done))
-        return answer
 
     def client(self) -> InferenceClient:
         return InferenceClient(Asking(rpc.RRef(self)))
@@ -34,12 +40,14 @@ class WeftTransport(ThreadingTransport):
 class Asking:
     """A client's side of the transport: a reference, so it may travel."""
 
-    def __init__(self, transport: rpc.RRef[WeftTransport]) -> None:
+    supports_metadata = True
+
+    def __init__(self, transport: rpc.RRef[Any]) -> None:
         self._transport = transport
 
-    def submit(self, request: TensorDictBase) -> Future[TensorDictBase]:
+    def submit(self, request: TensorDictBase, **options: Any) -> Future[TensorDictBase]:
         answer: Future[TensorDictBase] = Future()
-        call = self._transport.rpc_async().ask(request)
+        call = self._transport.rpc_async().ask(request, **options)
         call.add_done_callback(lambda done: settle(answer, done))
         return answer
 

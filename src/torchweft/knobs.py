@@ -310,6 +310,14 @@ POOL_LIMIT_BYTES = Knob("POOL_LIMIT_BYTES", 1 << 30)
 SHM_LIMIT_BYTES = Knob("SHM_LIMIT_BYTES", -1)
 """Shared memory that one worker may have; 0 for none, negative for a quarter of the memory that is
 left when it joins, at most 4 GiB."""
+CUDA_IPC = Knob("CUDA_IPC", 1)
+"""1 to copy tensors from GPU to GPU where two workers are on one host, 0 to send them through the
+host's memory."""
+PINNED_LIMIT_BYTES = Knob("PINNED_LIMIT_BYTES", 1 << 30)
+"""Page-locked host memory that one worker may have for copies to and from GPUs; 0 for none."""
+RDMA = Knob("RDMA", "auto")
+"""``auto`` to send large tensors to other hosts by RDMA where PyTorch can and there is a device,
+``0`` for never, ``1`` to try it also without a device and within a host."""
 SESSION_LIMIT_BYTES = Knob("SESSION_LIMIT_BYTES", 256 << 20)
 """Bytes on their way to one worker of another host beyond which senders wait."""
 FRAME_LIMIT_BYTES = Knob("FRAME_LIMIT_BYTES", 1 << 36)
@@ -391,8 +399,28 @@ STRIPE_CONNECTIONS = Constant("STRIPE_CONNECTIONS", 2)
 """Connections for large tensors that one worker makes to a peer."""
 STRIPE_THREADS = Constant("STRIPE_THREADS", 2)
 """Threads of one worker that send and receive large tensors."""
+SMALL_ON_DEVICE_BYTES = Constant("SMALL_ON_DEVICE_BYTES", 64 * 1024)
+"""Bytes up to which the tensors on a GPU of one message go through the host, if their values are
+there within ``SMALL_ON_DEVICE_S``."""
+SMALL_ON_DEVICE_S = Constant("SMALL_ON_DEVICE_S", 300e-6)
+"""Seconds that the sender of small tensors on a GPU looks for their values."""
+DEVICE_STALL_S = Constant("DEVICE_STALL_S", 60.0)
+"""Seconds without the values of a tensor on a GPU, after which its sender is asked for them."""
 STRIPE_STALL_S = Constant("STRIPE_STALL_S", 60.0)
 """Seconds without a byte of a tensor that was announced, after which it is asked for again."""
+RDMA_FROM_BYTES = Constant("RDMA_FROM_BYTES", 1 << 20)
+"""Bytes from which a tensor is read by RDMA; also the size of the smallest slab."""
+RDMA_LIMIT_BYTES = Constant("RDMA_LIMIT_BYTES", 1 << 30)
+"""Registered memory that one worker keeps for RDMA; tensors of users that were received so are not
+counted."""
+RDMA_WAYS = Constant("RDMA_WAYS", 16)
+"""Peers that one worker sends to, and receives from, by RDMA: each costs a thread that polls."""
+RDMA_LEAST_RATE = Constant("RDMA_LEAST_RATE", 2e9)
+"""Bytes a second that a trial of RDMA must reach; slower ways are no better than sockets."""
+RDMA_STALL_S = Constant("RDMA_STALL_S", 30.0)
+"""Seconds that a read by RDMA may take, after which its tensors are asked for again."""
+RDMA_TRIAL_S = Constant("RDMA_TRIAL_S", 20.0)
+"""Seconds within which two workers must have tried RDMA."""
 RESTART_BACKOFF_S = Constant("RESTART_BACKOFF_S", 1.0)
 """Seconds before a worker that died is started again, the first time."""
 RESTART_BACKOFF_LIMIT_S = Constant("RESTART_BACKOFF_LIMIT_S", 60.0)

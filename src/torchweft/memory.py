@@ -14,48 +14,126 @@ another host, or shared memory is switched off) every tensor travels as a copy.
 
 The memory is freed once the tensor and its views are gone here and at every worker that received
 it. It outlives this worker: a worker that has the tensor keeps it.
+
+With ``pin_memory=True`` the memory is page-locked for this process as well, so that
+``tensor.to("cuda", non_blocking=True)`` does not wait, and copies to and from GPUs are fast. Page
+locks belong to a process: a worker that receives the tensor pins its own view of the memory, if it
+copies that to a GPU often::
+
+    def take(batch):
+        torchweft.memory.pin(batch)
+        return step(batch.to("cuda", non_blocking=True))
+
+All page-locked memory of a worker together is limited by ``WEFT_PINNED_LIMIT_BYTES``.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 
 import torch
 from torch import Tensor
 
+from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
+from torchweft.channel.page_locks import PageLock, PageLocks
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 
-def shared_empty(*size: int, dtype: torch.dtype | None = None) -> Tensor:
+def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool = False) -> Tensor:
     """Makes an uninitialised tensor on the CPU in this worker's shared memory.
 
     Args:
         size: The shape.
         dtype: Any type of plain elements; by default torch's default type.
+        pin_memory: Whether the memory is page-locked for this process, until the tensor and its
+            views are gone here or the worker leaves its group. Initialises CUDA.
 
     Raises:
         NotInitialized: This process is not a worker.
-        MemoryError: This worker may have no more shared memory, see ``WEFT_SHM_LIMIT_BYTES``.
+        ConfigurationError: ``pin_memory`` is set, and this process has no GPU.
+        MemoryError: This worker may have no more shared memory, see ``WEFT_SHM_LIMIT_BYTES``, or no
+            more page-locked memory, see ``WEFT_PINNED_LIMIT_BYTES``.
     """
     agent = current()
+    locks = _page_locks(agent) if pin_memory else None
     dtype = torch.get_default_dtype() if dtype is None else dtype
     size_bytes = math.prod(size) * dtype.itemsize
     if not size_bytes:
-        return torch.empty(size, dtype=dtype)
+        return torch.empty(size, dtype=dtype, device="cpu")
     pool = agent.memory.pool
     if pool is None:
         raise MemoryError(
             "this worker has no shared memory: the system has none, or WEFT_SHM_LIMIT_BYTES is 0"
         )
-    memory = pool.share(size_bytes)
+    memory = pool.share(size_bytes, locks)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
 
 
-def share(tensor: Tensor) -> Tensor:
-    """Returns a contiguous copy of a tensor in this worker's shared memory, detached.
+def share(tensor: Tensor, *, pin_memory: bool = False) -> Tensor:
+    """Returns a contiguous copy of a tensor in this worker's shared memory, detached, on the CPU.
+
+    Args:
+        tensor: A dense tensor on any device.
+        pin_memory: Whether the memory is page-locked, see ``shared_empty``.
 
     Raises:
         NotInitialized: This process is not a worker.
-        MemoryError: This worker may have no more shared memory, see ``WEFT_SHM_LIMIT_BYTES``.
+        ConfigurationError: ``pin_memory`` is set, and this process has no GPU.
+        MemoryError: This worker may have no more shared or page-locked memory; see
+            ``shared_empty``.
     """
-    return shared_empty(*tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+    made = shared_empty(*tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
+    return made.copy_(tensor.detach())
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Page-locks the memory of a tensor for this process, in place. Initialises CUDA.
+
+    The lock covers the tensor's whole storage, and ends with this tensor and the views made of it.
+    Detached tensors on the same memory do not keep the lock.
+
+    Args:
+        tensor: A dense tensor on the CPU, for instance a shared tensor that came with a call.
+
+    Returns:
+        The same tensor. It is left as it is if its memory is page-locked already.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+        ArgumentTypeError: The tensor is no dense tensor on the CPU.
+        ConfigurationError: This process has no GPU.
+        MemoryError: The memory cannot be page-locked, or this worker may have no more of it; see
+            ``WEFT_PINNED_LIMIT_BYTES``.
+    """
+    locks = _page_locks(current())
+    if not isinstance(tensor, Tensor) or not tensor.is_cpu or tensor.layout is not torch.strided:
+        raise ArgumentTypeError(
+            f"{_described(tensor)} cannot be page-locked; pass a dense tensor on the CPU"
+        )
+    storage = tensor.untyped_storage()
+    if not storage.nbytes() or tensor.is_pinned():
+        return tensor
+    lock = locks.lock(storage.data_ptr(), storage.nbytes(), keep=storage)
+    if not isinstance(lock, PageLock):
+        raise MemoryError(f"the tensor's memory cannot be page-locked: {lock}")
+    # The finalizer keeps the lock, which keeps the storage: the lock ends first. It ends at once,
+    # not in a queue, since the memory may be another worker's, which waits for it.
+    weakref.finalize(tensor, lock.release).atexit = False
+    return tensor
+
+
+def _page_locks(agent: Agent) -> PageLocks:
+    if not agent.page_locks.calls.is_available():
+        raise ConfigurationError(
+            "memory can be page-locked only where there is a GPU, and this process has none "
+            "(torch.cuda.is_available() is False); leave pin_memory out"
+        )
+    return agent.page_locks
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of layout {value.layout} on device {value.device}"
+    return f"a {type(value).__name__}"

@@ -8,8 +8,13 @@ from dataclasses import dataclass, field, replace
 from tests.conformance.cases import CaseName, Verdict, select
 from tests.conformance.lists import Baseline, Expected
 
-NEEDS_GPU = "CUDA"
+_NEEDS_GPU = "CUDA"
 """The category of tests that may be skipped on one machine and pass on another."""
+
+
+def needs_gpu(case: CaseName, categories: Mapping[CaseName, str]) -> bool:
+    """Returns whether a test is skipped on a machine without a GPU."""
+    return categories.get(case, "") == _NEEDS_GPU or case.suite == "cuda"
 
 
 @dataclass(frozen=True)
@@ -23,6 +28,9 @@ class Comparison:
         unlisted: Failed, and the list does not say why.
         new: Passed every time, and is not listed as passing.
         unsteady: Passed only some of the times.
+        passed_on_gpu: Passed every time, and is listed as skipped: the list is of a machine without
+            a GPU.
+        failed_on_gpu: The same, but failed.
     """
 
     regressed: list[Verdict] = field(default_factory=list)
@@ -31,10 +39,12 @@ class Comparison:
     unlisted: list[Verdict] = field(default_factory=list)
     new: list[Verdict] = field(default_factory=list)
     unsteady: list[Verdict] = field(default_factory=list)
+    passed_on_gpu: list[Verdict] = field(default_factory=list)
+    failed_on_gpu: list[Verdict] = field(default_factory=list)
 
     @property
     def is_error(self) -> bool:
-        return bool(self.regressed or self.missing)
+        return bool(self.regressed or self.missing or self.failed_on_gpu)
 
 
 def compare(
@@ -58,11 +68,16 @@ def compare(
         expected = baseline.tests.get(verdict.case)
         if not verdict.is_steady:
             found.unsteady.append(verdict)
-        if verdict.outcome == "pass":
+        is_for_gpu = needs_gpu(verdict.case, categories)
+        if is_for_gpu and _is(expected, "skip"):
+            if verdict.outcome != "skip":
+                is_pass = verdict.outcome == "pass"
+                (found.passed_on_gpu if is_pass else found.failed_on_gpu).append(verdict)
+        elif verdict.outcome == "pass":
             if not _is(expected, "pass"):
                 found.new.append(verdict)
         elif _is(expected, "pass"):
-            if verdict.outcome == "fail" or categories.get(verdict.case) != NEEDS_GPU:
+            if verdict.outcome == "fail" or not is_for_gpu:
                 found.regressed.append(verdict)
         elif verdict.outcome == "fail":
             (found.on_purpose if _is(expected, "fail") else found.unlisted).append(verdict)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.conformance import comparing, report, suite, table
 from tests.conformance.cases import CaseName, Result, Verdict, select, verdicts_of
+from tests.conformance.comparing import needs_gpu
 from tests.conformance.display import Display
 from tests.conformance.lists import EXPECTED, Baseline, Expected, read_categories
 from tests.conformance.running import Runner, default_jobs
@@ -36,6 +37,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not wanted and not select(baseline.tests, options.patterns):
         print(f"no test is named like {' or '.join(options.patterns)}", file=sys.stderr)
         return NOTHING_RUN
+    uses_gpu = _uses_gpu(wanted)
+    if uses_gpu and not suite.can_use_gpu_in_children():
+        print(
+            "this process has initialised CUDA, so tests cannot fork workers that use a GPU; is "
+            "the library of NVML (libnvidia-ml) missing?",
+            file=sys.stderr,
+        )
+        return NOTHING_RUN
+    options.jobs = options.jobs or default_jobs(uses_gpu)
     runner = Runner(classes, options.logs, options.jobs, options.limit)
     verdicts = verdicts_of(_run(runner, comparing.longest_first(wanted, baseline), options))
     code = _report(baseline, verdicts, catalogue, options)
@@ -56,7 +66,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="part of a name such as tp.RpcTest.test_add",
     )
     parser.add_argument(
-        "-j", dest="jobs", type=int, default=default_jobs(), metavar="N", help="tests side by side"
+        "-j",
+        dest="jobs",
+        type=int,
+        metavar="N",
+        help="tests side by side; fewer where a GPU is used",
     )
     parser.add_argument("--limit", type=float, default=60, metavar="S", help="seconds for one test")
     parser.add_argument(
@@ -73,6 +87,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="add new passes to expected.csv and migration.md",
     )
     return parser.parse_args(arguments)
+
+
+def _uses_gpu(wanted: Sequence[CaseName]) -> bool:
+    categories = read_categories()
+    return suite.gpu_count() > 0 and any(needs_gpu(case, categories) for case in wanted)
 
 
 def _run(runner: Runner, cases: Sequence[CaseName], options: argparse.Namespace) -> list[Result]:
@@ -106,6 +125,8 @@ def _report(
         print(*table.tables(verdicts, comparison, categories), sep="\n")
     for line in table.findings(comparison, baseline.torch, version):
         print(line)
+    if _uses_gpu([verdict.case for verdict in verdicts]):
+        print(*table.gpu_summary(verdicts, categories), sep="\n")
     print()
     if options.update and suite.SIDE == "weft":
         comparing.updated(baseline, verdicts, catalogue, version).write()

@@ -26,9 +26,15 @@ workers were, so that the runner need not."""
 _EXIT_CODES: dict[int, Outcome] = {0: "pass", 1: "fail", 2: "skip"}
 
 
-def default_jobs() -> int:
-    """Returns how many tests run side by side; tests wait a good part of the time."""
-    return min(32, max(2, 3 * len(os.sched_getaffinity(0)) // 2))
+def default_jobs(uses_gpu: bool = False) -> int:
+    """Returns how many tests run side by side; tests wait a good part of the time.
+
+    Args:
+        uses_gpu: Whether tests use a GPU. Each of their workers, four for most tests, then takes
+            half a second of a core and half a GB of the GPU to begin.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return min(8, max(2, cores // 2)) if uses_gpu else min(32, max(2, 3 * cores // 2))
 
 
 @dataclass(frozen=True)

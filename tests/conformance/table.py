@@ -8,13 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tests.conformance.cases import CaseName, Verdict
-from tests.conformance.comparing import Comparison
+from tests.conformance.comparing import Comparison, needs_gpu
 from tests.conformance.lists import UNKNOWN
 
 COLUMNS = ("tests", "pass", "fail", "expected to fail", "skip")
 
 LAST_LINES = 14
 """How much of a failed test's log is shown."""
+
+_SKIPPED = re.compile(r"skipped (['\"])(.*)\1")
+_NEEDS_MORE = re.compile(r"Need at least \d+ CUDA device")
 
 _LOG_PREFIX = re.compile(r"^[DIWEF]\d{4} \S+ \d+ \S+:\d+\] ?")
 """The prefix of torch's loggers on each line: level and date, time, process, place."""
@@ -87,6 +90,7 @@ def findings(comparison: Comparison, baseline_torch: str, torch: str) -> Iterato
         "by hand, with its difference and reason",
         comparison.unlisted,
     )
+    yield from _failures("{} that need a GPU failed", comparison.failed_on_gpu)
     if comparison.unsteady:
         yield ""
         yield f"{len(comparison.unsteady)} did not pass every time"
@@ -96,6 +100,36 @@ def findings(comparison: Comparison, baseline_torch: str, torch: str) -> Iterato
         yield ""
         yield f"{len(comparison.new)} pass that are not listed as passing: --update adds them"
         yield from (f"  {verdict.case}" for verdict in comparison.new)
+
+
+def gpu_summary(verdicts: Iterable[Verdict], categories: Mapping[CaseName, str]) -> Iterator[str]:
+    """Yields the lines that count the tests for which this machine has enough GPUs."""
+    counts: Counter[str] = Counter()
+    named: list[str] = []
+    beyond = 0
+    for verdict in verdicts:
+        if not needs_gpu(verdict.case, categories):
+            continue
+        reason = skip_reason(verdict.worst.log) if verdict.outcome == "skip" else ""
+        if _NEEDS_MORE.match(reason):
+            beyond += 1
+            continue
+        counts[verdict.outcome] += 1
+        if verdict.outcome != "pass":
+            named.append(f"  {verdict.worst.outcome.upper()} {verdict.case} {reason}".rstrip())
+    yield ""
+    yield (
+        f"CUDA tests that the GPUs of this machine can run: {counts.total()}, of which "
+        f"{counts['pass']} passed, {counts['fail']} failed, {counts['skip']} skipped; "
+        f"{beyond} more need more GPUs"
+    )
+    yield from named
+
+
+def skip_reason(log: Path) -> str:
+    """Returns why a test was skipped, according to its log."""
+    found = _SKIPPED.findall(log.read_text(errors="replace")) if log.exists() else []
+    return str(found[-1][1]) if found else ""
 
 
 def _failures(title: str, verdicts: Sequence[Verdict]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("torchrl", reason="the example is about torchrl")
 pytest.importorskip("gymnasium", reason="the example's environment is CartPole")
@@ -55,3 +56,18 @@ def test_collectors_on_workers_ask_one_inference_server(tmp_path: Path) -> None:
     assert found["same_actions"], "as the policy of this process chooses them"
     assert found["requests"] >= 200
     assert 1 <= found["batches"] <= found["requests"]
+
+
+def test_a_service_answers_requests_with_metadata_of_other_workers(tmp_path: Path) -> None:
+    pytest.importorskip("torchrl._comm.request_reply", reason="a private module of torchrl 0.14")
+    found = run(tmp_path, str(EXAMPLES / "channel.py"), "--requests", "30")
+    assert found["requests"] == 60
+    assert 1 <= found["batches"] <= 60
+    assert found["refused"] == "me sent other observations"
+    drawn = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        drawn += [torch.randn(8, 4, generator=generator, dtype=torch.float64) for _ in range(30)]
+    expected = torch.cat(drawn).mean(0)
+    last = [torch.tensor(each, dtype=torch.float64) for each in found["means"]]
+    assert any(torch.allclose(each, expected) for each in last), "the last answer has all of them"

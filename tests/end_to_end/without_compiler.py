@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ from tests.unit.optim.references import reference
 from torchweft.optim import eager
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer
+from torchweft.runtime.device_streams import new_guard
 
 COMPILER = "torch._dynamo"
 STEPS = 3
@@ -101,7 +101,7 @@ def stepped_by_weft(kind: type[Optimizer], options: dict[str, Any]) -> Any:
 
     parts = [part(0), part(1, lr=0.5)]
     first = 1 if takes_more(kind) else 2
-    local = LocalOptimizer(make, parts[:first], threading.Lock())
+    local = LocalOptimizer(make, parts[:first], new_guard())
     local.add(parts[first:])
     for step in range(STEPS):
         if step == 1:  # continues from its saved state

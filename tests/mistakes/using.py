@@ -164,7 +164,7 @@ USING = (
 
         address = "tcp://127.0.0.1:0"
         options = rpc.TensorPipeRpcBackendOptions(init_method=address)
-        options.set_device_map("trainer", {0: 7})  # <-
+        options.set_device_map("trainer", {"cuda:0": "cuda:7"})  # <-
         rpc.init_rpc("trainer", rank=0, world_size=1, rpc_backend_options=options)
         """,
         r"Error: ",

@@ -151,6 +151,14 @@ def random_program(seed: int) -> Program:
 
 # Running programs
 
+_kind: dict[str, Any] = {"device": "cpu", "dtype": torch.float64}
+
+
+def use(device: torch.device | str, dtype: torch.dtype) -> None:
+    """Makes the parameters of this process anew, on a device and of a type."""
+    _kind.update(device=device, dtype=dtype)
+    _parameters.clear()
+
 
 def new_parameters(worker: int) -> dict[str, Tensor]:
     """Returns the parameters of a worker, the same in every process."""
@@ -159,7 +167,8 @@ def new_parameters(worker: int) -> dict[str, Tensor]:
 
 def _parameter(worker: int, name: str) -> Tensor:
     generator = torch.Generator().manual_seed(zlib.crc32(f"{worker} {name}".encode()))
-    return torch.nn.Parameter(torch.randn(3, generator=generator, dtype=torch.float64))
+    drawn = torch.randn(3, generator=generator, dtype=torch.float64)
+    return torch.nn.Parameter(drawn.to(**_kind))
 
 
 class Site:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -25,10 +26,11 @@ PRELOAD = (
     "encodings.idna",
     "tests.processes.conftest",
     "tests.processes.meta_gradient_functions",
-    "torch.profiler._cupti_monitor",
     "torch.utils.serialization",
     "torchweft.mapreduce",
     "torchweft.rpc",
+    # Versions of torch differ in their private modules.
+    *filter(find_spec, ["torch.profiler._cupti_monitor"]),
 )
 """Modules that a warm process imports, so that its workers, many of which need them, do not."""
 

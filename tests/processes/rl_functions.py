@@ -169,3 +169,7 @@ def take_back() -> tuple[list[str], list[str]]:
 
 def small_walk_policy() -> WalkPolicy:
     return walk_policy(rows=2)
+
+
+def make_agent() -> Agent:
+    return Agent(walk_policy())

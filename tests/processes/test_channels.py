@@ -173,7 +173,7 @@ def test_many_threads_send_large_tensors(group: Cluster) -> None:
 def test_a_device_that_the_receiver_lacks(group: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = rpc.remote("worker0", functions.Tracked)
     with monkeypatch.context() as forged:
-        forged.setattr(tensors, "_describe_simple", lambda tensors: None)
+        forged.setattr(tensors, "_describe_simple", lambda tensors, place: None)
         forged.setattr(tensors, "device_code", lambda device: (1, 0))
         # A type that needs a table, which names its device.
         sent = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)

@@ -141,11 +141,9 @@ def test_another_interpreter_on_the_hosts(tmp_path: Path) -> None:
     assert output.out == [f"[worker{rank}] {other}" for rank in range(2)]
 
 
-def test_restarts_of_single_workers_are_for_one_machine() -> None:
+def test_restarts_of_single_workers_of_a_run_are_for_one_machine() -> None:
     with pytest.raises(ConfigurationError, match="--restart group"):
         run(python(""), restarts=RestartPolicy(1, WORKER))
-    with pytest.raises(ConfigurationError, match="restarts= is for clusters on='local'"):
-        torchweft.cluster(2, on=Here(), restarts=1)
 
 
 @pytest.mark.parametrize(
@@ -253,6 +251,21 @@ def test_a_signal_to_an_agent_is_told_and_is_a_notice() -> None:
         with pytest.raises(HostError, match="host 'host0' was asked to end by a signal"):
             followed.receive()
         assert path.exists()
+    finally:
+        followed.nurseries.close()
+
+
+def test_a_signal_to_a_worker_is_sent_where_it_runs() -> None:
+    followed = Followed()
+    try:
+        followed.start("a")
+        followed.start("b")
+        followed.nurseries.signal(["b", "unknown"], signal.SIGUSR1)
+        assert followed.receive() == [
+            {"event": "ended", "key": "b", "exit_code": -signal.SIGUSR1, "is_far": True}
+        ]
+        followed.nurseries.signal(["b"], signal.SIGUSR1)  # It has ended; nothing happens.
+        assert is_running(followed.pids["a"])
     finally:
         followed.nurseries.close()
 

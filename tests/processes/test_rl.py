@@ -179,6 +179,18 @@ def test_a_wrong_number_of_actions_names_the_observer(group: Cluster) -> None:
             error = observers.left_out[name]
             assert isinstance(error, WrongActions)
             assert error.found[0] == error.expected[0] - 1
+            assert error.observer == name
+            assert f"observer {name!r}: " in str(error)
+
+
+def test_an_agent_of_another_worker(group: Cluster) -> None:
+    agent = rpc.remote("worker0", functions.make_agent)
+    with Observers(
+        WORKERS, Environments(make_walk, 2), agent, steps=3, most_stale=0, time_limit_s=LIMIT_S
+    ) as observers:
+        assert len(observers.round()) == 2
+        assert agent.rpc_sync().get_version() == 0
+        assert observers.staleness == {0: 2}
 
 
 def test_observations_that_cannot_be_stacked_fail_alone(group: Cluster) -> None:

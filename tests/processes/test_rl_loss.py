@@ -40,22 +40,33 @@ def test_the_others_go_on_when_an_observer_is_killed(three: Cluster) -> None:
     with Observers(
         list(three.names), Environments(make_walk, 2), agent, steps=4, time_limit_s=LIMIT_S
     ) as observers:
-        assert len(observers.round()) == 3
+        everything = 3 * 2 * 4
+        assert steps_of(observers.round()) == everything
         os.kill(three.pids["worker1"], signal.SIGKILL)
         found: list[Trajectory] = []
         wait_until(
             lambda: bool(found.extend(observers.round())) or "worker1" in observers.left_out,
             lambda: "worker1 is not left out",
         )
-        names = [each.observer for each in observers.round()]
+        # The others lost no step, in no round.
+        others = [each for each in found if each.observer != "worker1"]
+        assert len(others) % 2 == 0
+        assert steps_of(others) == len(others) * 2 * 4
+        after = observers.round()
+        names = [each.observer for each in after]
         assert names == ["worker0", "worker2"]
+        assert steps_of(after) == everything * 2 // 3
         assert "worker1" in str(observers.left_out["worker1"])
         # Batches wait for two calls now.
         before = agent.policy.forwards
         observers.round()
         assert agent.policy.forwards - before <= 8
         observers.replace(1, "worker2")
-        assert len(observers.round()) == 3
+        assert steps_of(observers.round()) == everything
+
+
+def steps_of(trajectories: list[Trajectory]) -> int:
+    return sum(each.steps for each in trajectories)
 
 
 def test_a_killed_agent_goes_on_from_its_snapshot(warm: OpenWorkers, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ WORKERS = ["worker0", "worker1"]
 
 def memory_of(trainer: Trainer) -> torch.Tensor:
     kept = trainer.publisher._kept
-    return kept[max(kept)].memory
+    return kept[max(kept)].tensor
 
 
 # One host
@@ -32,8 +32,12 @@ def test_samplers_of_one_host_map_the_version(group: Cluster) -> None:
     trainer = Trainer()
     samplers = rpc.actors(WORKERS, Sampler, trainer.reference())
     assert samplers.rpc_sync(Sampler.update) == [0, 0]
+    before = rpc.traffic()
     trainer.train()
     assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
+    after, size_bytes = rpc.traffic(), trainer.publisher._layout.size_bytes
+    assert after.bytes_lent - before.bytes_lent == 2 * size_bytes
+    assert after.bytes_sent - before.bytes_sent < 0.01 * size_bytes
     statistics = trainer.statistics()
     assert (statistics.shared, statistics.wholes, statistics.deltas) == (2, 0, 0)
     memory_of(trainer).view(torch.float32)[:SIZE] = 77  # So no byte was copied.
@@ -57,6 +61,17 @@ def test_a_version_in_use_is_not_overwritten_and_memory_is_bounded(group: Cluste
     assert grown <= 5 * 2 * size_bytes
     assert all(each.versions <= 4 for each in samplers.rpc_sync(Sampler.statistics))
     samplers.rpc_sync(Sampler.close)
+
+
+def test_the_memory_of_a_version_is_ready_before_it_is_published(group: Cluster) -> None:
+    trainer = Trainer()
+    storage = trainer.publisher._storage
+    for _ in range(3):
+        wait_until(lambda: storage.prepared is not None, lambda: "no memory was prepared")
+        assert storage.prepared is not None
+        prepared = storage.prepared.tensor.data_ptr()
+        trainer.train()
+        assert memory_of(trainer).data_ptr() == prepared
 
 
 def test_the_program_in_one_process(group: Cluster) -> None:

@@ -40,6 +40,7 @@ class Sampler:
         self.machine = Following()
         self.trainer: Trainer | None = None
         self.fetch = 0
+        self.is_fetching = False
         self.in_use: Words = ()
         self.ready: Words = ()
         self.deltas = 0
@@ -132,6 +133,7 @@ class World(Timeline):
         if sampler.trainer is None or sampler.trainer.life < trainer.life:
             sampler.trainer = trainer
             sampler.fetch += 1
+            sampler.is_fetching = False
             self.carry_out(sampler, sampler.machine.followed(trainer.life))
             if newest is not None:
                 self.announce(sampler, newest)
@@ -141,6 +143,8 @@ class World(Timeline):
 
     def carry_out(self, sampler: Sampler, following: Next) -> None:
         if following is Next.FETCH:
+            assert not sampler.is_fetching, "the bytes of the former fetch are wasted"
+            sampler.is_fetching = True
             sampler.machine.fetching()
             sampler.fetch += 1
             args = (sampler, sampler.trainer, sampler.fetch, sampler.machine.have)
@@ -163,6 +167,7 @@ class World(Timeline):
 
     def fail(self, sampler: Sampler, fetch: int) -> None:
         if fetch == sampler.fetch:
+            sampler.is_fetching = False
             sampler.machine.failed()
 
     def arrive(self, sampler: Sampler, trainer: Trainer, fetch: int, cargo: Cargo | None) -> None:
@@ -174,6 +179,7 @@ class World(Timeline):
         machine = sampler.machine
         offer = None if cargo is None else cargo.offer
         if not machine.arrived(offer, is_shared=sampler.is_shared):
+            sampler.is_fetching = False
             self.carry_out(sampler, machine.next())
             return
         assert cargo is not None
@@ -181,11 +187,19 @@ class World(Timeline):
         words = dict(enumerate(sampler.in_use)) if is_delta else {}
         found = tuple(each for _, each in sorted((words | cargo.words).items()))
         assert found == self.history[cargo.offer.version], "a delta was applied to another base"
+        self.after(self.place, sampler, fetch, cargo.offer, found)
+
+    def place(self, sampler: Sampler, fetch: int, offer: Offer, found: Words) -> None:
+        """The bytes are in place, some time after they arrived."""
+        if fetch != sampler.fetch:
+            return
+        sampler.is_fetching = False
+        is_delta = offer.base is not None
         is_good = not is_delta or self.chance.random() >= self.damage
         if is_good:
             sampler.ready = found
             sampler.deltas += is_delta
-        self.carry_out(sampler, machine.checked(cargo.offer.version, is_good=is_good))
+        self.carry_out(sampler, sampler.machine.checked(offer.version, is_good=is_good))
 
     def update(self, sampler: Sampler) -> None:
         if sampler.machine.ready is not None:

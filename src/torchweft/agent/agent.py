@@ -25,7 +25,7 @@ from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
-from torchweft.agent.links import Links, Traffic
+from torchweft.agent.links import Links, Traffic, sum_of
 from torchweft.agent.open_calls import OpenCalls
 from torchweft.agent.peers import Members, Peer
 from torchweft.agent.receiving import Receiver
@@ -34,14 +34,17 @@ from torchweft.agent.served_calls import Cancelling
 from torchweft.channel.choice import describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
+from torchweft.channel.page_locks import PageLocks
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.connecting import Patience
 from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
 from torchweft.protocol.membership.registration import Registration
+from torchweft.runtime import device_streams
 from torchweft.runtime.contention import ShortSwitches
 from torchweft.runtime.events import Events
 from torchweft.runtime.fair_queue import OWN, FairQueue
 from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.served_streams import ServedStreams
 from torchweft.runtime.timers import ReactorChecks, Timers
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport.link import Link
@@ -114,6 +117,10 @@ class Slots(dict[Slot[Any], Any]):
             return self[slot]
 
 
+SERVED_STREAMS: Slot[ServedStreams] = Slot(ServedStreams)
+"""The streams on which the GPU work of tasks runs."""
+
+
 class Agent:
     """One worker's end of all connections, calls and threads.
 
@@ -141,8 +148,10 @@ class Agent:
         self.me = members.me
         self.info = self.me.info
         self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())
+        self.page_locks = PageLocks(knobs.PINNED_LIMIT_BYTES.get())
         self.pulled_bytes = 0
         self.offered_bytes = 0
+        self.lent_bytes = 0
         self.default_timeout_s = default_timeout_s
         self.slots = Slots()
         self.events = Events()
@@ -158,6 +167,9 @@ class Agent:
         tasks = FairQueue(*limits, kept=frozenset({OWN, self.me.id}))
         self.timers = Timers(f"weft-{self.info.name}-clock")
         self.reactor = Reactor(f"weft-{self.info.name}", worker_threads, tasks)
+        if device_streams.HAS_CUDA:
+            streams = self.slots[SERVED_STREAMS]
+            self.reactor.before_task, self.reactor.after_task = streams.begin, streams.end
         self.receiver = Receiver(self.reactor, self.lose)
         self.first_contacts = FirstContacts(self.reactor, self.lifetime, self.connect, self.lose)
         self.sender = Sender(self.lifetime, self.first_contacts, self.receiver, self.lose)
@@ -204,7 +216,6 @@ class Agent:
             protection.observers_key,
         )
         self.memory = self._connector.memory
-        self.receiver.on(Kind.PULLED, _on_pulled, inline=True)
         self.receiver.on(Kind.VERDICT, _on_verdict, inline=True)
 
     # Setting up
@@ -255,8 +266,8 @@ class Agent:
 
     def traffic(self) -> Traffic:
         """Returns the bytes exchanged with all other workers so far."""
-        sent, received = self.links.traffic()
-        return Traffic(sent + self.offered_bytes, received + self.pulled_bytes)
+        off_links = Traffic(self.offered_bytes, self.pulled_bytes, self.lent_bytes)
+        return sum_of([self.links.traffic(), off_links])
 
     def note_pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
         """Counts the bytes of tensors that were fetched over a channel."""
@@ -411,10 +422,6 @@ class Agent:
         for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()
-
-
-def _on_pulled(peer: Peer, frame: Frame) -> None:
-    peer.held.release(int.from_bytes(frame.control[:8], "little"))
 
 
 def _on_verdict(peer: Peer, frame: Frame) -> None:

@@ -16,7 +16,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torchweft import knobs
@@ -40,6 +40,11 @@ from torchweft.wire.messages import Kind, decode_ints
 
 _log = logging.getLogger("torchweft")
 
+Range = tuple[int, int, int]
+"""A range of a message's transfers: the number of its buffer, its start and its end in bytes."""
+
+_NO_SET = 0
+"""Stands for the number of a set of connections; sets count from 1."""
 _DRAIN_LIMIT_S = 5.0
 _DRAIN_POLL_S = 0.001
 _DIAL_AGAIN_S = 10.0
@@ -136,7 +141,15 @@ class DataConnections:
                 return False
         return True
 
-    def send(self, peer: Peer, token: int, buffers: Sequence[memoryview], *, waits: bool) -> None:
+    def send(
+        self,
+        peer: Peer,
+        token: int,
+        buffers: Sequence[memoryview],
+        *,
+        waits: bool,
+        ready: Iterable[Range] | None = None,
+    ) -> None:
         """Sends transfers over the current connections; keeps the buffers until they arrived.
 
         Args:
@@ -145,33 +158,72 @@ class DataConnections:
             buffers: Contiguous buffers, none of them empty.
             waits: Whether to block under backpressure from the peer. Must be False in a thread that
                 others rely on to read a connection.
+            ready: All ranges of the buffers, each as soon as it may be sent; None if all may be
+                sent now. Is iterated to its end, which blocks as long as it does.
         """
         data = self._of(peer)
         sending = data.sending
         if waits and sending is not None:
             sending.outbox.wait_for_room()
+        if ready is not None:
+            self._send_as_ready(peer, data, token, buffers, ready)
+            return
         started: list[SendingConnection] = []
         with data.lock:
             if data.is_closed:
                 return
             sending = data.sending
-            data.kept[token] = (0 if sending is None else sending.number, buffers)
+            data.kept[token] = (_NO_SET if sending is None else sending.number, buffers)
             if sending is not None:
                 started = sending.outbox.put(token, buffers)
         if sending is None:
             # Race: the connections broke after this channel was chosen.
-            self._agent.sender.post_ints(peer, Kind.UNSENT, 0, token)
+            self._agent.sender.post_ints(peer, Kind.UNSENT, _NO_SET, token)
         for connection in started[1:]:
             self._pump.arm(connection.fd, WRITABLE)
         # This thread writes the first share: the transfer threads would have to be woken first.
         for connection in started[:1]:
             self._pump.arm(connection.fd, connection.write())
 
+    def _send_as_ready(
+        self,
+        peer: Peer,
+        data: _PeerData,
+        token: int,
+        buffers: Sequence[memoryview],
+        ready: Iterable[Range],
+    ) -> None:
+        with data.lock:
+            if data.is_closed:
+                return
+            # Number 0 is that of no set: if this set breaks, the peer must not request buffers that
+            # are not filled yet.
+            data.kept[token] = (_NO_SET, buffers)
+            sending = data.sending
+        try:
+            for position, start, end in ready:
+                if sending is not None:
+                    part = sending.outbox.put_part(token, position, buffers[position], start, end)
+                    for connection in part:
+                        self._pump.arm(connection.fd, WRITABLE)
+        except BaseException:
+            self.take_kept(peer, token)  # The message will not be sent.
+            raise
+        with data.lock:
+            if token not in data.kept:
+                return  # The peer has all, or is lost.
+            is_whole = sending is not None and data.sending is sending
+            if is_whole:
+                assert sending is not None
+                data.kept[token] = (sending.number, buffers)
+        if not is_whole:
+            self._agent.sender.post_ints(peer, Kind.UNSENT, _NO_SET, token)
+
     def take_kept(self, peer: Peer, token: int) -> Sequence[memoryview]:
         """Removes and returns the kept transfers of a message."""
         data = self._of(peer)
         with data.lock:
-            return data.kept.pop(token, (0, ()))[1]
+            return data.kept.pop(token, (_NO_SET, ()))[1]
 
     def _on_arrived(self, peer: Peer, frame: Frame) -> None:
         # Dropped outside the lock: the destruction of a tensor may run any code.
@@ -340,6 +392,15 @@ class DataConnections:
         if cause:
             self._agent.lose(peer, cause)
             return
+        # A sender that shuts down ends all connections of a set, and the end of one may be read
+        # before the data of the others, which has arrived as well.
+        data = self._of(peer)
+        with data.lock:
+            others = [each.connection for each in data.receiving if each.number <= number]
+        for other in others:
+            if cause := other.drain():
+                self._agent.lose(peer, cause)
+                return
         # The sender does not know which of the written data did not arrive.
         self._end_receiving(peer, number)
         self._close_all([receiving])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
@@ -16,6 +16,7 @@ from torchweft.agent.peers import Peer
 from torchweft.channel.buffers import pull_buffers
 from torchweft.channel.cma import PullError
 from torchweft.channel.copying import Copier
+from torchweft.channel.cuda import await_all
 from torchweft.channel.table import CMA, SHM, BufferTable, ChannelKind
 from torchweft.errors import ProtocolError
 from torchweft.wire.frames import Buffer, encode_frame
@@ -61,6 +62,41 @@ def read_request(control: Buffer) -> tuple[int, int]:
     if len(values) != 2:
         raise ProtocolError(f"a request to send again has {len(values)} numbers")
     return values[0], values[1]
+
+
+class Waiting:
+    """Waits for events of a peer; the thread does not count as running meanwhile.
+
+    Args:
+        agent: The worker's agent.
+        peer: The peer, whose loss ends the wait.
+        limit_s: How long to wait at most.
+    """
+
+    def __init__(self, agent: Agent, peer: Peer, limit_s: float) -> None:
+        self._agent = agent
+        self._peer = peer
+        self._limit_s = limit_s
+        self._is_counted = False
+
+    def __enter__(self) -> Waiting:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._is_counted:
+            self._agent.reactor.end_wait()
+
+    def for_events(self, events: Sequence[Any]) -> None:
+        """Blocks until ``query`` of all events returns True; see ``await_all``."""
+        await_all(events, self._check, self._begin, self._limit_s)
+
+    def _begin(self) -> None:
+        self._is_counted = self._agent.reactor.begin_wait()
+
+    def _check(self) -> None:
+        if self._peer.is_over:
+            raise self._peer.lost_error()
+        self._agent.lifetime.check_open()
 
 
 class Source(Protocol):

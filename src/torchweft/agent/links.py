@@ -27,16 +27,23 @@ from torchweft.wire.messages import Kind
 
 
 class Traffic(NamedTuple):
-    """Bytes that this worker exchanged with all others, tensors and control alike."""
+    """Bytes that this worker exchanged with all others, tensors and control alike.
+
+    Attributes:
+        bytes_sent: Bytes that were sent, or copied for another worker.
+        bytes_received: Bytes that arrived, with those of tensors in memory of the sender.
+        bytes_lent: Bytes of tensors that other workers use in this worker's shared memory: none of
+            them was copied.
+    """
 
     bytes_sent: int
     bytes_received: int
+    bytes_lent: int = 0
 
 
 def sum_of(parts: Iterable[Traffic]) -> Traffic:
     """Returns the traffic of all parts together."""
-    sent, received = zip(*parts, strict=True)
-    return Traffic(sum(sent), sum(received))
+    return Traffic(*map(sum, zip(*parts, strict=True)))
 
 
 def _traffic_of(link: Link) -> Traffic:

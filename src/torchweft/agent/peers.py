@@ -10,11 +10,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from torchweft import knobs
 from torchweft.agent.deaths import cause_of
+from torchweft.agent.device_maps import IDENTITY, DeviceMaps, maps_between
 from torchweft.arguments import did_you_mean, wrong_type
-from torchweft.channel.buffers import HeldTensors
+from torchweft.channel.buffers import HeldTensors, Stage, no_slab
 from torchweft.channel.choice import Channels
 from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, WorkerLost
 from torchweft.ids import WorkerInfo
@@ -38,10 +40,20 @@ class Peer:
         registration: The registration with which the peer joined.
         main_by_name: Whether both workers run the same main program, so that its functions are sent
             by name.
+        is_self: Whether it is this worker.
+        device_maps: Where tensors arrive that are sent to it.
     """
 
-    def __init__(self, registration: Registration, *, main_by_name: bool, is_self: bool) -> None:
+    def __init__(
+        self,
+        registration: Registration,
+        *,
+        main_by_name: bool,
+        is_self: bool,
+        device_maps: DeviceMaps = IDENTITY,
+    ) -> None:
         self.registration = registration
+        self.device_maps = device_maps
         self.info = registration.info
         self.id = registration.id
         self.name = registration.name
@@ -57,6 +69,8 @@ class Peer:
         self.accept_data: Callable[[socket.socket, int], None] | None = None
         self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
+        self.stage: Stage = no_slab
+        """Copies a buffer to a slab for the peer; set by ``RemoteMemory``."""
         self.moved: Counter[str] = Counter()
         """Bytes of tensors that did not go over the link, as ``"sent shm"``."""
         self.served: dict[int, ServedCall] = {}
@@ -137,14 +151,23 @@ class Members:
         me: This worker.
         others: All other workers that are known.
         is_open: Whether workers may join and leave later. See ``docs/protocols/membership.md``.
+        refuses_unmapped: Whether this worker sends tensors on a GPU only by device maps.
     """
 
-    def __init__(self, me: Registration, others: Iterable[Registration], *, is_open: bool) -> None:
+    def __init__(
+        self,
+        me: Registration,
+        others: Iterable[Registration],
+        *,
+        is_open: bool,
+        refuses_unmapped: bool = False,
+    ) -> None:
         self.is_open = is_open
         self._main = me.main
+        self._maps_with = partial(maps_between, me, refuses_unmapped=refuses_unmapped)
         self._lock = threading.Lock()
         self._on_joined: list[Callable[[Peer], None]] = []
-        self.me = Peer(me, main_by_name=True, is_self=True)
+        self.me = Peer(me, main_by_name=True, is_self=True, device_maps=self._maps_with(me))
         self._roster = Roster(self.me, map(self._make, others), self.departed, is_open=is_open)
         self._by_name, self._by_rank = self._roster.by_name, self._roster.by_rank
         self.by_id = self._roster.by_id
@@ -152,7 +175,12 @@ class Members:
 
     def _make(self, registration: Registration) -> Peer:
         main_by_name = bool(self._main) and registration.main == self._main
-        return Peer(registration, main_by_name=main_by_name, is_self=False)
+        return Peer(
+            registration,
+            main_by_name=main_by_name,
+            is_self=False,
+            device_maps=self._maps_with(registration),
+        )
 
     def find(self, to: str | int | WorkerInfo) -> Peer:
         """Returns the worker that a name, rank or ``WorkerInfo`` means.

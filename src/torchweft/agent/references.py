@@ -25,6 +25,8 @@ from torchweft.agent.peers import Peer
 from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol import references as protocol
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import HandedReference, Kind
 from torchweft.wire.references import Message, decode, encode
@@ -45,6 +47,7 @@ class OwnedValue:
         "error",
         "guard",
         "is_being_made",
+        "mark",
         "value",
         "was_asked_for",
     )
@@ -52,6 +55,8 @@ class OwnedValue:
     def __init__(self) -> None:
         self.value: Any = None
         self.error: BaseException | None = None
+        self.mark: Mark | None = None
+        """The end of the GPU work that makes the value; readers use the value by it."""
         self.is_being_made = self.was_asked_for = False
         self.guard: Any = None
         """Reports the error if no caller retrieves it."""
@@ -68,10 +73,13 @@ class OwnedValue:
     def resolve(self, value: Any, error: BaseException | None = None) -> None:
         """Makes it a value or an error, once, and runs the waiting callbacks."""
         with self._lock:
-            callbacks, self._callbacks = self._callbacks, None
+            callbacks = self._callbacks
             if callbacks is None:
                 return
+            if device_streams.HAS_CUDA and error is None:
+                self.mark = device_streams.mark()
             self.value, self.error = value, error
+            self._callbacks = None  # Last: readers that find it ready take no lock.
         self._ready.release()
         for callback in callbacks:
             callback(self)
@@ -81,8 +89,8 @@ class OwnedValue:
         with self._lock:
             if self._callbacks is None:
                 return
-            self._callbacks = None
             self.error = error
+            self._callbacks = None
         self._ready.release()
 
     def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:

@@ -30,6 +30,7 @@ from torchweft.autograd.walk import (
 )
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import Progress
+from torchweft.runtime import device_streams
 
 Answer = tuple[ReceiveRecord, list[Gradient]]
 """The complete gradients of a received message."""
@@ -115,6 +116,8 @@ class Component:
             self._is_some_undefined = True
             return
         earlier = at_node.get(output_nr)
+        if device_streams.HAS_CUDA:
+            device_streams.keep(earlier)
         at_node[output_nr] = gradient if earlier is None else sum_of(earlier, gradient)
 
     def advance(self, is_settled: bool, progress: Progress) -> list[Answer]:
@@ -217,6 +220,8 @@ class Component:
         if passed:  # Before the node's hooks, as in the engine.
             pairs = pairs_of(passed, [gradients.get(output_nr) for _, output_nr in passed])
             self._sink(pairs, [gradient for _, gradient in pairs])
+        if device_streams.HAS_CUDA:
+            device_streams.keep(gradients)
         results = run_node(node, gradients, self._mode.create_graph)
         for (target, target_nr), gradient in zip(node.next_functions, results, strict=True):
             if target is not None:
@@ -262,6 +267,8 @@ class Component:
         if not roots or not targets:
             return [None] * len(targets)
         edges, gradients = zip(*roots, strict=True)
+        if device_streams.HAS_CUDA:  # Another thread may have received some.
+            device_streams.keep(gradients)
         retain, create = self._mode.retain_graph, self._mode.create_graph
         return gradients_at(targets, edges, gradients, retain_graph=retain, create_graph=create)
 

@@ -129,6 +129,7 @@ class SendRecord:
         edges: Where in the graph the gradients go.
         metas: Shape, type and device of each gradient.
         owners: Nodes that keep the graph behind ``edges`` alive.
+        is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
     """
 
     message_id: int
@@ -136,6 +137,7 @@ class SendRecord:
     edges: tuple[GradientEdge, ...]
     metas: tuple[TensorMeta, ...]
     owners: tuple[Node, ...]
+    is_back: bool = False
 
 
 @dataclass(slots=True)
@@ -150,6 +152,8 @@ class ReceiveRecord:
         sends_before: How many messages this worker had sent in the context before. No message
             sent later can lead to this one.
         is_answer: Whether it is the result of a call that this worker made.
+        is_back: Whether its tensors were placed as those of an answer: those of an answer, and
+            recorded gradients of the arguments of a call.
     """
 
     message_id: int
@@ -158,6 +162,7 @@ class ReceiveRecord:
     metas: tuple[TensorMeta, ...]
     sends_before: int = 0
     is_answer: bool = False
+    is_back: bool = False
 
 
 class Context:
@@ -186,12 +191,13 @@ class Context:
         self._known_workers: set[int] = set()
         self._is_cleared = False
 
-    def record_send(self, tensors: Iterable[Tensor], to_worker: int) -> int:
+    def record_send(self, tensors: Iterable[Tensor], to_worker: int, is_back: bool = False) -> int:
         """Records a message that is about to be sent.
 
         Args:
             tensors: All tensors of the message; tensors that do not require grad are skipped.
             to_worker: The receiver.
+            is_back: Whether they are placed as those of an answer.
 
         Returns:
             The number of the message, or 0 if none of its tensors requires grad.
@@ -202,7 +208,7 @@ class Context:
             return 0
         # next() of itertools.count is one bytecode: atomic under the interpreter lock.
         message_id = scoped_id(self.worker, next(self._counter))
-        record = send_record(message_id, to_worker, differentiable)
+        record = send_record(message_id, to_worker, differentiable, is_back)
         with self._lock:
             self._sends[message_id] = record
         return message_id
@@ -214,6 +220,7 @@ class Context:
         tensors: Sequence[Tensor],
         flags: Sequence[int],
         is_answer: bool = False,
+        is_back: bool = False,
     ) -> list[Tensor]:
         """Records a received message, and replaces its tensors by placeholders.
 
@@ -224,6 +231,7 @@ class Context:
                 consumed: only the returned tensors may be used afterwards.
             flags: ``REQUIRES_GRAD``, ``PARAMETER`` and ``SHARED`` of each tensor at the sender.
             is_answer: Whether the message is the result of a call.
+            is_back: Whether its tensors were placed as those of an answer.
 
         Returns:
             The tensors for the program.
@@ -237,7 +245,7 @@ class Context:
                 # change of one tensor would not appear in the graph of the other.
                 if flags[place] & SHARED:
                     result[place] = result[place].clone()
-            self.place_received(message_id, from_worker, result, places, is_answer)
+            self.place_received(message_id, from_worker, result, places, is_answer, is_back)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
                 # isinstance(tensor, torch.nn.Parameter) checks this attribute.
@@ -251,6 +259,7 @@ class Context:
         values: list[Any],
         places: Sequence[int],
         is_answer: bool = False,
+        is_back: bool = False,
     ) -> None:
         """Records the tensors of a received message that required grad at a known worker.
 
@@ -260,12 +269,15 @@ class Context:
             values: The received values; placeholders replace the tensors at ``places``.
             places: Positions of these tensors in ``values``.
             is_answer: Whether the message is the result of a call.
+            is_back: Whether its tensors were placed as those of an answer.
         """
         tensors = [values[place] for place in places]
         metas = metas_of(tensors)
         nodes, placeholders = make_placeholders(tensors)
         before = len(self._sends)
-        record = ReceiveRecord(message_id, from_worker, nodes, metas, before, is_answer)
+        record = ReceiveRecord(
+            message_id, from_worker, nodes, metas, before, is_answer, is_answer or is_back
+        )
         with self._lock:
             self._receives[message_id] = record
             for node in nodes:
@@ -301,6 +313,10 @@ class Context:
         with self._lock:
             return list(self._sends.values())
 
+    def receive(self, message_id: int) -> ReceiveRecord | None:
+        """Returns the record of a message that this worker received."""
+        return self._receives.get(message_id)
+
     def receives(self) -> list[ReceiveRecord]:
         """Returns the records of all messages that this worker received."""
         with self._lock:
@@ -325,10 +341,12 @@ class Context:
         self.gradients.clear()
 
 
-def send_record(message_id: int, to_worker: int, tensors: Sequence[Tensor]) -> SendRecord:
+def send_record(
+    message_id: int, to_worker: int, tensors: Sequence[Tensor], is_back: bool = False
+) -> SendRecord:
     """Returns the record of a message with ``tensors``, which require grad."""
     edges, owners = edges_of(tensors)
-    return SendRecord(message_id, to_worker, edges, metas_of(tensors), owners)
+    return SendRecord(message_id, to_worker, edges, metas_of(tensors), owners, is_back)
 
 
 def edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Node, ...]]:

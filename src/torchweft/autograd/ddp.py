@@ -44,6 +44,7 @@ from torchweft.autograd.local_engine import accumulate
 from torchweft.autograd.walk import Reached
 from torchweft.errors import AutogradError
 from torchweft.protocol.backward import Progress
+from torchweft.runtime.device_streams import Guard, new_guard
 
 AVERAGING = "averaging by DistributedDataParallel"
 """The operation named in errors of averaging."""
@@ -54,7 +55,7 @@ AVERAGING = "averaging by DistributedDataParallel"
 _lock = threading.Lock()
 _watching: RemovableHandle | None = None
 # In order of construction, which is the same on all ranks since construction is collective.
-_lock_of: weakref.WeakKeyDictionary[Any, threading.Lock] = weakref.WeakKeyDictionary()
+_guard_of: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
 _has_known = False
 
 
@@ -78,13 +79,13 @@ def is_any_known() -> bool:
     return _has_known
 
 
-def known_modules() -> list[tuple[Any, threading.Lock]]:
+def known_modules() -> list[tuple[Any, Guard]]:
     """Returns all modules under DDP with their locks, in order of construction."""
     release_groups()
-    if not _lock_of:
+    if not _guard_of:
         return []
     with _lock:
-        return list(_lock_of.items())
+        return list(_guard_of.items())
 
 
 def _on_registration(module: Module, _: str, __: object) -> None:
@@ -98,8 +99,8 @@ def _note(module: DistributedDataParallel) -> None:
     _has_known = True
     release_groups()
     with _lock:
-        if module not in _lock_of:
-            _lock_of[module] = threading.Lock()
+        if module not in _guard_of:
+            _guard_of[module] = new_guard()
             ending = weakref.finalize(module, _former.append, module.process_group)
             ending.atexit = False
 
@@ -130,15 +131,15 @@ class Replica:
 
     Args:
         module: The ``DistributedDataParallel``.
-        lock: The module's lock: held while using its reducer and its ``.grad``.
+        guard: The module's lock: held while using its reducer and its ``.grad``.
 
     Attributes:
         parameters: All parameters that DDP may average.
     """
 
-    def __init__(self, module: Any, lock: threading.Lock) -> None:
+    def __init__(self, module: Any, guard: Guard) -> None:
         self._module = module
-        self._lock = lock
+        self._guard = guard
         self._is_first_of_static_graph = False
         self.parameters: frozenset[Tensor] = frozenset(module._module_parameters)
 
@@ -175,13 +176,14 @@ class Replica:
         if self.parameters.isdisjoint(fresh):
             return
         # A second pass over the module on another thread waits here.
-        if not self._lock.acquire(timeout=knobs.BACKWARD_TIMEOUT_S.get()):
+        if not self._guard.lock.acquire(timeout=knobs.BACKWARD_TIMEOUT_S.get()):
             raise AutogradError("another pass has been averaging for WEFT_BACKWARD_TIMEOUT_S")
         try:
-            totals = self._totals(fresh, gradients.snapshot())
-            gradients.put(self._averages(totals) if _is_synchronized(self._module) else totals)
+            with self._guard.order:
+                totals = self._totals(fresh, gradients.snapshot())
+                gradients.put(self._averages(totals) if _is_synchronized(self._module) else totals)
         finally:
-            self._lock.release()
+            self._guard.lock.release()
 
     def _totals(
         self, fresh: Mapping[Tensor, Tensor], earlier: Mapping[Tensor, Tensor]

@@ -50,7 +50,7 @@ from torchweft.protocol.backward import (
     Tell,
 )
 from torchweft.protocol.numbers import Tombstones
-from torchweft.runtime import interrupts
+from torchweft.runtime import device_streams, interrupts
 from torchweft.runtime.reports import OpenWait, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
@@ -82,7 +82,7 @@ class Engine:
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
         self._agent = agent
-        self._envelopes = Envelopes(agent, tensor_messages, self.contexts, reader)
+        self._envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
         self._listener = Listener(agent)
         self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
@@ -92,6 +92,8 @@ class Engine:
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
+        if device_streams.HAS_CUDA:
+            device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True)
         agent.receiver.on(Kind.GRADIENTS, self._on_message, inline=True)
         agent.receiver.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)

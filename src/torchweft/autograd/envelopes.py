@@ -15,6 +15,7 @@ from torchweft.autograd import codec
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.gradients import Gradient
+from torchweft.autograd.outside import OutsideRecords
 from torchweft.protocol.backward import Failed, Gradients, Message
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error
@@ -38,13 +39,20 @@ class Envelopes:
         agent: The worker's agent.
         tensor_messages: Carries gradients that are too large to stand in their message.
         contexts: The worker's contexts.
+        outside: The worker's records outside of contexts.
         reader: Reads the errors of other workers.
     """
 
     def __init__(
-        self, agent: Agent, tensor_messages: TensorMessages, contexts: Contexts, reader: Reader
+        self,
+        agent: Agent,
+        tensor_messages: TensorMessages,
+        contexts: Contexts,
+        outside: OutsideRecords,
+        reader: Reader,
     ) -> None:
         self._contexts = contexts
+        self._outside = outside
         self._worker_name = agent.info.name
         self._tensor_messages = tensor_messages
         self._reader = reader
@@ -71,6 +79,8 @@ class Envelopes:
         if not _ONLY_TENSORS.issuperset(map(type, gradients)) or any(map(vars, gradients)):
             tensors = []
             payload = encode_simple(gradients, tensors, main_by_name=True)
+        maps = peer.device_maps
+        is_back = maps.is_any and self._goes_back(name, message.message_id)
         inlined = None if payload is None else inline.encode(tensors)
         if inlined is None:
             is_strict = peer.registration.is_strict
@@ -78,16 +88,36 @@ class Envelopes:
             payload, tensors = packed.payload, packed.tensors
             inlined = inline.encode(tensors)
         assert payload is not None
-        recorded_id = self._record(name, tensors, peer) if name.mode.create_graph else 0
+        recorded_id = self._record(name, tensors, peer, is_back) if name.mode.create_graph else 0
         front = codec.encode_head(name, message, recorded_id, len(payload)) + payload
-        if inlined is None:
+        if inlined is None or (maps.is_any and tensors and maps.moves_host(is_back)):
+            place = maps.back if is_back else maps.forward
             return self._tensor_messages.encode(
-                peer, Kind.GRADIENTS, flags, name.pass_id, front, tensors
+                peer,
+                Kind.GRADIENTS,
+                flags,
+                name.pass_id,
+                front,
+                tensors,
+                None if maps.is_identity else place,
             )
         return encode_frame(Kind.GRADIENTS, flags, name.pass_id, front + inlined[0])
 
-    def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer) -> int:
-        return self._contexts.get_or_create(name.context_id).record_send(tensors, peer.id)
+    def _goes_back(self, name: PassName, message_id: int) -> bool:
+        """Returns whether gradients of a received message are placed as tensors of an answer."""
+        receive = self._contexts.get_or_create(name.context_id).receive(message_id)
+        was_back = self._outside.is_back(message_id) if receive is None else receive.is_back
+        return not was_back
+
+    def _was_back(self, name: PassName, message_id: int) -> bool:
+        """Returns whether tensors that this worker sent were placed as those of an answer."""
+        send = self._contexts.get_or_create(name.context_id).send(message_id)
+        send = send or self._outside.send(message_id)
+        return send is not None and send.is_back
+
+    def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer, is_back: bool) -> int:
+        context = self._contexts.get_or_create(name.context_id)
+        return context.record_send(tensors, peer.id, is_back)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
         """Returns the pass and message of a frame. May block to fetch large gradients.
@@ -108,7 +138,10 @@ class Envelopes:
             tensors, tensor_flags = inline.decode(control, end)
         if recorded_id and tensor_flags:
             context = self._contexts.get_or_create(name.context_id)
-            tensors = context.record_receive(recorded_id, peer.id, tensors, tensor_flags)
+            is_back = not self._was_back(name, message.message_id)
+            tensors = context.record_receive(
+                recorded_id, peer.id, tensors, tensor_flags, is_back=is_back
+            )
         message.gradients = tensors
         if start < end:
             gradients = self._reader.unpack(control[start:end], tensors, ())

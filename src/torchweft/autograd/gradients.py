@@ -15,6 +15,9 @@ from typing import Final, Literal, Protocol
 import torch
 from torch import Tensor
 
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import keep, new_guard, new_order
+
 _storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 
 
@@ -80,6 +83,7 @@ def _with_own_indices(gradient: Tensor, values: Tensor) -> Tensor:
         gradient.shape,
         is_coalesced=gradient.is_coalesced(),
         check_invariants=False,
+        device=values.device,
     )
 
 
@@ -116,6 +120,7 @@ class Gradients:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._order = new_order()
         self._sums: dict[Tensor, Tensor] = {}
         self._made_here: set[Tensor] = set()
 
@@ -133,7 +138,8 @@ class Gradients:
         """
         pairs = list(pairs)
         used = _used_elsewhere(pairs, borrowed)
-        with self._lock:
+        with self._lock, self._order:
+            self._keep_for_sums(pairs)
             for tensor, gradient in pairs:
                 previous = self._sums.get(tensor)
                 if previous is None:
@@ -147,13 +153,22 @@ class Gradients:
 
     def snapshot(self) -> dict[Tensor, Tensor]:
         """Returns the sums so far; later additions do not change the returned tensors."""
-        with self._lock:
+        with self._lock, self._order:
             self._made_here.clear()
+            if device_streams.HAS_CUDA:
+                keep(self._sums)
             return dict(self._sums)
+
+    def _keep_for_sums(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Keeps the memory of all parts of sums until this thread has added them."""
+        if device_streams.HAS_CUDA:
+            for tensor, gradient in pairs:
+                keep(gradient, self._sums.get(tensor))
 
     def keep(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Adds gradients without copying; other code may read but must not write them."""
-        with self._lock:
+        with self._lock, self._order:
+            self._keep_for_sums(gradients.items())
             for tensor, gradient in gradients.items():
                 previous = self._sums.get(tensor)
                 self._sums[tensor] = gradient if previous is None else sum_of(previous, gradient)
@@ -161,18 +176,18 @@ class Gradients:
 
     def put(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Replaces the sums of some tensors by gradients that no other code writes to."""
-        with self._lock:
+        with self._lock, self._order:
             self._sums.update(gradients)
             self._made_here.difference_update(gradients)
 
     def clear(self) -> None:
         """Removes all sums."""
-        with self._lock:
+        with self._lock, self._order:
             self._sums.clear()
             self._made_here.clear()
 
 
-_accumulating = threading.Lock()
+_accumulating = new_guard()
 """Held while adding to ``.grad``: concurrent passes may add to the same tensors."""
 
 
@@ -191,7 +206,9 @@ def add_to_grad(
     pairs = list(pairs)
     used = _used_elsewhere(pairs, borrowed)
     with torch.set_grad_enabled(create_graph):
-        with _accumulating:
+        with _accumulating.lock, _accumulating.order:
+            if device_streams.HAS_CUDA:
+                keep(pairs, [tensor.grad for tensor, _ in pairs])
             for tensor, gradient in pairs:
                 previous = tensor.grad
                 if previous is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchweft.autograd.gradients import Sink
+from torchweft.runtime.device_streams import Mark, mark, use
 
 # torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
 # and the check takes half the time of a small call. Here the shapes are known to be right.
@@ -115,6 +116,7 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
     if not behind:
         return (None,) * len(node.next_functions)
     results: list[Gradients] = []
+    marks: list[Mark | None] = []
     caller = get_ident()
     is_on_cpu = _meta_of(node).device.type == "cpu"
 
@@ -123,6 +125,9 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
 
     def take(after: Gradients, _: Gradients) -> None:
         if is_own_run():
+            if not is_on_cpu:
+                # The engine makes its caller's streams wait at the end of a run. This run fails.
+                marks.append(mark(_meta_of(node).device.index))
             results.append(after)
             raise _HasRun
 
@@ -140,6 +145,8 @@ def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = F
                 create_graph=create_graph,
             )
         except _HasRun:
+            if marks:
+                use(marks[0], results[0])
             return results[0]
         finally:
             for handle in handles:

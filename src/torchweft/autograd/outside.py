@@ -45,7 +45,7 @@ _NEITHER = (None, 0)
 class _Message:
     """A received message. Only the nodes of its tensors keep it alive."""
 
-    __slots__ = ("from_worker", "message_id", "metas", "records")
+    __slots__ = ("from_worker", "is_back", "message_id", "metas", "records")
 
     def __init__(
         self,
@@ -53,7 +53,9 @@ class _Message:
         from_worker: int,
         metas: tuple[TensorMeta, ...],
         records: OutsideRecords,
+        is_back: bool,
     ) -> None:
+        self.is_back = is_back
         self.message_id = message_id
         self.from_worker = from_worker
         self.metas = metas
@@ -82,20 +84,22 @@ class OutsideRecords:
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
         self._ended: deque[tuple[int, int]] = deque()
-        self._received: set[int] = set()
+        self._received: dict[int, bool] = {}
+        """By number, whether the tensors of a received message were placed as an answer's."""
         self.on_ended: Callable[[], None] | None = None
         """Called, perhaps by a finalizer, when ``take_ended`` has new messages to return."""
 
-    def record_send(self, tensors: Sequence[Tensor], to_worker: int) -> int:
+    def record_send(self, tensors: Sequence[Tensor], to_worker: int, is_back: bool = False) -> int:
         """Records a message that is about to be sent; returns its number.
 
         Args:
             tensors: The tensors of the message that require grad.
             to_worker: The receiver.
+            is_back: Whether they are placed as those of an answer; see ``agent.device_maps``.
         """
         # next() of itertools.count is one bytecode: atomic under the interpreter lock.
         message_id = scoped_id(self._worker, next(self._counter))
-        record = send_record(message_id, to_worker, tensors)
+        record = send_record(message_id, to_worker, tensors, is_back)
         with self._lock:
             self._sends[message_id] = record
         return message_id
@@ -107,7 +111,12 @@ class OutsideRecords:
         del record  # Outside the lock: freeing a graph may run any code.
 
     def place_received(
-        self, message_id: int, from_worker: int, tensors: Sequence[Tensor], nodes: Sequence[Node]
+        self,
+        message_id: int,
+        from_worker: int,
+        tensors: Sequence[Tensor],
+        nodes: Sequence[Node],
+        is_back: bool = False,
     ) -> None:
         """Records a received message.
 
@@ -116,9 +125,10 @@ class OutsideRecords:
             from_worker: The sender.
             tensors: The placeholder tensors of the message.
             nodes: Their nodes.
+            is_back: Whether the tensors were placed as those of an answer.
         """
-        message = _Message(message_id, from_worker, metas_of(tensors), self)
-        self._received.add(message_id)
+        message = _Message(message_id, from_worker, metas_of(tensors), self, is_back)
+        self._received[message_id] = is_back
         for place, node in enumerate(nodes):
             _notes_of(node)[_KEY] = (message, place)
 
@@ -134,7 +144,7 @@ class OutsideRecords:
         for _ in range(len(self._ended)):
             from_worker, message_id = self._ended.popleft()
             ended[from_worker].append(message_id)
-            self._received.discard(message_id)
+            self._received.pop(message_id, None)
         return ended
 
     def drop_sends(self, message_ids: Iterable[int], to_worker: int) -> None:
@@ -155,6 +165,10 @@ class OutsideRecords:
     def send(self, message_id: int) -> SendRecord | None:
         """Returns the record of a message that this worker sent."""
         return self._sends.get(message_id)
+
+    def is_back(self, message_id: int) -> bool:
+        """Returns whether the tensors of a received message were placed as those of an answer."""
+        return self._received.get(message_id, False)
 
     def sends(self) -> list[SendRecord]:
         """Returns the records of all sent messages that may still be used."""
@@ -211,7 +225,13 @@ class _Ends(Mapping[Node, Any]):
         if record is None:
             self._on_reached(message.from_worker)
             nodes: list[Any] = [None] * len(message.metas)
-            record = ReceiveRecord(message.message_id, message.from_worker, nodes, message.metas)
+            record = ReceiveRecord(
+                message.message_id,
+                message.from_worker,
+                nodes,
+                message.metas,
+                is_back=message.is_back,
+            )
             self._records[message.message_id] = record
         record.nodes[place] = node
         self._found[node] = record
@@ -279,6 +299,7 @@ class Arrivals:
         worker: int,
         context_id: int,
         message_id: int,
+        is_back: bool = False,
     ) -> None:
         """Replaces received tensors by tensors for the program, in place.
 
@@ -290,6 +311,7 @@ class Arrivals:
             context_id: The context that the call named; with ``NO_GRAD`` the tensors become
                 constants.
             message_id: The number of the sender's record of the message; 0 if it has none.
+            is_back: Whether the tensors were placed as those of an answer.
         """
         if context_id:  # Its record belonged to a context that has ended.
             message_id = 0
@@ -305,7 +327,7 @@ class Arrivals:
             tensors = [values[place] for place in computed]
             nodes, placeholders = make_placeholders(tensors)
             if message_id:
-                self._records.place_received(message_id, worker, placeholders, nodes)
+                self._records.place_received(message_id, worker, placeholders, nodes, is_back)
             for node in nodes:
                 node.register_prehook(functools.partial(_refuse, sender, bool(message_id)))
             for place, tensor, placeholder in zip(computed, tensors, placeholders, strict=True):

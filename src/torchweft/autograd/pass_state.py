@@ -24,6 +24,8 @@ from torchweft.protocol.backward import (
     Participant,
     Settled,
 )
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
@@ -47,6 +49,8 @@ class PassState:
         self.machine = machine
         self.pass_id = pass_id
         self.inbox: list[Item] = []
+        self._mark: Mark | None = None
+        """The end of the GPU work of the thread that handled the items before."""
         self._lock = threading.Lock()
 
     def put(self, item: Item) -> bool:
@@ -61,6 +65,13 @@ class PassState:
         with self._lock:
             items, self.inbox = self.inbox, []
             self._is_at_work = bool(items)
+            if device_streams.HAS_CUDA:
+                # The next items may be another thread's, before this one's task has ended.
+                if items:
+                    device_streams.wait(self._mark)
+                    self._mark = None
+                else:
+                    self._mark = device_streams.mark()
         return items
 
     @property

@@ -10,5 +10,6 @@ stream  the bytes follow the control part, received straight into leased memory 
 shm     the sender copies into memory that both have mapped; only the offset travels (``shm``)
 cma     only the address travels; the receiver pulls the bytes out of the sender's memory
 striped the bytes come in pieces over separate data connections (``transport.striped``)
+rdma    the sender copies into registered memory, which the receiver reads (``rdma``, ``slabs``)
 ======= =================================================================================
 """

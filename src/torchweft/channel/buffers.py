@@ -14,20 +14,28 @@ from typing import NamedTuple, TypeVar
 from torchweft.channel.choice import STREAM, Channels
 from torchweft.channel.cma import address_of
 from torchweft.channel.copying import Copier
+from torchweft.channel.cuda import Offered
 from torchweft.channel.memory import BufferPool
 from torchweft.channel.shm.pool import Lender
+from torchweft.channel.slabs import Staged
 from torchweft.channel.table import (
     CMA,
     FETCHED,
+    RDMA,
     SHM,
     STRIPED,
     BufferEntry,
     BufferTable,
     ChannelKind,
+    SharedHandle,
     encode_table,
 )
 
 Buffer = TypeVar("Buffer")
+Held = memoryview | Offered | Staged
+"""Memory of the host, of a device, or of a slab."""
+Stage = Callable[[memoryview], Staged | None]
+"""Copies a buffer to a slab that the peer can read; returns None if it cannot now."""
 
 
 class HeldStatistics(NamedTuple):
@@ -47,11 +55,11 @@ class HeldTensors:
     def __init__(self) -> None:
         self._tokens = itertools.count(1)
         self._lock = threading.Lock()
-        self._held: dict[int, Sequence[memoryview]] = {}
+        self._held: dict[int, Sequence[Held]] = {}
         self._size_bytes = 0
         self._is_closed = False
 
-    def hold(self, buffers: Sequence[memoryview]) -> int:
+    def hold(self, buffers: Sequence[Held]) -> int:
         """Keeps ``buffers``, which may be empty; returns the token that ``release`` takes."""
         token = next(self._tokens)
         if not buffers:
@@ -63,7 +71,7 @@ class HeldTensors:
                 self._size_bytes += size_bytes
         return token
 
-    def release(self, token: int) -> Sequence[memoryview] | None:
+    def release(self, token: int) -> Sequence[Held] | None:
         """Releases the buffers of ``token`` and returns them; None if they were released already.
 
         A peer that failed to pull is sent the returned buffers another way.
@@ -89,7 +97,7 @@ class HeldTensors:
             return HeldStatistics(len(self._held), self._size_bytes)
 
 
-def _size(buffers: Sequence[memoryview]) -> int:
+def _size(buffers: Sequence[Held]) -> int:
     return sum([buffer.nbytes for buffer in buffers])
 
 
@@ -102,6 +110,8 @@ class Prepared(NamedTuple):
         striped: The buffers that are to be sent over data connections, in order.
         token: Identifies the message when its buffers are reported on; 0 without table.
         lent: The buffers that are in shared memory.
+        shared_bytes: The bytes of those of them that the user shares, which were not copied.
+        staged_bytes: The bytes that are in slabs.
     """
 
     table: bytes
@@ -109,6 +119,8 @@ class Prepared(NamedTuple):
     striped: Sequence[memoryview] = ()
     token: int = 0
     lent: Sequence[BufferEntry] = ()
+    shared_bytes: int = 0
+    staged_bytes: int = 0
 
     def take_back(self, channels: Channels, held: HeldTensors) -> None:
         """Releases the buffers of a message that will not be sent: the peer will not fetch them."""
@@ -119,12 +131,18 @@ class Prepared(NamedTuple):
                 lender.take_back(entry)
 
 
+def no_slab(buffer: memoryview) -> Staged | None:
+    """Returns None: there is no way by slabs."""
+    return None
+
+
 def prepare(
     buffers: Sequence[memoryview],
     channels: Channels,
     held: HeldTensors,
     copier: Copier,
     reach_data: Callable[[], bool] = lambda: False,
+    stage: Stage = no_slab,
 ) -> Prepared:
     """Chooses a channel for every buffer of a message, and copies ``SHM`` buffers to shared memory.
 
@@ -135,6 +153,7 @@ def prepare(
         copier: Copies into shared memory.
         reach_data: Ensures data connections for striped buffers, and returns whether there are any;
             may block.
+        stage: Copies ``RDMA`` buffers to slabs.
     """
     if not buffers:
         return Prepared(b"", buffers)
@@ -142,30 +161,148 @@ def prepare(
         prepared = _prepare_one(buffers[0], channels, held, copier)
         if prepared is not None:
             return prepared
-    kinds = [channels.channel_for(buffer.nbytes) for buffer in buffers]
-    if len(buffers) > 1 and kinds.count(STREAM) > 1:
-        kinds = _stripe_together(kinds, buffers, channels)
+    kinds = _kinds_of(buffers, channels)
     lender = channels.lender
     if FETCHED.isdisjoint(kinds) and (lender is None or not lender.has_shared):
         return Prepared(b"", buffers)
-    lent = [None] * len(buffers) if lender is None else _lend(lender, kinds, buffers, copier)
+    placed = _place(buffers, kinds, channels, copier, reach_data, stage)
+    token = held.hold([*placed.staged, *_of_kind(CMA, placed.entries, buffers)])
+    handles = [handle for staged in placed.staged for handle in staged.handles]
+    return _prepared(token, placed.entries, buffers, placed, handles)
+
+
+def prepare_offered(
+    buffers: Sequence[Held],
+    handles: Sequence[SharedHandle],
+    channels: Channels,
+    held: HeldTensors,
+    copier: Copier,
+    reach_data: Callable[[], bool] = lambda: False,
+) -> Prepared:
+    """Does the same for a message with device memory, which the peer copies by itself.
+
+    The peer reports once on the message, when it has that memory. So none of the host's memory in
+    the message is pulled, or read out of slabs.
+
+    Args:
+        buffers: The memory of the message's tensors, in order.
+        handles: The handles that the peer needs and may not have.
+        channels: The channels to the peer.
+        held: Keeps the device memory.
+        copier: Copies into shared memory.
+        reach_data: As for ``prepare``.
+    """
+    on_host = [each for each in buffers if isinstance(each, memoryview)]
+    kinds = _kinds_of(on_host, channels)
+    placed = _place(on_host, kinds, channels, copier, reach_data, excluded=(CMA, RDMA))
+    rest = iter(placed.entries)
+    entries = [each.entry if isinstance(each, Offered) else next(rest) for each in buffers]
+    token = held.hold([each for each in buffers if isinstance(each, Offered)])
+    return _prepared(token, entries, buffers, placed, handles)
+
+
+class _Placed(NamedTuple):
+    """The entries of the host's buffers, and which of them are lent or in slabs.
+
+    ``shared_bytes`` of those that are lent are not copied.
+    """
+
+    entries: list[BufferEntry]
+    lent: list[BufferEntry]
+    shared_bytes: int
+    staged: list[Staged]
+
+
+def _kinds_of(buffers: Sequence[memoryview], channels: Channels) -> list[ChannelKind]:
+    kinds = [channels.channel_for(buffer.nbytes) for buffer in buffers]
+    if len(buffers) > 1 and kinds.count(STREAM) > 1:
+        return _stripe_together(kinds, buffers, channels)
+    return kinds
+
+
+def _without(
+    unwanted: ChannelKind,
+    kinds: Sequence[ChannelKind],
+    buffers: Sequence[memoryview],
+    channels: Channels,
+) -> list[ChannelKind]:
+    return [
+        channels.next_best(kind, buffer.nbytes) if kind == unwanted else kind
+        for kind, buffer in zip(kinds, buffers, strict=True)
+    ]
+
+
+def _place(
+    buffers: Sequence[memoryview],
+    kinds: list[ChannelKind],
+    channels: Channels,
+    copier: Copier,
+    reach_data: Callable[[], bool],
+    stage: Stage = no_slab,
+    excluded: tuple[ChannelKind, ...] = (),
+) -> _Placed:
+    """Gives buffers the channels chosen for them, or the next best where one has no room.
+
+    Channels that are ``excluded`` are passed over.
+    """
+    lender = channels.lender
+    lent: list[BufferEntry | None] = [None] * len(buffers)
+    shared_bytes = 0
+    if lender is not None:
+        shared_bytes, lent = _lend(lender, kinds, buffers, copier)
     kinds = [
         channels.next_best(SHM, buffer.nbytes) if kind == SHM and entry is None else kind
         for kind, entry, buffer in zip(kinds, lent, buffers, strict=True)
     ]
+    if RDMA in kinds:
+        excluded = (*excluded, CMA)  # The peer reports once on what is held.
+    for kind in excluded:
+        kinds = _without(kind, kinds, buffers, channels)
+    staged: list[Staged | None] = [None] * len(buffers)
+    if RDMA in kinds:
+        staged = [
+            stage(buffer) if kind == RDMA and entry is None else None
+            for kind, entry, buffer in zip(kinds, lent, buffers, strict=True)
+        ]
+        kinds = [
+            channels.next_best(RDMA, buffer.nbytes) if kind == RDMA and copy is None else kind
+            for kind, copy, buffer in zip(kinds, staged, buffers, strict=True)
+        ]
     if STRIPED in kinds and not reach_data():
         kinds = [STREAM if kind == STRIPED else kind for kind in kinds]
     entries = [
-        entry or _entry(kind, buffer)
-        for entry, kind, buffer in zip(lent, kinds, buffers, strict=True)
+        entry or (copy.entry if copy is not None else _entry(kind, buffer))
+        for entry, copy, kind, buffer in zip(lent, staged, kinds, buffers, strict=True)
     ]
-    token = held.hold(_of_kind(CMA, entries, buffers))
-    following = [
-        buffer for entry, buffer in zip(entries, buffers, strict=True) if entry.kind not in FETCHED
-    ]
-    striped = _of_kind(STRIPED, entries, buffers)
-    in_slabs = [entry for entry in lent if entry is not None]
-    return Prepared(encode_table(token, entries), following, striped, token, in_slabs)
+    return _Placed(
+        entries,
+        [entry for entry in lent if entry is not None],
+        shared_bytes,
+        [copy for copy in staged if copy is not None],
+    )
+
+
+def _prepared(
+    token: int,
+    entries: Sequence[BufferEntry],
+    buffers: Sequence[Held],
+    placed: _Placed,
+    handles: Sequence[SharedHandle] = (),
+) -> Prepared:
+    following: list[memoryview] = []
+    striped: list[memoryview] = []
+    for entry, buffer in zip(entries, buffers, strict=True):
+        if not isinstance(buffer, memoryview):
+            continue
+        if entry.kind == STRIPED:
+            striped.append(buffer)
+        elif entry.kind not in FETCHED:
+            following.append(buffer)
+    table = encode_table(token, entries, handles)
+    staged_bytes = _size(placed.staged)
+    return Prepared(
+        table, following, striped, token, placed.lent, placed.shared_bytes, staged_bytes
+    )
 
 
 def _prepare_one(
@@ -173,15 +310,16 @@ def _prepare_one(
 ) -> Prepared | None:
     """Does the same for the usual message, one tensor that follows or is in shared memory."""
     kind, lender = channels.channel_for(buffer.nbytes), channels.lender
-    entry = None
+    entry, shared_bytes = None, 0
     if lender is not None:
         if lender.has_shared:
             entry = lender.pass_on(buffer)
+            shared_bytes = 0 if entry is None else buffer.nbytes
         if entry is None and kind == SHM:
             entry = lender.put(buffer, copier)
     if entry is not None:
         token = held.hold(())
-        return Prepared(encode_table(token, (entry,)), (), (), token, (entry,))
+        return Prepared(encode_table(token, (entry,)), (), (), token, (entry,), shared_bytes)
     return None if kind in FETCHED else Prepared(b"", (buffer,))
 
 
@@ -193,27 +331,35 @@ def _stripe_together(
     Following the message, they would delay later messages just as long.
     """
     sizes = [buffer.nbytes for kind, buffer in zip(kinds, buffers, strict=True) if kind == STREAM]
-    if channels.channel_for(sum(sizes)) != STRIPED:
+    total_bytes = sum(sizes)
+    if STRIPED not in (channels.channel_for(total_bytes), channels.next_best(RDMA, total_bytes)):
         return kinds
     return [STRIPED if kind == STREAM else kind for kind in kinds]
 
 
 def _lend(
     lender: Lender, kinds: Sequence[ChannelKind], buffers: Sequence[memoryview], copier: Copier
-) -> list[BufferEntry | None]:
-    """Lends buffers that the user shares, and copies ``SHM`` buffers into slabs if they fit."""
+) -> tuple[int, list[BufferEntry | None]]:
+    """Lends buffers that the user shares, and copies ``SHM`` buffers into slabs if they fit.
+
+    Returns:
+        The bytes of the former, and the entries.
+    """
     entries: list[BufferEntry | None] = []
+    shared_bytes = 0
     try:
         for kind, buffer in zip(kinds, buffers, strict=True):
             entry = lender.pass_on(buffer)
-            if entry is None and kind == SHM:
+            if entry is not None:
+                shared_bytes += buffer.nbytes
+            elif kind == SHM:
                 entry = lender.put(buffer, copier)
             entries.append(entry)
     except BaseException:
         for entry in filter(None, entries):
             lender.take_back(entry)
         raise
-    return entries
+    return shared_bytes, entries
 
 
 def _entry(kind: ChannelKind, buffer: memoryview) -> BufferEntry:

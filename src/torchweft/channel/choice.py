@@ -17,12 +17,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torchweft import knobs
-from torchweft.channel import cma
+from torchweft.channel import cma, rdma
+from torchweft.channel.cuda import find_driver
 from torchweft.channel.shm.borrowed import Borrowed
 from torchweft.channel.shm.kernel import peer_of
 from torchweft.channel.shm.layout import attach
 from torchweft.channel.shm.pool import Lender, make_pool
-from torchweft.channel.table import CMA, FETCHED, SHM, STRIPED, ChannelKind
+from torchweft.channel.table import CMA, CUDA_IPC, FETCHED, RDMA, SHM, STRIPED, ChannelKind
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.probe import Facts, read_facts
 
@@ -33,11 +34,18 @@ INLINE, STREAM = ChannelKind.INLINE, ChannelKind.STREAM
 _PREFERENCE = (
     (SHM, knobs.SHM_FROM_BYTES),
     (CMA, knobs.CMA_FROM_BYTES),
+    (RDMA, knobs.RDMA_FROM_BYTES),
     (STRIPED, knobs.STRIPED_FROM_BYTES),
 )
 """The channels that need the peer's confirmation, best first, and their smallest buffer sizes."""
 
+NO_CUDA = "there is no CUDA here"
+"""The obstacle of processes without GPUs."""
+
 _NOT_TRIED = "this side has not tried it"
+UNTRIED = "no tensor has been large enough to try it"
+"""The obstacle of a channel that both sides have and that a first tensor tries."""
+
 _UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
 
 
@@ -52,6 +60,8 @@ class Capabilities:
         cma_obstacle: Why it cannot pull from any process; empty if it can.
         memory_nonce: The first bytes of its shared memory, in hexadecimal digits; empty if it
             offers none.
+        cuda_obstacle: Why it cannot map device memory of any process; empty if it can.
+        rdma_obstacle: Why it cannot read memory of any other host; empty if it may be able to.
     """
 
     facts: Facts
@@ -59,6 +69,8 @@ class Capabilities:
     nonce: str
     cma_obstacle: str
     memory_nonce: str = ""
+    cuda_obstacle: str = ""
+    rdma_obstacle: str = ""
 
     def as_json(self) -> dict[str, object]:
         """Returns the capabilities as a dictionary that JSON can carry."""
@@ -68,6 +80,8 @@ class Capabilities:
             "nonce": self.nonce,
             "cma_obstacle": self.cma_obstacle,
             "memory_nonce": self.memory_nonce,
+            "cuda_obstacle": self.cuda_obstacle,
+            "rdma_obstacle": self.rdma_obstacle,
         }
 
     @classmethod
@@ -82,19 +96,21 @@ class Capabilities:
         address = data.get("nonce_address")
         if not isinstance(address, int) or not 0 <= address < 1 << 64:
             raise ProtocolError(f"a peer's nonce lies at {address!r}, which is no address")
-        texts = [data.get(name) for name in ("nonce", "cma_obstacle", "memory_nonce")]
+        names = ("nonce", "cma_obstacle", "memory_nonce", "cuda_obstacle", "rdma_obstacle")
+        texts = [data.get(name) for name in names]
         if not all(isinstance(text, str) for text in texts):
-            raise ProtocolError("a peer's nonces and its obstacle are to be texts")
-        nonce, obstacle, memory_nonce = map(str, texts)
+            raise ProtocolError("a peer's nonces and its obstacles are to be texts")
         facts = Facts.from_json(data.get("facts"))
-        return cls(facts, address, nonce, obstacle, memory_nonce)
+        return cls(facts, address, *map(str, texts))
 
 
 def describe(nonce: cma.Nonce | None) -> Capabilities:
     """Describes this process; ``nonce`` is None if peers may not read its memory."""
+    others = {"cuda_obstacle": _own_cuda_obstacle(), "rdma_obstacle": rdma.own_obstacle()}
     if nonce is None:
-        return Capabilities(read_facts(), 0, "", "switched off")
-    return Capabilities(read_facts(), nonce.address, nonce.value.hex(), cma.unavailable)
+        return Capabilities(read_facts(), 0, "", "switched off", **others)
+    address, digits = nonce.address, nonce.value.hex()
+    return Capabilities(read_facts(), address, digits, cma.unavailable, **others)
 
 
 class Channels:
@@ -102,6 +118,7 @@ class Channels:
 
     Attributes:
         lender: Lends this side's shared memory to the peer; None while that channel is not usable.
+        copies_devices: Whether the peer can copy out of this side's device memory.
 
     Args:
         peer: Name of the peer, for the log.
@@ -118,12 +135,14 @@ class Channels:
         self._inline_limit_bytes = knobs.INLINE_LIMIT_BYTES.get()
         self._from_bytes = {kind: knob.get() for kind, knob in _PREFERENCE}
         self._receive_obstacles = dict(receive_obstacles or {})
-        self._send_obstacles = dict.fromkeys(self._from_bytes, _UNCONFIRMED)
+        self._send_obstacles = dict.fromkeys((*self._from_bytes, CUDA_IPC), _UNCONFIRMED)
         self._disabled: set[ChannelKind] = set()
+        self._proven: set[ChannelKind] = set()
         self._usable: tuple[tuple[int, ChannelKind], ...] = ()
         self._lender: Lender | None = None
         self._borrowed: Borrowed | None = None
         self.lender: Lender | None = None
+        self.copies_devices = False
         self._lock = threading.Lock()
 
     def channel_for(self, size_bytes: int) -> ChannelKind:
@@ -218,7 +237,16 @@ class Channels:
             for kind in self._send_obstacles:
                 if kind not in self._disabled and kind.name.lower() in verdict:
                     self._send_obstacles[kind] = verdict[kind.name.lower()]
+            if not self._send_obstacles[RDMA] and RDMA not in self._proven:
+                self._send_obstacles[RDMA] = UNTRIED
             self._update_usable()
+
+    def prove(self, kind: ChannelKind) -> None:
+        """Records that the peer has received by a channel that a first tensor tries."""
+        with self._lock:
+            if kind not in self._disabled:
+                self._proven.add(kind)
+                self._send_obstacles[kind] = ""
 
     def disable(self, kind: ChannelKind, reason: str) -> None:
         """Permanently stops sending to the peer by one channel, and logs that once.
@@ -235,6 +263,8 @@ class Channels:
             self._send_obstacles[kind] = reason
             self._update_usable()
             rest = [other.name.lower() for _, other in self._usable] or [STREAM.name.lower()]
+        if kind == CUDA_IPC:
+            rest = ["the host's memory"]
         logger.warning(
             "tensors to %s no longer travel by %s, but by %s: %s",
             self._peer,
@@ -252,9 +282,10 @@ class Channels:
         self._usable = tuple(
             (from_bytes, kind)
             for kind, from_bytes in self._from_bytes.items()
-            if not self._send_obstacles[kind]
+            if self._send_obstacles[kind] in ("", UNTRIED)
         )
         self.lender = None if self._send_obstacles[SHM] else self._lender
+        self.copies_devices = not self._send_obstacles[CUDA_IPC]
 
 
 def choose(ours: Capabilities, theirs: Capabilities, peer: str) -> Channels:
@@ -265,7 +296,46 @@ def choose(ours: Capabilities, theirs: Capabilities, peer: str) -> Channels:
         theirs: The capabilities that it returned at the peer.
         peer: Name of the peer, for the log.
     """
-    return Channels(peer, theirs.facts.pid, {CMA: _cma_obstacle(ours, theirs), STRIPED: ""})
+    obstacles = {CMA: _cma_obstacle(ours, theirs), STRIPED: ""}
+    obstacles[CUDA_IPC] = _cuda_obstacle(ours, theirs)
+    obstacles[RDMA] = _rdma_obstacle(ours, theirs)
+    return Channels(peer, theirs.facts.pid, obstacles)
+
+
+def _own_cuda_obstacle() -> str:
+    """Returns why this process shares device memory with no other; does not start CUDA."""
+    if not knobs.CUDA_IPC.get():
+        return f"{knobs.CUDA_IPC.variable}=0 is set"
+    return "" if find_driver() is not None else NO_CUDA
+
+
+def _cuda_obstacle(ours: Capabilities, theirs: Capabilities) -> str:
+    """Returns why this process cannot copy out of the peer's device memory.
+
+    More is found out by the first tensor: a trial would start CUDA in processes that need none.
+    """
+    here, there = ours.facts, theirs.facts
+    if ours.cuda_obstacle:
+        return ours.cuda_obstacle
+    if theirs.cuda_obstacle:
+        return f"of the peer: {theirs.cuda_obstacle}"
+    if not here.boot_id or here.boot_id != there.boot_id:
+        return f"the peer is on another host ({there.hostname})"
+    if here.pid == there.pid and here.pid_namespace == there.pid_namespace:
+        return "the peer is this process"
+    return ""
+
+
+def _rdma_obstacle(ours: Capabilities, theirs: Capabilities) -> str:
+    """Returns why this process cannot read the peer's memory by RDMA, as far as is known yet."""
+    here, there = ours.facts, theirs.facts
+    if ours.rdma_obstacle:
+        return ours.rdma_obstacle
+    if theirs.rdma_obstacle:
+        return f"of the peer: {theirs.rdma_obstacle}"
+    if here.boot_id and here.boot_id == there.boot_id and not rdma.is_forced():
+        return "the peer is on this host"
+    return ""
 
 
 def _cma_obstacle(ours: Capabilities, theirs: Capabilities) -> str:

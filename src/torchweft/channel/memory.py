@@ -17,6 +17,7 @@ Rules of the file:
 - The lock is reentrant: a garbage collection under it may run a user's finalizer that calls
   ``lease``. Every step under the lock leaves the pool consistent.
 - Memory is mapped, faulted in and unmapped outside the lock.
+- A page lock that a slab has been given ends before the slab is unmapped.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from torchweft.channel.page_locks import PageLock
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -57,22 +60,37 @@ class PoolStatistics(NamedTuple):
     mapped_count: int
 
 
-class _Slab:
-    """One mapping, faulted in."""
+class Slab:
+    """One mapping, faulted in.
 
-    __slots__ = ("idle_since_s", "memory", "size_bytes")
+    Attributes:
+        lock: Its page lock, if it has one.
+    """
+
+    __slots__ = ("__weakref__", "idle_since_s", "lock", "memory", "size_bytes")
 
     def __init__(self, size_bytes: int) -> None:
+        self.lock: PageLock | None = None
         self.size_bytes = size_bytes
         self.idle_since_s = 0.0
         self.memory = _map(size_bytes)
+
+    @property
+    def address(self) -> int:
+        """Where its memory begins."""
+        return int(self.memory.ctypes.data)
+
+    def __del__(self) -> None:
+        # Before the memory goes. The pool drops slabs outside of its lock.
+        if self.lock is not None:
+            self.lock.release()
 
 
 class _Lease(weakref.ref[Bytes]):
     """Watches the exporter of one lease, and knows the slab behind it."""
 
     __slots__ = ("slab",)
-    slab: _Slab
+    slab: Slab
 
 
 class BufferPool:
@@ -90,9 +108,10 @@ class BufferPool:
         self._lock = threading.RLock()
         self._ended: deque[Any] = deque()
         self._leases: dict[int, _Lease] = {}
-        self._idle: OrderedDict[int, list[_Slab]] = OrderedDict()
+        self._idle: OrderedDict[int, list[Slab]] = OrderedDict()
         self._idle_bytes = 0
         self._mapped_count = 0
+        self._by_address: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
 
     def lease(self, size_bytes: int) -> memoryview:
         """Returns writable memory of exactly ``size_bytes``, its start on a page boundary.
@@ -112,9 +131,18 @@ class BufferPool:
         self._leases[id(lease)] = lease
         return exporter.data
 
+    def slab_at(self, address: int) -> Slab | None:
+        """Returns the slab that begins at an address, as every lease does; None for others."""
+        with self._lock:
+            return self._by_address.get(address)
+
+    def keeps(self, slab: Slab) -> bool:
+        """Whether a slab is small enough to be kept for reuse when it comes back."""
+        return slab.size_bytes <= self._limit_bytes
+
     def trim(self, idle_s: float = 0.0) -> int:
         """Unmaps memory that was idle for ``idle_s`` seconds; returns the bytes unmapped."""
-        unused: list[_Slab] = []
+        unused: list[Slab] = []
         with self._lock:
             self._reclaim(unused)
             limit_s = time.monotonic() - idle_s
@@ -126,16 +154,16 @@ class BufferPool:
 
     def statistics(self) -> PoolStatistics:
         """Returns how much memory is lent and how much is idle now."""
-        unused: list[_Slab] = []
+        unused: list[Slab] = []
         with self._lock:
             self._reclaim(unused)
             leases = list(self._leases.values())
             leased_bytes = sum(lease.slab.size_bytes for lease in leases)
             return PoolStatistics(leased_bytes, self._idle_bytes, len(leases), self._mapped_count)
 
-    def _take(self, slab_bytes: int) -> _Slab | None:
+    def _take(self, slab_bytes: int) -> Slab | None:
         """Takes an idle slab of that size, if there is one."""
-        unused: list[_Slab] = []
+        unused: list[Slab] = []
         with self._lock:
             if self._ended:
                 self._reclaim(unused)
@@ -149,13 +177,14 @@ class BufferPool:
             self._idle_bytes -= slab_bytes
             return slabs.pop()
 
-    def _map(self, slab_bytes: int) -> _Slab:
-        slab = _Slab(slab_bytes)
+    def _map(self, slab_bytes: int) -> Slab:
+        slab = Slab(slab_bytes)
         with self._lock:
             self._mapped_count += 1
+            self._by_address[slab.address] = slab
         return slab
 
-    def _reclaim(self, unused: list[_Slab]) -> None:
+    def _reclaim(self, unused: list[Slab]) -> None:
         """Takes back ended leases.
 
         Slabs beyond the limit go to ``unused``, for the caller to drop once it has left the lock.
@@ -171,7 +200,7 @@ class BufferPool:
         if self._idle_bytes > self._limit_bytes:
             self._shrink(unused)
 
-    def _shrink(self, unused: list[_Slab]) -> None:
+    def _shrink(self, unused: list[Slab]) -> None:
         """Moves idle slabs to ``unused`` until the rest is within the limit."""
         for size_bytes, slabs in list(self._idle.items()):
             while slabs and self._idle_bytes > self._limit_bytes:

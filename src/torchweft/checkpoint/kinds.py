@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.errors import ArgumentTypeError
 
 # Plain values, which need no code to read
@@ -41,10 +43,13 @@ class HostCopier:
 
     Args:
         path: The path of the value, for messages.
+        devices: Copies tensors on GPUs; their copies have no content before its ``wait``. By
+            default each is complete at once.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, devices: DeviceCopies | None = None) -> None:
         self._path = path
+        self._devices = devices
         self._copies: dict[_PLACE, Tensor] = {}
         self._ways: dict[type, Callable[[Any, str], Any]] = {
             **dict.fromkeys(_SCALARS, lambda value, at: value),
@@ -100,8 +105,13 @@ class HostCopier:
         )
         copy = self._copies.get(place)
         if copy is None:
-            copy = self._copies[place] = _cloned(tensor)
+            copy = self._copies[place] = self._dense(tensor)
         return copy
+
+    def _dense(self, tensor: Tensor) -> Tensor:
+        if self._devices is None or not tensor.is_cuda:
+            return _cloned(tensor)
+        return self._devices.copy(tensor.detach())
 
 
 def _cloned(tensor: Tensor) -> Tensor:
@@ -159,13 +169,19 @@ def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
     )
 
 
-def take(path: str, kind: str, value: Any) -> Any:
+def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) -> Any:
     """Returns a copy of the state of a value: tensors in host memory, and plain values.
+
+    Args:
+        path: Its path, for messages.
+        kind: Its kind.
+        value: The value.
+        devices: Copies tensors on GPUs, see ``HostCopier``.
 
     Raises:
         ArgumentTypeError: The state contains an object of another type; says where.
     """
-    copier = HostCopier(path)
+    copier = HostCopier(path, devices)
     if kind == MODULE:
         with torch.no_grad():
             state = value.state_dict()
@@ -224,12 +240,30 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
 
 
 def refill(value: Any, state: Any) -> None:
-    """Replaces the content of a dict or list, which stays the same object."""
+    """Replaces the content of a dict or list, which stays the same object.
+
+    A tensor goes to the device of the tensor whose place it takes, and to the CPU if there is none.
+    """
+    state = _on_devices_of(value, state)
     if isinstance(value, dict):
         value.clear()
         value.update(state)
     else:
         value[:] = state
+
+
+def _on_devices_of(present: Any, saved: Any) -> Any:
+    if isinstance(saved, Tensor):
+        return saved.to(present.device) if isinstance(present, Tensor) else saved
+    if isinstance(saved, dict) and isinstance(present, dict):
+        placed = type(saved)()
+        for key, item in saved.items():
+            placed[key] = _on_devices_of(present.get(key), item)
+        return placed
+    if type(saved) in (list, tuple) and isinstance(present, (list, tuple)):
+        pairs = itertools.zip_longest(present[: len(saved)], saved)
+        return type(saved)(_on_devices_of(*pair) for pair in pairs)
+    return saved
 
 
 def _is_of_another_shape(saved: Any, present: Any) -> bool:
@@ -257,19 +291,32 @@ def take_random() -> dict[str, Any]:
     }
     # If CUDA is not initialized, asking would make the process use a device that it does not use.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = [state.cpu() for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [
+            torch.cuda.get_rng_state(device).cpu() if _is_in_use(device) else None
+            for device in range(torch.cuda.device_count())
+        ]
     return states
 
 
+def _is_in_use(device: int) -> bool:
+    """Whether this process has used a GPU; where torch does not tell, whether it may have."""
+    has_context: Callable[[int], bool] | None = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return has_context is None or has_context(device)
+
+
 def put_random(states: dict[str, Any]) -> None:
-    """Sets the generators of this process to saved states."""
+    """Sets the generators of this process to saved states.
+
+    States of GPUs that this process does not have are left out.
+    """
     random.setstate(states["python"])
     key = np.asarray(states["numpy"]["state"]["key"], dtype=np.uint32)
     np.random.set_state(_with_key(states["numpy"], key))
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
+            if state is not None:
+                torch.cuda.set_rng_state(state, device)
 
 
 def _with_key(numpy_state: dict[str, Any], key: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from torchweft import knobs
+from torchweft.agent.agent import SERVED_STREAMS
 from torchweft.agent.current import current
 from torchweft.checkpoint import files, parts, reading, snapshots
 from torchweft.checkpoint.parts import Options, Owned, staged_parts
@@ -26,6 +27,7 @@ from torchweft.errors import CallTimeout, CheckpointError, WeftError, WorkerLost
 from torchweft.optim.owners import Failure, described, name_of
 from torchweft.rpc import functions, rpc_sync
 from torchweft.rpc.futures import fail
+from torchweft.rpc.ordered_futures import OrderedFuture
 
 T = TypeVar("T")
 
@@ -219,15 +221,17 @@ def in_background(
         is_awaited: Whether the process waits for the thread when it ends. It need not wait for a
             part: an unfinished file does not count.
     """
-    future: torch.futures.Future[T] = torch.futures.Future()
+    future: OrderedFuture[T] = OrderedFuture()
 
-    def run() -> None:
+    def complete() -> None:
         try:
             result = work()
         except BaseException as error:
             fail(future, error)
         else:
             future.set_result(result)
+
+    run = current().slots[SERVED_STREAMS].carried(complete)
 
     thread = threading.Thread(
         target=run, name=f"weft-{current().info.name}-{name}", daemon=not is_awaited

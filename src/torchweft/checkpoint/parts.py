@@ -22,6 +22,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.checkpoint import kinds
+from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE, HostCopier
 from torchweft.errors import CheckpointError
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
@@ -84,28 +85,33 @@ def take(owned: Owned, *, with_random: bool) -> Taken:
     """
     found = owned.kinds()
     values = owned.values()
+    devices = DeviceCopies()
 
     def taken(*which: str) -> Content:
         return {
-            path: {"kind": kind, "state": kinds.take(path, kind, values[path])}
+            path: {"kind": kind, "state": kinds.take(path, kind, values[path], devices)}
             for path, kind in found.items()
             if kind in which
         }
 
     # No lock: an object may call other workers for its state, which may wait for our optimizers.
     items = taken(OBJECT)
-    with step_lock():
+    devices.wait()
+    guard = step_lock()
+    with guard.lock, guard.order:
         items |= taken(MODULE, TENSOR)
         described = describe(owned)
         saved = {path: optimizer.content() for path, optimizer in owned.optimizers.items()}
         optimizers = {
-            path: _named(path, each.state, described[path]) for path, each in saved.items()
+            path: _named(path, each.state, described[path], devices) for path, each in saved.items()
         }
+        devices.wait()
     items |= taken(GENERATOR, DATA, VALUE)
     # Last: the user's code that was called above may have drawn random numbers.
     random = kinds.take_random() if with_random else None
     content = {"items": items, "optimizers": optimizers, "random": random}
-    options = {path: HostCopier(path).copy(each.options) for path, each in saved.items()}
+    options = {path: HostCopier(path, devices).copy(each.options) for path, each in saved.items()}
+    devices.wait()
     return Taken(content, found, described, options)
 
 
@@ -148,9 +154,12 @@ def parameter_names(items: Mapping[str, Any], parameters: Mapping[int, Tensor]) 
 
 
 def _named(
-    path: str, state: dict[Any, Any], described: dict[int, tuple[str, tuple[int, ...]]]
+    path: str,
+    state: dict[Any, Any],
+    described: dict[int, tuple[str, tuple[int, ...]]],
+    devices: DeviceCopies,
 ) -> Content:
-    copier = HostCopier(path)
+    copier = HostCopier(path, devices)
     return {
         "state": {
             described[key][0]: copier.copy(value)

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
-from torchweft.cli import doctor, run, top
+from torchweft.cli import doctor, manifest, probe, run, top
 from torchweft.errors import ConfigurationError
 from torchweft.secret import write_new
 
@@ -63,6 +63,8 @@ def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     run.add_parser(subcommands, arguments)
     top.add_parsers(subcommands)
     doctor.add_parser(subcommands)
+    manifest.add_parser(subcommands)
+    probe.add_parser(subcommands)
     _add_secret_parser(subcommands)
     return parser
 

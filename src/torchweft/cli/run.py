@@ -43,7 +43,9 @@ examples:
   torchweft run -n 4 --restarts 3 train.py
   torchweft run -n 4 --restarts 10 --restart worker serve.py
   torchweft run --on ssh --hosts a:4,b:4 train.py
-  torchweft run --on slurm --nodes 2 --workers-per-node 4 train.py"""
+  torchweft run --on slurm --nodes 2 --workers-per-node 4 train.py
+  torchweft run --on ray -n 8 --num-cpus 2 --strategy SPREAD train.py
+  torchweft run --on kubernetes --image registry.example/train:1 -n 8 train.py"""
 
 
 def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
@@ -89,18 +91,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help=f"where to start them: {', '.join(OWN)}, or a package's launcher (default: {LOCAL}); "
         "before the launcher's own options, which --on LAUNCHER --help shows",
     )
-    parser.add_argument("-n", "--workers", type=int, metavar="N", help="how many workers to start")
-    parser.add_argument("--names", help="the workers' names, separated by commas, by rank")
-    parser.add_argument(
-        "--name-prefix", default="worker", help="names are this and the rank (default: worker)"
-    )
-    parser.add_argument(
-        "--master-port",
-        type=int,
-        default=0,
-        metavar="PORT",
-        help="the port at which the workers meet (default: a free one)",
-    )
+    add_workers(parser, port="a free one")
     parser.add_argument(
         "--warm",
         action="store_true",
@@ -115,6 +106,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "made of N and its name (default: other numbers in each worker and run)",
     )
     _add_restarts(parser)
+    add_program(parser)
+
+
+def add_workers(parser: argparse.ArgumentParser, port: str) -> None:
+    """Adds the options that say how many workers there are, their names, and where they meet."""
+    parser.add_argument("-n", "--workers", type=int, metavar="N", help="how many workers to start")
+    parser.add_argument("--names", help="the workers' names, separated by commas, by rank")
+    parser.add_argument(
+        "--name-prefix", default="worker", help="names are this and the rank (default: worker)"
+    )
+    parser.add_argument(
+        "--master-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help=f"the port at which the workers meet (default: {port})",
+    )
+
+
+def add_program(parser: argparse.ArgumentParser) -> None:
+    """Adds the script or module and its arguments."""
     parser.add_argument("-m", dest="is_module", action="store_true", help="run a module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -151,7 +163,7 @@ def _add_restarts(parser: argparse.ArgumentParser) -> None:
 def execute(options: argparse.Namespace) -> int:
     """Runs the workers and returns the exit status."""
     launcher = load(options.on).from_options(options)
-    names = _names(options, launcher.count(options.workers))
+    names = names_of(options, launcher.count(options.workers))
     if not 0 <= options.master_port < 1 << 16:
         raise ConfigurationError(
             f"--master-port is {options.master_port}; a port is a number from 1 to 65535"
@@ -163,7 +175,7 @@ def execute(options: argparse.Namespace) -> int:
         )
     order = Order(
         names,
-        _job(options),
+        job_of(options, is_here=not launcher.has_own_files),
         command_console(),
         _restarts(options),
         options.master_port,
@@ -192,7 +204,12 @@ def _restarts(options: argparse.Namespace) -> RestartPolicy:
     return RestartPolicy(limit=options.restarts or 0, **chosen)
 
 
-def _names(options: argparse.Namespace, workers: int | None) -> list[str]:
+def names_of(options: argparse.Namespace, workers: int | None) -> list[str]:
+    """Returns the names that the options of the workers describe.
+
+    Raises:
+        ConfigurationError: They cannot be used, or do not say how many workers there are.
+    """
     names = None if options.names is None else options.names.split(",")
     if workers is None and names is None:
         raise ConfigurationError(
@@ -203,17 +220,27 @@ def _names(options: argparse.Namespace, workers: int | None) -> list[str]:
     return worker_names(count, names, options.name_prefix)
 
 
-def _job(options: argparse.Namespace) -> Job:
+def job_of(options: argparse.Namespace, *, is_here: bool = True) -> Job:
+    """Returns the job that the script or module of a command line describes.
+
+    Args:
+        options: The options of the command line.
+        is_here: Whether the script must be a file of this host.
+
+    Raises:
+        ConfigurationError: There is no script.
+    """
     if not options.program:
         missing = "module after -m" if options.is_module else "script"
         raise ConfigurationError(f"there is no {missing}; write: torchweft run -n 2 train.py")
     program, *arguments = options.program
-    if not options.is_module:
+    if is_here and not options.is_module:
         _check_script(program)
     if options.warm:
         return (module_job if options.is_module else script_job)(program, arguments)
     mode = ["-m"] if options.is_module else []
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    # Flags of this interpreter are for this host.
+    flags = subprocess._args_from_interpreter_flags() if is_here else []  # type: ignore[attr-defined]
     return program_job([sys.executable, *flags, *mode, program, *arguments])
 
 

@@ -64,7 +64,9 @@ def collect_all(futures: Sequence[AnyFuture]) -> torch.futures.Future[list[AnyFu
     def finish(all_done: AnyFuture) -> None:
         if may_end.acquire(blocking=False):
             try:
-                collected.set_result(all_done.value())
+                all_done.value()
+                # Not the objects that C++ has made: they do not order work on GPUs.
+                collected.set_result(list(futures))
             except Exception as error:  # C++ has completed a future with it
                 collected.set_exception(error.with_traceback(None))  # type: ignore[arg-type]
 

@@ -1,5 +1,6 @@
 """Embedding tables on servers: large tables cut into shards, rows pulled and gradients pushed."""
 
+from torchweft.embedding import host, occupied, saved
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.dynamic import Occupancy
 from torchweft.embedding.errors import (
@@ -39,7 +40,16 @@ from torchweft.embedding.tables import Tables
 from torchweft.embedding.touched import touched_shares
 from torchweft.embedding.wire import Wire
 
+CALLABLES = (
+    *(*host.CALLABLES, *occupied.CALLABLES, *saved.CALLABLES),
+    *(BadIds, BadOffsets, CapacityError, IdOutOfRange, InputError, PlanError, StepError),
+    TablesMismatch,
+)
+"""The callables that a strict worker names in ``RpcBackendOptions(callables=...)`` to be a server
+of tables, or to be told the errors of servers."""
+
 __all__ = [
+    "CALLABLES",
     "Adagrad",
     "BadIds",
     "BadOffsets",

@@ -79,7 +79,7 @@ class RowCache:
         self._policy = policy
         self._slot_of = np.full(keys, -1, np.int32)
         self._counts = np.zeros(keys if policy == "frequency" else 0, np.int32)
-        self._values = torch.empty(0, dim, dtype=dtype)
+        self._values = torch.empty(0, dim, dtype=dtype, device="cpu")
         self._lookups = 0
         self._held = 0
         self._key_of = np.empty(0, np.int64)  # -1 where a slot is free

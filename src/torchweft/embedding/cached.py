@@ -73,7 +73,7 @@ class CachedRows(PulledRows):
             answer: The answers of the servers.
             ages: The ages at the time at which they were asked.
         """
-        versions = torch.empty(len(fetch.keys), dtype=torch.int64)
+        versions = torch.empty(len(fetch.keys), dtype=torch.int64, device="cpu")
         for _, server, begin, end in fetch.slices():
             versions[begin:end] = answer.versions[server]
         born = torch.full_like(versions, ages.now) if ages.counts_steps else versions

@@ -13,7 +13,7 @@ from torchweft.embedding.plan import TableConfig
 
 def make_copy(config: TableConfig, seed: int) -> nn.Parameter:
     """Returns a table with its initial values, ``(rows, dim)``."""
-    values = torch.empty(config.rows, config.dim, dtype=config.dtype)
+    values = torch.empty(config.rows, config.dim, dtype=config.dtype, device="cpu")
     initial.fill(values, config, range(config.rows), range(config.dim), seed)
     return nn.Parameter(values)
 

@@ -16,6 +16,7 @@ from torchweft.embedding.plan import Layout, Stack
 from torchweft.embedding.roster import Roster
 from torchweft.embedding.rows import Part, put, take
 from torchweft.embedding.shard import Gradients, Shard
+from torchweft.serialize.registry import rebuilds_plain
 
 ROWS: Final = "rows."
 WAITING: Final = "waiting."
@@ -23,6 +24,7 @@ WAITING: Final = "waiting."
 _VALUE_PARTS: Final = 2
 
 
+@rebuilds_plain
 class Occupancy(NamedTuple):
     """The ids of a dynamic table.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions, on_worker_lost
+from torchweft.rpc.current_call import check_types, serves_another_strictly
+from torchweft.serialize.registry import rebuilds_plain
 
 _hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
 _making = threading.Lock()
@@ -34,6 +37,7 @@ Push = tuple[int, int, list[Part]]
 """A stack, its members that were looked up, and gradients."""
 
 
+@rebuilds_plain
 class Options(NamedTuple):
     """All that the trainers of a collection, and its servers, agree on.
 
@@ -105,7 +109,7 @@ class Host:
             if trainer >= 0:
                 self.steps.check_pull(trainer, step)
             found = []
-            for stack, *wanted in requests:
+            for stack, *wanted in _own(requests):
                 shard = self._shard(stack)
                 found.append(shard.pool(*wanted) if len(wanted) > 1 else shard.pull(*wanted))
             version = self.steps.version
@@ -126,8 +130,9 @@ class Host:
         """
         if self.rule is None:
             raise ConfigurationError(f"no optimizer is set for the tables on {self.name!r}")
+        check_types(lr=(lr, (int, float)))
         lesson = Lesson(
-            lr, {stack: self._checked(stack, used, parts) for stack, used, parts in pushes}
+            lr, {stack: self._checked(stack, used, parts) for stack, used, parts in _own(pushes)}
         )
         future: torch.futures.Future[int] = torch.futures.Future()
         with self.lock, self._blaming_the_lost():
@@ -150,6 +155,7 @@ class Host:
             raise
 
     def _checked(self, stack: int, used: int, parts: Sequence[Part]) -> Gradients:
+        check_types(used=(used, int))
         shard, form = self._shard(stack), self.options.wire.pushed
         gradients = Gradients(
             used,
@@ -212,6 +218,15 @@ class Host:
                 self.rule = rule
 
 
+def _own(value: Any) -> Any:
+    """Copies tensors that another worker sent to a strict one: their sender may share the memory,
+    and could change rows after they were checked.
+    """
+    if not serves_another_strictly():
+        return value
+    return copy.deepcopy(value)
+
+
 def _shard(stack: Stack, server: int, options: Options) -> Shard:
     if not stack.is_dynamic:
         return Shard(stack, server, options.seed)
@@ -239,6 +254,8 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
     Raises:
         TablesMismatch: A collection of this name was made with other options.
     """
+    check_types(name=(name, str), options=(options, Options))
+    check_types(layout=(options.layout, Layout))
     server = current().me.name
     with _making:
         host = _hosts.get(name)
@@ -289,6 +306,7 @@ def close(name: str) -> None:
 
 def set_rule(name: str, rule: Rule) -> None:
     """Sets the optimizer of a collection."""
+    check_types(rule=(rule, Rule))
     host_of(name).set_rule(rule)
 
 
@@ -346,12 +364,16 @@ def _rows_of(host: Host, stack: int, number: int) -> Tensor:
     return host._shard(stack).held(number)["weights"]
 
 
+CALLABLES = (close, missing, pull, push, read, set_rule, set_up, staleness, write)
+
+
 def host_of(name: str) -> Host:
     """Returns a collection's shards on this worker.
 
     Raises:
         ConfigurationError: There are none; all trainers have closed the collection.
     """
+    check_types(name=(name, str))
     host = _hosts.get(name)
     if host is None:
         raise ConfigurationError(

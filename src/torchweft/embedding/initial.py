@@ -43,7 +43,7 @@ def fill(target: Tensor, config: TableConfig, rows: range, columns: range, seed:
         size = max(1, _BLOCK // len(columns))
         for begin in range(0, len(rows), size):
             part = rows[begin : begin + size]
-            numbers = torch.arange(part.start, part.stop, part.step)
+            numbers = torch.arange(part.start, part.stop, part.step, device="cpu")
             target[begin : begin + size] = values(config, numbers, columns, seed)
     if config.padding_idx is not None and config.padding_idx in rows:
         target[rows.index(config.padding_idx)] = 0
@@ -60,8 +60,10 @@ def values(config: TableConfig, rows: Tensor, columns: range, seed: int) -> Tens
     """
     initial = config.initial
     if isinstance(initial, Constant):
-        return torch.full((len(rows), len(columns)), initial.value, dtype=config.dtype)
-    places = rows[:, None] * config.dim + torch.arange(columns.start, columns.stop)
+        return torch.full(
+            (len(rows), len(columns)), initial.value, dtype=config.dtype, device="cpu"
+        )
+    places = rows[:, None] * config.dim + torch.arange(columns.start, columns.stop, device="cpu")
     counters = places * _TWO_PER_VALUE
     start = _mixed(seed * _GOLDEN + config.number)
     first = _uniform(counters, start)

@@ -62,17 +62,17 @@ class Flat(NamedTuple):
     def lengths(self) -> Tensor:
         """Returns the number of ids in each bag."""
         if self.offsets is None or self.length:
-            return torch.full((self.bags,), self.length)
+            return torch.full((self.bags,), self.length, device="cpu")
         return torch.diff(self.offsets, append=self.offsets.new_tensor([self.n_ids]))
 
     def numbers(self) -> Tensor:
         """Returns the number of its bag for each id."""
-        numbers = torch.arange(self.n_ids)
+        numbers = torch.arange(self.n_ids, device="cpu")
         if self.length == 1:
             return numbers
         if self.length:
             return numbers.div_(self.length, rounding_mode="floor")
-        bags = torch.arange(self.bags)
+        bags = torch.arange(self.bags, device="cpu")
         return bags.repeat_interleave(self.lengths(), output_size=self.n_ids)
 
 
@@ -87,7 +87,7 @@ class Checker:
     def __init__(self, config: TableConfig, servers: str) -> None:
         self.config = config
         self._fields = {"table": config.name, "server": servers}
-        self._form, self._fixed = (0, 0), torch.empty(0, dtype=torch.int64)
+        self._form, self._fixed = (0, 0), torch.empty(0, dtype=torch.int64, device="cpu")
         self._where = f"table {config.name!r} on {servers}" if servers else f"table {config.name!r}"
 
     def flat(self, value: Any) -> Flat:
@@ -168,7 +168,7 @@ class Checker:
     def _fixed_offsets(self, bags: int, length: int) -> Tensor:
         """Returns where bags of equal length begin; the same tensor as long as the form is."""
         if self._form != (bags, length):
-            self._form, self._fixed = (bags, length), torch.arange(bags) * length
+            self._form, self._fixed = (bags, length), torch.arange(bags, device="cpu") * length
         return self._fixed
 
     def _check_offsets(self, offsets: Tensor, count: int, has_last: bool) -> None:

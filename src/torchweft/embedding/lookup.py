@@ -65,7 +65,7 @@ class Fetch:
         """Returns the rows by key."""
         parts = [answers[server] for server in self.stack.servers if server in answers]
         if not parts:
-            return torch.empty(0, self.stack.dim, dtype=self.stack.dtype)
+            return torch.empty(0, self.stack.dim, dtype=self.stack.dtype, device="cpu")
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -140,7 +140,7 @@ class PulledRows(Pulled):
     def _trained(self, keys: Tensor) -> Tensor | None:
         """Returns which keys are not of padding; None for all."""
         padding = [
-            self._router.keys(member, torch.tensor([member.config.padding_idx]))
+            self._router.keys(member, torch.tensor([member.config.padding_idx], device="cpu"))
             for _, member, _ in self.looked
             if member.config.padding_idx is not None and member.config.pooling == "none"
         ]
@@ -241,7 +241,7 @@ class PulledSums(Pulled):
             if low == high:
                 continue
             begin, end = keys.place(low), keys.place(high)
-            counts = torch.diff(keys.starts[low:high], append=torch.tensor([end]))
+            counts = torch.diff(keys.starts[low:high], append=torch.tensor([end], device="cpu"))
             pushes[self.stack.servers[server]] = (
                 self._router.rows(keys.unique[low:high], server),
                 counts.to(dtype),

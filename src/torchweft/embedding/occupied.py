@@ -28,6 +28,9 @@ def rows(name: str, table: str) -> list[tuple[Tensor, Tensor]]:
         ]
 
 
+CALLABLES = (occupancy, rows)
+
+
 def _dynamic(host: Host) -> list[DynamicShard]:
     return [each for each in host.shards.values() if isinstance(each, DynamicShard)]
 

@@ -154,10 +154,10 @@ def offsets_of(flats: Sequence[Flat]) -> Tensor | None:
     if length == 1:
         return None
     if length:
-        return torch.arange(0, sum(flat.n_ids for flat in flats), length)
+        return torch.arange(0, sum(flat.n_ids for flat in flats), length, device="cpu")
     offsets, begin = [], 0
     for flat in flats:
-        own = torch.arange(flat.n_ids) if flat.offsets is None else flat.offsets
+        own = torch.arange(flat.n_ids, device="cpu") if flat.offsets is None else flat.offsets
         offsets.append(own + begin)
         begin += flat.n_ids
     return torch.cat(offsets)
@@ -167,7 +167,7 @@ def lengths_of(flats: Sequence[Flat]) -> Tensor:
     """Returns the lengths of the bags of several tables, one table after the other."""
     length = _fixed_length(flats)
     if length:
-        return torch.full((sum(flat.bags for flat in flats),), length)
+        return torch.full((sum(flat.bags for flat in flats),), length, device="cpu")
     return torch.cat([flat.lengths() for flat in flats])
 
 
@@ -175,7 +175,11 @@ def numbers_of(flats: Sequence[Flat], order: Tensor | None = None) -> Tensor:
     """Returns the numbers of the bags of ids, the ids in some order."""
     length = _fixed_length(flats)
     if length:
-        ids = torch.arange(sum(flat.n_ids for flat in flats)) if order is None else order
+        ids = (
+            torch.arange(sum(flat.n_ids for flat in flats), device="cpu")
+            if order is None
+            else order
+        )
         return ids if length == 1 else ids.div(length, rounding_mode="floor")
     numbers, begin = [], 0
     for flat in flats:
@@ -187,7 +191,9 @@ def numbers_of(flats: Sequence[Flat], order: Tensor | None = None) -> Tensor:
 
 def weights_of(flat: Flat, dtype: torch.dtype) -> Tensor:
     """Returns the weights of ids, ones where there are none."""
-    return torch.ones(flat.n_ids, dtype=dtype) if flat.weights is None else flat.weights
+    return (
+        torch.ones(flat.n_ids, dtype=dtype, device="cpu") if flat.weights is None else flat.weights
+    )
 
 
 def averaged(looked: Looked, sums: Tensor) -> Tensor:

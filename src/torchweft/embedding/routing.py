@@ -74,7 +74,7 @@ class Router:
         end = len(stack.servers) * stack.stride
         # Sorting takes half the time in the smaller type.
         dtype = torch.int32 if end <= _LARGEST else torch.int64
-        self._edges = torch.tensor([*begins, end], dtype=dtype)
+        self._edges = torch.tensor([*begins, end], dtype=dtype, device="cpu")
 
     def keys(self, member: Member, ids: Tensor) -> Tensor:
         """Returns the key of each id of a table."""
@@ -129,11 +129,11 @@ class DynamicRouter(Router):
         lengths = torch.diff(by_id.starts, append=by_id.starts.new_tensor([len(found)]))[order]
         starts = lengths.cumsum(0).sub_(lengths)
         # The occurrences of each id stay together, and in their order.
-        places = torch.arange(len(found)) + (by_id.starts[order] - starts).repeat_interleave(
-            lengths, output_size=len(found)
-        )
+        places = torch.arange(len(found), device="cpu") + (
+            by_id.starts[order] - starts
+        ).repeat_interleave(lengths, output_size=len(found))
         keys = Sorted(by_id.unique[order], by_id.order[places], starts)
-        cuts = torch.searchsorted(unique, torch.arange(servers + 1)).tolist()
+        cuts = torch.searchsorted(unique, torch.arange(servers + 1, device="cpu")).tolist()
         return Routed(found, keys, cuts, [len(unique)])
 
     def rows(self, keys: Tensor, server: int) -> Tensor:

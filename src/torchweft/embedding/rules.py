@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ConfigurationError
+from torchweft.serialize.registry import rebuilds_plain
 
 State = dict[str, Tensor]
 
@@ -59,6 +60,7 @@ class Rule(abc.ABC):
         """
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class SGD(Rule):
     """Stochastic gradient descent: ``torch.optim.SGD`` with sparse gradients.
@@ -87,6 +89,7 @@ class SGD(Rule):
         weights.add_(gradients, alpha=-lr)
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Adagrad(Rule):
     """``torch.optim.Adagrad`` with sparse gradients.
@@ -125,6 +128,7 @@ class Adagrad(Rule):
         return gradients.square()
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class RowWiseAdagrad(Adagrad):
     """Adagrad with one sum for each row: of the mean of its squared gradients.
@@ -142,6 +146,7 @@ class RowWiseAdagrad(Adagrad):
         return gradients.square().mean(1, keepdim=True)
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class SparseAdam(Rule):
     """``torch.optim.SparseAdam``: Adam whose moments change only where a row has a gradient.

@@ -20,6 +20,7 @@ from torchweft.embedding.host import Host, host_of
 from torchweft.embedding.pieces import Cut, Held, Plain, common, from_plain, pieces_of, within
 from torchweft.embedding.routing import server_of
 from torchweft.rpc import RRef, rpc_sync
+from torchweft.rpc.current_call import check_types
 
 _CHUNK_BYTES = 1 << 26
 """Rows that one message moves."""
@@ -59,7 +60,9 @@ def standing(name: str) -> tuple[int, bool, list[str]]:
     with host.lock:
         rule = host.rule
         described = (
-            [] if rule is None else [type(rule).__name__, *rule.state_for(torch.empty(0, 1))]
+            []
+            if rule is None
+            else [type(rule).__name__, *rule.state_for(torch.empty(0, 1, device="cpu"))]
         )
         return host.steps.version, host.steps.is_between, described
 
@@ -72,6 +75,7 @@ def leaving(name: str, version: int) -> list[RRef[Entry]]:
 
 def receiving(name: str, count: int) -> list[RRef[Entry]]:
     """Returns entries that take up pieces of a snapshot."""
+    check_types(count=(count, int))
     host_of(name)
     return [RRef(Entry()) for _ in range(count)]
 
@@ -91,7 +95,7 @@ def adopt(name: str, saved: Sequence[tuple[Plain, RRef[Entry]]], timeout_s: floa
 
 def taken(entry: RRef[Entry], rows: Cut, columns: Cut, width: int) -> dict[str, Any]:
     """Returns some rows and columns of an entry that this server received."""
-    content = entry.local_value().content
+    content = _received(entry).content
     tensors = {key: _cut(each, rows, columns, width) for key, each in content["tensors"].items()}
     return {"tensors": tensors, "steps": content["steps"]}
 
@@ -111,13 +115,22 @@ def taken_ids(
     Returns:
         Whether there are more; the steps of the table; and tensors by name.
     """
-    content = entry.local_value().content
+    content = _received(entry).content
     group = {key: each for key, each in content["tensors"].items() if key.startswith(prefix)}
     own = (server_of(group[f"{prefix}ids"], servers) == server).nonzero().view(-1)
     row_bytes = sum(math.prod(each.shape[1:]) * each.itemsize for each in group.values())
     end = begin + max(1, _CHUNK_BYTES // row_bytes)
     tensors = {key: each[own[begin:end]] for key, each in group.items()}
     return end < len(own), content["steps"], tensors
+
+
+CALLABLES = (adopt, leaving, receiving, standing, taken, taken_ids)
+
+
+def _received(reference: RRef[Entry]) -> Entry:
+    entry = reference.local_value()
+    check_types(entry=(entry, Entry))
+    return entry
 
 
 def _held_by(host: Host) -> list[Held]:

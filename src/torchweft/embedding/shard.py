@@ -17,8 +17,8 @@ from torchweft.embedding.rules import Rule
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 _ENTRY_PARTS: Final = 3
-_CHUNK_BYTES: Final = 1 << 21
-"""Gradients that are applied at a time: they stay in memory that is warm."""
+_CHUNK_BYTES: Final = 1 << 19
+"""Gradients that are applied at a time: they stay in the cache, and malloc keeps their memory."""
 
 
 class Gradients(NamedTuple):
@@ -46,11 +46,15 @@ class Shard:
         self.stack = stack
         self.name = stack.servers[server]
         self._server = server
-        self.weights = torch.empty(stack.size_on(server), stack.dim, dtype=stack.dtype)
-        self.steps = torch.zeros(len(stack.members), dtype=torch.float64)
+        self.weights = torch.empty(
+            stack.size_on(server), stack.dim, dtype=stack.dtype, device="cpu"
+        )
+        self.steps = torch.zeros(len(stack.members), dtype=torch.float64, device="cpu")
         """How many steps each member has made."""
         self._rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
+        self._scratch: dict[str, Tensor] = {}
+        """Copies of the rows that are changed at a time; overwritten by the next ones."""
         self._begin(seed)
 
     def _begin(self, seed: int) -> None:
@@ -128,7 +132,7 @@ class Shard:
         self.steps[members] += 1
         parts = self._admitted([part for each in pushed for part in each.parts])
         steps_of = self._steps_of()
-        for rows, gradients in summed(parts, max(1, _CHUNK_BYTES // self.stack.row_bytes)):
+        for rows, gradients in summed(parts, self._chunk_rows):
             if divisor > 1:
                 gradients = gradients / divisor
             self._change(rows, gradients, lr, steps_of(rows))
@@ -140,12 +144,26 @@ class Shard:
     def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
         """Changes rows that occur once."""
         assert self._rule is not None
-        weights = take(self.weights, rows)
-        state = {name: take(values, rows) for name, values in self.state.items()}
+        weights = self._copied("weights", self.weights, rows)
+        state = {
+            name: self._copied(f"state.{name}", values, rows) for name, values in self.state.items()
+        }
         self._rule.apply(weights, state, gradients, lr, step)
         put(self.weights, rows, weights)
         for name, values in state.items():
             put(self.state[name], rows, values)
+
+    def _copied(self, name: str, values: Tensor, rows: Tensor) -> Tensor:
+        """Returns copies of at most a chunk of rows; they are valid until the next ones."""
+        scratch = self._scratch.get(name)
+        if scratch is None:
+            size = min(self._chunk_rows, len(values))
+            scratch = self._scratch[name] = values.new_empty(size, values.shape[1])
+        return take(values, rows, into=scratch)
+
+    @property
+    def _chunk_rows(self) -> int:
+        return max(1, _CHUNK_BYTES // self.stack.row_bytes)
 
     def _steps_of(self) -> Callable[[Tensor], Tensor]:
         """Returns a function that returns the number of steps of the tables of rows."""
@@ -153,7 +171,7 @@ class Shard:
         steps = self.steps[[number for number, _ in held]]
         if bool((steps == steps[0]).all()):
             return lambda _: steps[0]
-        bases = torch.tensor([base for _, base in held])
+        bases = torch.tensor([base for _, base in held], device="cpu")
 
         def steps_of(rows: Tensor) -> Tensor:
             return steps[torch.searchsorted(bases, rows.long(), right=True) - 1].unsqueeze(1)

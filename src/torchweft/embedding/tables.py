@@ -258,7 +258,7 @@ class Tables(nn.Module):
         if name in self.copies:
             copy: Tensor = self.copies[name].detach().cpu().clone()
             return copy
-        whole = torch.empty(config.rows, config.dim, dtype=config.dtype)
+        whole = torch.empty(config.rows, config.dim, dtype=config.dtype, device="cpu")
         for (_, server, rows, columns), stack, number in self._pieces(name):
             part = self._client.call(server, host.read, stack, number)
             whole[rows.start :: rows.step, columns.start : columns.stop] = part
@@ -286,6 +286,7 @@ class Tables(nn.Module):
             )
         if name in self.copies:
             self.copies[name].copy_(values)
+        values = values.cpu()  # Servers keep rows in host memory.
         for (_, server, rows, columns), stack, number in self._pieces(name):
             part = values[rows.start :: rows.step, columns.start : columns.stop].contiguous()
             self._client.call(server, host.write, stack, number, part)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchweft.embedding.errors import InputError
 from torchweft.errors import ConfigurationError
+from torchweft.serialize.registry import rebuilds_plain
 
 Form = Literal["fp16", "bf16", "int8"]
 FLOATS: Final = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -22,6 +23,7 @@ _LARGEST: Final = 127
 _SCALE: Final = torch.float32
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Wire:
     """How rows and gradients travel; see ``Tables``.

@@ -21,6 +21,9 @@ from torchweft.embedding.rows import Part, summed
 from torchweft.errors import CallTimeout, ConfigurationError, OptimizerError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
+from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 
 Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""
@@ -138,6 +141,7 @@ class _Round:
         self.trainers = trainers
         self.norm_type = norm_type
         self.stacks: dict[int, Stacks] = {}
+        self.marks: list[Mark | None] = []
         self.futures: list[torch.futures.Future[Tensor]] = []
         self.forget: Callable[[], None] = lambda: None
 
@@ -151,7 +155,7 @@ def measure(
     key: Key, trainer: int, trainers: Sequence[str], norm_type: float, stacks: Stacks
 ) -> torch.futures.Future[Tensor]:
     """Takes the gradients of a trainer; answered with the norm when all have sent theirs."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future: OrderedFuture[Tensor] = OrderedFuture()
     with _lock:
         if key not in _rounds:
             _drop_stale(key)
@@ -161,6 +165,7 @@ def measure(
             _rounds[key].forget = on_worker_lost(lambda error: _fail(key, error))
         found = _rounds[key]
         found.stacks[trainer] = stacks
+        found.marks.append(device_streams.mark() if device_streams.HAS_CUDA else None)
         found.futures.append(future)
         is_complete = len(found.stacks) == len(trainers)
         if is_complete:
@@ -172,6 +177,8 @@ def measure(
 
 
 def _answer(found: _Round) -> None:
+    for mark in found.marks:
+        device_streams.use(mark, found.stacks)
     ordered = [found.stacks[trainer] for trainer in range(len(found.trainers))]
     try:
         total = norm_of_mean(ordered, len(ordered), found.norm_type)

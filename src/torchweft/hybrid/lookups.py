@@ -63,7 +63,7 @@ class Copied:
     def __init__(self, found: Found) -> None:
         self.name = found.name
         self.parameter = cast("nn.Parameter", found.table.weight)
-        self.used = torch.zeros(len(self.parameter), dtype=torch.bool)
+        self.used = torch.zeros(len(self.parameter), dtype=torch.bool, device="cpu")
         """The rows that have had a gradient of this trainer since the last step."""
         found.table.sparse = False
         found.table.register_forward_hook(self._watch, with_kwargs=True)

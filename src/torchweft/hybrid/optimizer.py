@@ -18,7 +18,7 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid.clipping import check_norms, coefficient_of
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.errors import PlacementError
-from torchweft.optim.clipping import norm, norm_of
+from torchweft.optim.clipping import norm, norm_of, on_host
 
 DenseFactory = Callable[[list[nn.Parameter]], Optimizer]
 MeasureRows = Callable[[Sequence[tuple[Pulled, Tensor]], float], list[Tensor]]
@@ -156,7 +156,7 @@ class HybridOptimizer(Optimizer):
         """
         max_norm, norm_type = check_norms(max_norm, norm_type)
         dense, leaves = self._found(context_id)
-        norms = [norm(gradient, norm_type).cpu() for gradient in dense]
+        norms = on_host([norm(gradient, norm_type) for gradient in dense])
         norms += self._measure(leaves, norm_type)
         total = norm_of(norms, norm_type)
         factor = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)

@@ -159,7 +159,9 @@ class RemoteHybridModel(nn.Module):
             with self._trainers.first_tells() as told:
                 if told.is_first:
                     norms = _norms_of_means(contexts, addresses, norm_type)
-                    norms += [of_contexts.norm(each, norm_type).cpu() for each in local]
+                    norms += of_contexts.on_host(
+                        [of_contexts.norm(each, norm_type) for each in local]
+                    )
                     told.value = of_contexts.norm_of(norms, norm_type)
             total: Tensor = told.value
             factor = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
@@ -199,10 +201,9 @@ def norms_of_means(
     for context_id in contexts:
         for place, gradient in _gradients(context_id, members):
             sums[place] = gradient if place not in sums else sums[place] + gradient
-    return [
-        (place, of_contexts.norm(sums[place] / len(contexts), norm_type).cpu())
-        for place in sorted(sums)
-    ]
+    places = sorted(sums)
+    norms = [of_contexts.norm(sums[place] / len(contexts), norm_type) for place in places]
+    return list(zip(places, of_contexts.on_host(norms), strict=True))
 
 
 def _gradients(context_id: int, members: of_contexts.Members) -> Iterable[tuple[int, Tensor]]:

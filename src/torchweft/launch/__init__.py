@@ -18,6 +18,8 @@ from torchweft.launch.run import run_workers
 if TYPE_CHECKING:
     from torchweft.launch.host_connection import Host
     from torchweft.launch.hosts_launcher import HostsLauncher
+    from torchweft.launch.kubernetes import Kubernetes
+    from torchweft.launch.ray import Ray
     from torchweft.launch.slurm import Slurm
     from torchweft.launch.ssh import Ssh
 
@@ -25,9 +27,11 @@ __all__ = [
     "Cluster",
     "Host",
     "HostsLauncher",
+    "Kubernetes",
     "Launcher",
     "Nursery",
     "Order",
+    "Ray",
     "RestartPolicy",
     "Slurm",
     "Ssh",
@@ -38,6 +42,8 @@ __all__ = [
 _BY_NEED = {
     "Host": "host_connection",
     "HostsLauncher": "hosts_launcher",
+    "Kubernetes": "kubernetes",
+    "Ray": "ray",
     "Slurm": "slurm",
     "Ssh": "ssh",
 }

@@ -60,6 +60,7 @@ class _Agent:
             "port": self._reserve_port,
             "start": self._start,
             "stop": self._stop,
+            "signal": self._signal,
             "notice": lambda request: self._notify(),
             "alive": lambda request: None,
         }
@@ -197,6 +198,10 @@ class _Agent:
                 self._make(ENDING)
             self._nursery.stop(request["key"], request["ladder"])
 
+    def _signal(self, request: Message) -> None:
+        if self._nursery is not None:
+            self._nursery.signal(request["keys"], request["number"])
+
     # Workers
 
     def _follow(self, key: str, stream: str, descriptor: int) -> None:
@@ -243,6 +248,8 @@ class _Agent:
 
 def main() -> None:
     """Serves one launcher over standard input and output."""
+    # Ray blocks this signal in the processes that it starts, and workers inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # Nothing else may write to the connection, or read from it.
     source, sink = os.dup(0), os.dup(1)
     with open(os.devnull) as null:

@@ -1,7 +1,7 @@
 """The launcher's connection with the agent of one other host.
 
 A thread reads the agent's frames: it writes the workers' output into the pipes that the supervisor
-reads, and passes the events on. Two more threads keep the last lines of the command's standard
+reads, and passes the events on. Two more threads keep the last lines of the agent's standard
 error, and show the agent that this process is there.
 """
 
@@ -12,16 +12,15 @@ import contextlib
 import os
 import queue
 import select
-import subprocess
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import IO
 
 from torchweft.errors import HostError, ProtocolError
 from torchweft.launch.control import Message
-from torchweft.launch.framing import ALIVE_S, MARK, READ_BYTES, Unpacker, pack, write_all
+from torchweft.launch.framing import ALIVE_S, MARK, READ_BYTES, Unpacker, pack
+from torchweft.launch.host_link import CommandLink, Link
 from torchweft.launch.worker import WorkerSpec
 
 END_LIMIT_S = 8.0
@@ -42,13 +41,16 @@ class Host:
         workers: How many workers start there.
         command: Starts the agent there, with its standard input and output connected.
         timeout_s: Seconds within which the agent must answer.
+        connect: Starts the agent in another way than by a command; may be called again once the
+            agent is lost.
     """
 
     name: str
     address: str
     workers: int
-    command: tuple[str, ...]
+    command: tuple[str, ...] = ()
     timeout_s: float = 30.0
+    connect: Callable[[], Link] | None = None
 
 
 class HostConnection:
@@ -74,22 +76,13 @@ class HostConnection:
         self._said: list[str] = []
         self._began_s = time.monotonic()
         try:
-            self._process = subprocess.Popen(
-                host.command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-                bufsize=0,
-            )
+            self._link = CommandLink(host.command) if host.connect is None else host.connect()
         except FileNotFoundError:
             raise HostError(
                 f"there is no command {host.command[0]!r} here, by which workers start on host "
                 f"{host.name!r}; install it, or put it on the PATH",
                 host=host.name,
             ) from None
-        assert self._process.stdin is not None
-        os.set_blocking(self._process.stdin.fileno(), True)
         self._threads = [
             threading.Thread(target=target, name=f"weft-host-{host.name}", daemon=True)
             for target in (self._read_errors, self._read, self._show_alive)
@@ -101,6 +94,27 @@ class HostConnection:
             thread.start()
 
     # Called by the launcher's thread
+
+    @property
+    def address(self) -> str:
+        """The address at which the other hosts reach this one; final once the agent answers."""
+        return self._link.address or self.host.address
+
+    @property
+    def has_opened(self) -> bool:
+        """Whether the agent has answered."""
+        return self._is_open
+
+    def is_ready(self) -> bool:
+        """Whether the agent has answered; does not wait.
+
+        Raises:
+            HostError: It will not answer, or has not in time.
+        """
+        is_late = time.monotonic() - self._began_s > self.host.timeout_s
+        if not self._is_open and (is_late or not self._answers.empty()):
+            self.await_opened()
+        return self._is_open
 
     def await_opened(self) -> None:
         """Blocks until the agent answers; its answer is the port."""
@@ -133,40 +147,28 @@ class HostConnection:
 
     def send(self, message: Message) -> None:
         """Sends a request; does nothing if the agent is gone."""
-        stdin = self._process.stdin
-        assert stdin is not None
         with self._sending, contextlib.suppress(OSError, ValueError):  # the reader reports its end
-            write_all(stdin.fileno(), pack(message))
+            self._link.send(pack(message))
 
     def error(self, reason: str) -> HostError:
-        """Returns an error about this host, with what the command said."""
+        """Returns an error about this host, with what the command or agent said."""
         said = f"; it said: {' / '.join(self._said[-_TOLD_LINES:])}" if self._said else ""
         return HostError(f"host {self.host.name!r} {reason}{said}", host=self.host.name)
 
     def finish_sending(self) -> None:
         """Ends the agent's input, and so the agent; does not wait for it."""
         self._is_ending = True
-        stdin = self._process.stdin
-        assert stdin is not None
-        with self._sending, contextlib.suppress(OSError):
-            stdin.close()
+        with self._sending:
+            self._link.finish_sending()
 
     def end(self) -> None:
-        """Waits for the end of the agent, kills its command if need be, and closes all."""
-        if not self._is_open:
-            self._process.terminate()  # it may still try to connect
-        try:
-            self._process.wait(END_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        """Waits for the end of the agent, ends its link if need be, and closes all."""
+        self._link.end(is_open=self._is_open, limit_s=END_LIMIT_S)
         self._has_ended.set()
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(END_LIMIT_S)
-        for stream in (self._process.stdout, self._process.stderr):
-            assert stream is not None
-            stream.close()
+        self._link.close()
         for descriptor in self._outputs.values():
             os.close(descriptor)
         self._outputs.clear()
@@ -175,9 +177,8 @@ class HostConnection:
         try:
             answer = self._answers.get(timeout=max(limit_s, 0.0))
         except queue.Empty:
-            raise self.error(
-                f"cannot be reached: no answer within {self.host.timeout_s:g} s"
-            ) from None
+            silence = f"cannot be reached: no answer within {self.host.timeout_s:g} s"
+            raise self.error(self._link.why_silent() or silence) from None
         if answer["event"] != "port":
             raise self.error(answer["reason"])
         return answer
@@ -185,17 +186,15 @@ class HostConnection:
     # The threads
 
     def _read(self) -> None:
-        stdout = self._process.stdout
-        assert stdout is not None
         reason = ""
         try:
-            rest = self._skip_to_mark(stdout)
+            rest = self._skip_to_mark()
             reason = "was lost: its agent ended" if rest else ""
             unpacker = Unpacker()
             while rest:
                 for message in unpacker.feed(rest):
                     reason = self._take(message) or reason
-                rest = os.read(stdout.fileno(), READ_BYTES)
+                rest = self._link.receive()
             reason = reason if self._is_ending else self._why_ended(reason)
         except (OSError, ProtocolError, ValueError) as error:
             reason = f"sent nonsense: {error}"
@@ -204,16 +203,16 @@ class HostConnection:
             self._answers.put(lost)
             self._post(lost)
 
-    def _skip_to_mark(self, stdout: IO[bytes]) -> bytes:
+    def _skip_to_mark(self) -> bytes:
         """Returns what follows the mark; empty if the stream ends before it."""
         seen = b""
         while MARK not in seen:
-            data = os.read(stdout.fileno(), READ_BYTES)
+            data = self._link.receive()
             if not data:
                 return b""
             seen = seen[-READ_BYTES:] + data
         # The first frame is often still to come.
-        return seen.partition(MARK)[2] or os.read(stdout.fileno(), READ_BYTES)
+        return seen.partition(MARK)[2] or self._link.receive()
 
     def _take(self, message: Message) -> str:
         """Handles one frame; returns why the agent ends, if the frame says so."""
@@ -251,18 +250,14 @@ class HostConnection:
 
     def _why_ended(self, reason: str) -> str:
         # ssh and srun explain themselves on standard error, and end at once.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
+        ending = self._link.why_ended()
         self._threads[0].join(1.0)
-        code = self._process.returncode
         if reason:
-            return f"{reason} (exit code {code})" if code else reason
-        return f"cannot be reached: {self.host.command[0]} ended with exit code {code}"
+            return f"{reason} ({ending})" if ending else reason
+        return f"cannot be reached: {ending or 'its agent ended'}"
 
     def _read_errors(self) -> None:
-        stderr = self._process.stderr
-        assert stderr is not None
-        for line in stderr:
+        for line in self._link.said():
             text = line.decode(errors="replace").strip()
             if text:
                 self._said.append(text)

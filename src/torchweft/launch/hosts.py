@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import secrets
+import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
@@ -29,6 +30,10 @@ class HostNurseries:
         environment: Variables for all workers, added to those of their host.
         on_signal: Called, in the thread that receives, if a signal has asked an agent to end. By
             default the host counts as lost.
+
+    Attributes:
+        replaces_lost: Whether a host that is lost during the run is asked for again. Its workers
+            count as killed, and ``is_ready`` tells when they can be restarted.
 
     Raises:
         HostError: A host cannot be reached, or cannot start workers; names it.
@@ -52,7 +57,8 @@ class HostNurseries:
         self._agents: dict[str, HostConnection] = {}
         self._of_key: dict[str, HostConnection] = {}
         self.secret = secrets.token_hex(32)
-        request = {
+        self.replaces_lost = False
+        self._opening: Message = {
             "request": "open",
             "directory": os.getcwd(),
             "environment": dict(environment),
@@ -61,7 +67,7 @@ class HostNurseries:
         }
         try:
             for host in hosts:
-                self._agents[host.name] = HostConnection(host, request, self._post)
+                self._agents[host.name] = HostConnection(host, self._opening, self._post)
             for agent in self._agents.values():
                 agent.await_opened()
         except BaseException:
@@ -71,6 +77,18 @@ class HostNurseries:
     def reserve_port(self, host: Host) -> int:
         """Returns a port of a host that no other program is given meanwhile."""
         return self._agents[host.name].reserve_port()
+
+    def address_of(self, host: Host) -> str:
+        """Returns the address at which the other hosts reach a host now."""
+        return self._agents[host.name].address
+
+    def is_ready(self) -> bool:
+        """Whether all hosts can start workers, also those that were lost; does not wait.
+
+        Raises:
+            HostError: A lost host is not replaced in time.
+        """
+        return all(agent.is_ready() for agent in self._agents.values())
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable when there are events."""
@@ -83,9 +101,14 @@ class HostNurseries:
 
     def stop(self, key: str | None, ladder: Ladder) -> None:
         """Has one worker, or all workers, signalled until they end; does not wait for that."""
-        agents = self._agents.values() if key is None else [self._of_key[key]]
-        for agent in agents:
+        found = self._of_key.values() if key is None else [self._of_key.get(key)]
+        for agent in {each for each in found if each is not None}:
             agent.send({"request": "stop", "key": key, "ladder": list(ladder)})
+
+    def signal(self, keys: Sequence[str], number: int) -> None:
+        """Has a signal sent to workers that run, and not to the processes that they started."""
+        for agent in {self._of_key[key] for key in keys if key in self._of_key}:
+            agent.send({"request": "signal", "keys": list(keys), "number": number})
 
     def notify(self) -> None:
         """Lets the workers know that their hosts will be given up soon."""
@@ -99,7 +122,7 @@ class HostNurseries:
         """Returns the next events.
 
         Raises:
-            HostError: A host is lost, and so are its workers.
+            HostError: A host is lost, and so are its workers, and it cannot be replaced.
         """
         with contextlib.suppress(BlockingIOError):
             self._wake_read.recv(READ_BYTES)
@@ -109,11 +132,27 @@ class HostNurseries:
             if event["event"] == "signal" and self._on_signal is not None:
                 self._on_signal()
             elif event["event"] in ("lost", "signal"):
-                agent = self._agents[event["host"]]
-                raise agent.error(event.get("reason") or "was asked to end by a signal")
+                events += self._lose(event)
             else:
+                if event["event"] in ("ended", "failed"):
+                    self._of_key.pop(event["key"], None)
                 events.append(event)
         return events
+
+    def _lose(self, event: Message) -> list[Message]:
+        """Asks for a lost host again; returns the ends of its workers."""
+        lost = self._agents[event["host"]]
+        error = lost.error(event.get("reason") or "was asked to end by a signal")
+        if not (self.replaces_lost and lost.has_opened):
+            raise error
+        keys = [key for key, agent in self._of_key.items() if agent is lost]
+        for key in keys:
+            del self._of_key[key]
+        lost.finish_sending()
+        lost.end()
+        self._agents[lost.host.name] = HostConnection(lost.host, self._opening, self._post)
+        ending: Message = {"event": "ended", "exit_code": -signal.SIGKILL, "loss": str(error)}
+        return [{**ending, "key": key, "is_far": True} for key in keys]
 
     def end(self) -> None:
         """Ends all workers and agents, and waits for them."""

@@ -13,16 +13,17 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts import HostNurseries
-from torchweft.launch.job import Job, serve_job
+from torchweft.launch.job import Job, serve_job, serve_open_job
 from torchweft.launch.launchers import Launcher, Order
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.nursery import WARM_MODULES, WorkerSource
+from torchweft.launch.restarting_cluster import RestartingCluster
 from torchweft.launch.restarts import GROUP
 from torchweft.launch.run import Run
 from torchweft.launch.terms import Terms
@@ -50,6 +51,8 @@ class HostsLauncher(Launcher):
     """
 
     python: str = sys.executable
+    replaces_hosts: ClassVar[bool] = False
+    """Whether a lost host can be asked for again, so that the restarts of a run cover it."""
 
     @abstractmethod
     def hosts(self, workers: int) -> Sequence[Host]:
@@ -74,13 +77,19 @@ class HostsLauncher(Launcher):
                 "--restart worker is for workers of one machine, as their meeting place is a "
                 "store in the launcher; over hosts use --restart group"
             )
-        hosts = self.hosts(len(order.names))
-        placed = place(order.names, hosts)
         preload = WARM_MODULES if order.is_warm else ()
+        try:
+            return self._run_on(self.hosts(len(order.names)), order, preload)
+        finally:
+            self.release()
+
+    def _run_on(self, hosts: Sequence[Host], order: Order, preload: Sequence[str]) -> int:
+        placed = place(order.names, hosts)
         with (
             tempfile.TemporaryDirectory(prefix="weft-run-") as notes,
             closing(self.open(hosts, placed, preload, forwarded(os.environ))) as nurseries,
         ):
+            nurseries.replaces_lost = self.replaces_hosts and order.restarts.limit > 0
             run = Run(
                 nurseries,
                 order.console,
@@ -110,16 +119,14 @@ class HostsLauncher(Launcher):
         return run.to_the_end()
 
     def release(self) -> None:
-        """Gives the hosts back when a cluster has ended; by default does nothing."""
+        """Gives the hosts back when a run or cluster has ended; by default does nothing."""
         return
 
     def cluster(self, terms: Terms) -> Cluster:
         """Returns a cluster of workers on the hosts, around this process."""
-        if terms.restarts:
-            raise ConfigurationError("restarts= is for clusters on='local'; leave it out")
         if terms.nursery is not None:
             raise ConfigurationError("nursery= is a process of this host; leave it out")
-        return _HostsCluster(terms, self)
+        return (_RestartingHostsCluster if terms.restarts else _HostsCluster)(terms, self)
 
 
 def _with_interpreter(job: Job, python: str) -> Job:
@@ -170,7 +177,7 @@ class _HostMeeting:
         return {
             **base,
             "WORLD_SIZE": str(self._world_size),
-            "MASTER_ADDR": self._host.address,
+            "MASTER_ADDR": self._nurseries.address_of(self._host),
             "MASTER_PORT": str(self._port),
         }
 
@@ -213,6 +220,7 @@ class _HostsCluster(Cluster):
         nurseries = self._launcher.open(
             hosts, placed, WARM_MODULES, self._terms.environment(forwarded(os.environ))
         )
+        nurseries.replaces_lost = self._launcher.replaces_hosts and self._terms.restarts > 0
         self._nursery, self._secret = nurseries, nurseries.secret
         self._tcp_store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
         return nurseries
@@ -222,27 +230,54 @@ class _HostsCluster(Cluster):
         local_rank, count = self._local[name]
         return environment | {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(count)}
 
-    def _job(self, name: str, rank: int) -> dict[str, object]:
+    def _place(self) -> str:
         host = f"[{self._address}]" if ":" in self._address else self._address
+        return f"tcp://{host}:{self._tcp_store.port}"
+
+    def _job(self, name: str, rank: int) -> dict[str, object]:
         return serve_job(
             name,
             rank,
             len(self.names) + 1,
-            options=super()._plain_options(),
-            rendezvous=f"tcp://{host}:{self._tcp_store.port}",
+            options=self._plain_options(),
+            rendezvous=self._place(),
         )
+
+    def _joining_options(self) -> RpcBackendOptions:
+        """Returns the options with which the caller joins, without a store."""
+        from torchweft.secret import Secret
+
+        options = self._plain_options()
+        options.secret, options.listen = Secret.from_text(self._secret), self._address
+        return options
 
     def _join(self) -> None:
         from torchweft import rpc
         from torchweft.launch.cluster_store import ClusterStore
-        from torchweft.secret import Secret
 
-        options: RpcBackendOptions = self._plain_options()
+        options = self._joining_options()
         options.store = self._store = ClusterStore(self._tcp_store, self._failure)
-        options.secret, options.listen = Secret.from_text(self._secret), self._address
         rpc.init_rpc(self.name, rank=0, world_size=len(self.names) + 1, rpc_backend_options=options)
 
     def _clean_up(self) -> None:
         super()._clean_up()
         self._tcp_store = None
         self._launcher.release()
+
+
+class _RestartingHostsCluster(_HostsCluster, RestartingCluster):
+    """A cluster on other hosts that restarts workers; hosts too, if the launcher replaces them."""
+
+    def _open_store(self) -> None:
+        """Opens none: the workers meet at the TCP store."""
+
+    def _job(self, name: str, rank: int) -> dict[str, object]:
+        return serve_open_job(name, rank, options=self._plain_options(), init_method=self._place())
+
+    def _joining_options(self) -> RpcBackendOptions:
+        options = super()._joining_options()
+        options.store = self._tcp_store
+        return options
+
+    def _join(self) -> None:
+        RestartingCluster._join(self)

@@ -193,23 +193,30 @@ def _serve(job: dict[str, Any], own_path: Sequence[str]) -> None:
 
 def _meet(options: RpcBackendOptions, job: dict[str, Any]) -> None:
     """Sets the store, and in a worker of another host the secret and the address, of a worker."""
-    from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from torchweft.launch.cluster_store import ClusterStore
+
+    if urlsplit(job["rendezvous"]).scheme == "tcp":
+        options.store = ClusterStore(_store_of_caller(options, job["rendezvous"]))
+    else:
+        options.store = ClusterStore(FileStore(job["rendezvous"], job["world_size"]))
+
+
+def _store_of_caller(options: RpcBackendOptions, method: str) -> Any:
+    """Connects with the store in the caller of another host; sets the secret and the address."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
     from torchweft.secret import Secret
     from torchweft.transport.addresses import own_address_towards
 
-    place = urlsplit(job["rendezvous"])
-    if place.scheme != "tcp":
-        options.store = ClusterStore(FileStore(job["rendezvous"], job["world_size"]))
-        return
+    place = urlsplit(method)
     assert place.hostname is not None
     assert place.port is not None
     limit = timedelta(seconds=options.init_timeout)
-    store = TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
-    options.store = ClusterStore(store)
     options.secret = Secret.from_environment()
     options.listen = own_address_towards(place.hostname)
+    return TCPStore(place.hostname, place.port, is_master=False, timeout=limit)
 
 
 def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
@@ -218,7 +225,10 @@ def _serve_open(job: dict[str, Any], own_path: Sequence[str]) -> None:
     from torchweft import rpc
     from torchweft.rpc.joining import join_group
 
-    options.init_method = job["init_method"]
+    if urlsplit(job["init_method"]).scheme == "tcp":
+        options.store = _store_of_caller(options, job["init_method"])
+    else:
+        options.init_method = job["init_method"]
     join_group(job["name"], job["rank"], None, options)
     end.wait()
     rpc.shutdown()

@@ -30,6 +30,8 @@ OWN = {
     "local": "torchweft.launch.local:Local",
     "ssh": "torchweft.launch.ssh:Ssh",
     "slurm": "torchweft.launch.slurm:Slurm",
+    "kubernetes": "torchweft.launch.kubernetes:Kubernetes",
+    "ray": "torchweft.launch.ray:Ray",
 }
 
 
@@ -59,7 +61,13 @@ class Order:
 
 
 class Launcher(ABC):
-    """Starts workers somewhere."""
+    """Starts workers somewhere.
+
+    Attributes:
+        has_own_files: Whether a script is a file of the workers' hosts, which need not be here.
+    """
+
+    has_own_files: bool = False
 
     @classmethod
     def add_options(cls, parser: argparse._ArgumentGroup) -> None:

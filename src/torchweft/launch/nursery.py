@@ -41,11 +41,17 @@ class WorkerSource(Protocol):
     def fileno(self) -> int:
         """Returns the descriptor that is readable when there are events."""
 
+    def is_ready(self) -> bool:
+        """Whether workers can be started; does not wait. Raises LaunchError if never again."""
+
     def start(self, key: str, worker: WorkerSpec, stdout: int, stderr: int) -> None:
         """Asks for a worker that writes to the two descriptors; does not wait for it."""
 
     def stop(self, key: str | None, ladder: Ladder) -> None:
         """Has one worker, or all workers, signalled until they end; does not wait for that."""
+
+    def signal(self, keys: Sequence[str], number: int) -> None:
+        """Has a signal sent to workers that run, and not to the processes that they started."""
 
     def remove_at_end(self, directory: str) -> None:
         """Has a directory of this host removed at the end, also if this process is killed."""
@@ -105,6 +111,10 @@ class Nursery:
         """Returns the descriptor that is readable when there are events."""
         return self._control.fileno()
 
+    def is_ready(self) -> bool:
+        """Whether workers can be started: always, if the nursery lives."""
+        return True
+
     def start(self, key: str, worker: WorkerSpec, stdout: int, stderr: int) -> None:
         """Asks for a worker that writes to the two descriptors; does not wait for it."""
         request: Message = {
@@ -124,6 +134,11 @@ class Nursery:
         """Has one worker, or all workers, signalled until they end; does not wait for that."""
         with contextlib.suppress(OSError):  # without a nursery there are no workers
             self._control.send({"request": "stop", "key": key, "ladder": list(ladder)})
+
+    def signal(self, keys: Sequence[str], number: int) -> None:
+        """Has a signal sent to workers that run, and not to the processes that they started."""
+        with contextlib.suppress(OSError):  # without a nursery there are no workers
+            self._control.send({"request": "signal", "keys": list(keys), "number": number})
 
     def remove_at_end(self, directory: str) -> None:
         """Has the nursery remove a directory when it ends, also if this process is killed."""

@@ -115,6 +115,7 @@ class _Nursery:
         self._requests: dict[str, Callable[[Message], None]] = {
             "start": self._start,
             "stop": self._stop,
+            "signal": self._signal,
             "remove at end": lambda request: self._directories.append(request["directory"]),
         }
         self._libc = ctypes.CDLL(None)
@@ -219,6 +220,14 @@ class _Nursery:
             if request["key"] in (None, group.key):
                 group.ladder = [(number, wait_s) for number, wait_s in request["ladder"]]
                 group.next_signal_s = 0.0
+
+    def _signal(self, request: Message) -> None:
+        for group in self._groups:
+            if group.key in request["keys"] and not group.has_ended:
+                with contextlib.suppress(PermissionError):  # It has changed user.
+                    os.kill(
+                        group.pid, request["number"]
+                    )  # It is not reaped: the number is its own.
 
     def _leave(self) -> None:
         if self._leave_by_s is None:

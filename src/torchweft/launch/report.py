@@ -61,9 +61,10 @@ def shell_status(exit_code: int) -> int:
 
 def describe_worker(ended: WorkerExit) -> str:
     """Returns the name of an ended worker and how it ended."""
+    ending = f"ended, as {ended.loss}," if ended.loss else ""
     return (
         f"worker {ended.name!r} (rank {ended.rank}, pid {ended.pid}) "
-        f"{describe_exit(ended.exit_code, ended.is_memory_kill)}"
+        f"{ending or describe_exit(ended.exit_code, ended.is_memory_kill)}"
     )
 
 
@@ -297,6 +298,14 @@ class RunReport:
         else:
             self._awaited.add(ended.name)
             self.say(f"{describe_death(ended)}; starting it again {self._when(attempt)}")
+
+    def lost_before(self, ended: WorkerExit) -> None:
+        """Reports a worker whose host is known to be lost only while the others already end.
+
+        Workers see the loss of another one within milliseconds, and may end because of it.
+        """
+        self._deaths.append(ended)
+        self.say(f"{describe_death(ended)}; others may have ended because of it")
 
     def group_waits(self, attempt: Attempt) -> None:
         """Reports that all workers have ended, and when they are restarted."""

@@ -2,7 +2,8 @@
 
 The caller cannot be restarted, so the whole group cannot be either. The group is therefore open:
 each worker comes back by itself, under its name and rank. All workers meet at a store in this
-process, which the thread that follows the workers serves.
+process, which the thread that follows the workers serves. Workers of other hosts meet at a TCP
+store of this process, see ``torchweft.launch.hosts_launcher``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from typing import TYPE_CHECKING
 
 from torchweft.errors import LaunchError, WeftError
 from torchweft.launch.job import serve_open_job
@@ -21,6 +23,9 @@ from torchweft.launch.restarts import WORKER, RestartPlan, RestartPolicy
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import WorkerExit
+
+if TYPE_CHECKING:
+    from torchweft.rpc import RpcBackendOptions
 
 LOOK_S = 0.1
 """Seconds between checks whether the cluster is closed, in the thread that follows the workers."""
@@ -50,11 +55,15 @@ class RestartingCluster(Cluster):
         super().abandon()
 
     def _start_workers(self) -> None:
-        self._server = StoreServer()
+        self._server = self._open_store()
         self._plan = RestartPlan(self._policy, self.names, time.monotonic())
         self._repeats = Repeats(is_of_group=False)
         self._has_left = False
         super()._start_workers()
+
+    def _open_store(self) -> StoreServer | None:
+        """Returns the store to serve, if workers meet at one."""
+        return StoreServer()
 
     def _job(self, name: str, rank: int) -> dict[str, object]:
         assert self._server is not None
@@ -68,23 +77,31 @@ class RestartingCluster(Cluster):
     def _join(self) -> None:
         from torchweft.rpc.joining import join_group
 
-        assert self._server is not None
-        options = self._plain_options()
-        options.check()
-        options.init_method = self._server.init_method
+        options = self._joining_options()
         deadline_s = time.monotonic() + options.init_timeout
         join_group(self.name, 0, None, options)
         self._has_joined = True  # from here on there is a group to leave
         for name in self.names:
             self.wait_for(name, max(deadline_s - time.monotonic(), 0.0))
 
-    def _follow_workers(self, supervisor: Supervisor) -> None:
+    def _joining_options(self) -> RpcBackendOptions:
+        """Returns the options with which the caller joins."""
         assert self._server is not None
-        # Serve until the caller has left: leaving still uses the store.
-        supervisor.watch(self._server.fileno(), self._server.serve)
+        options = self._plain_options()
+        options.check()
+        options.init_method = self._server.init_method
+        return options
+
+    def _follow_workers(self, supervisor: Supervisor) -> None:
+        if self._server is not None:
+            # Serve until the caller has left: leaving still uses the store.
+            supervisor.watch(self._server.fileno(), self._server.serve)
         while not (self._has_left and supervisor.is_done):
             if self._is_closing:
                 self._plan.cancel()
+            if self._plan.is_waiting and not supervisor.can_start():
+                supervisor.poll(LOOK_S)  # a lost host is being replaced
+                continue
             now_s = time.monotonic()
             for name in self._plan.take_due(now_s):
                 self._ended.discard(name)

@@ -33,6 +33,9 @@ from torchweft.launch.worker import (
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 """After Ctrl-C a worker may clean up, but the user gets the prompt back soon."""
 
+LOOK_S = 0.2
+"""Seconds between checks whether a lost host has been replaced."""
+
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 
 
@@ -162,7 +165,7 @@ class Run:
             with watched_signals(self._supervisor.watch, self._signalled):
                 self._supervisor.start()
                 while not self._supervisor.is_done or self._plan.is_waiting:
-                    self._supervisor.poll(self._plan.wait_s(time.monotonic()))
+                    self._supervisor.poll(self._wait_s())
                     self._start_again()
         except BrokenPipeError:
             return output_closed()
@@ -185,12 +188,18 @@ class Run:
         job = {**self._job, "seed": worker_seed(self._seed, name)}
         return WorkerSpec(name, rank, job, environment, self._notes)
 
+    def _wait_s(self) -> float | None:
+        wait_s = self._plan.wait_s(time.monotonic())
+        return wait_s if wait_s is None or self._supervisor.can_start() else max(wait_s, LOOK_S)
+
     def _start_again(self) -> None:
-        """Restarts the workers that are due."""
+        """Restarts the workers that are due, if their hosts are there."""
         if self._plan.is_regrouping and self._supervisor.is_done:
             attempt = self._plan.all_ended(time.monotonic())
             assert attempt is not None
             self._report.group_waits(attempt)
+        if not (self._plan.is_waiting and self._supervisor.can_start()):
+            return
         due = self._plan.take_due(time.monotonic())
         if due and self._plan.is_of_group:
             self._meeting.renew()
@@ -199,7 +208,10 @@ class Run:
 
     def _worker_ended(self, ended: WorkerExit) -> None:
         if ended.exit_code == 0 or self._is_ending or self._plan.is_regrouping:
-            return  # it succeeded, or the launcher ended it
+            # It succeeded, or the launcher ended it; or the loss of its host, seen late, did.
+            if ended.loss and (self._failure or self._plan.is_regrouping):
+                self._report.lost_before(ended)
+            return
         is_repeated = self._repeats.is_repeated(ended, self._supervisor.tail(ended.name))
         attempt = None if is_repeated else self._plan.died(ended.name, time.monotonic())
         others = self._supervisor.running_count

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import selectors
@@ -120,6 +119,10 @@ class Supervisor:
         """Has ``poll`` call ``callback`` when ``descriptor`` is readable."""
         self._selector.register(descriptor, selectors.EVENT_READ, callback)
 
+    def can_start(self) -> bool:
+        """Whether workers can be started now; raises LaunchError if never again."""
+        return self._nursery.is_ready()
+
     def start(self) -> None:
         """Requests the first workers; ``poll`` requests the others."""
         while self._unstarted and self._starting < STARTS_AT_ONCE:
@@ -157,11 +160,7 @@ class Supervisor:
 
     def signal_workers(self, number: int) -> None:
         """Sends one signal to all workers, and not to the processes that they have started."""
-        for key in list(self._running):
-            pid = self._workers[key].pid
-            if pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+        self._nursery.signal(list(self._running), number)
 
     def tail(self, name: str) -> str:
         """Returns the last lines that a worker wrote to standard error."""
@@ -282,6 +281,8 @@ class Supervisor:
 
     def _worker_ended(self, event: Message, worker: _Worker) -> None:
         self._running.discard(event["key"])
+        if not worker.pid:  # its host was lost before it had started
+            self._starting -= 1
         for stream in list(worker.streams):
             while self._read_stream(worker, stream):
                 pass
@@ -296,7 +297,8 @@ class Supervisor:
                 worker.pid,
                 event["exit_code"],
                 ended_at=time.time(),
-                ran_s=now_s - worker.started_s,
+                ran_s=now_s - worker.started_s if worker.pid else 0.0,
                 is_memory_kill=self._memory_kills.take_one() if is_killed else None,
+                loss=event.get("loss", ""),
             )
         )

@@ -53,6 +53,7 @@ class WorkerExit:
         ended_at: When it ended, in seconds since the epoch.
         ran_s: How long it had run, in seconds.
         is_memory_kill: Whether the kernel killed it for lack of memory; None if unknown.
+        loss: The loss of its host that ended it; empty if its host was not lost.
     """
 
     name: str
@@ -62,6 +63,7 @@ class WorkerExit:
     ended_at: float = 0.0
     ran_s: float = 0.0
     is_memory_kill: bool | None = None
+    loss: str = ""
 
 
 def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker") -> list[str]:

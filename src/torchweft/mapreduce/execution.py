@@ -48,7 +48,10 @@ from torchweft.protocol.calls import ServedCall
 from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
+from torchweft.rpc.ordered_futures import wait_unseen
 from torchweft.rpc.worker import Worker
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.reports import log_exception
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
@@ -119,6 +122,7 @@ class Execution:
         self._orders: dict[int, _Order] = {}
         self._calls: dict[tuple[int, int], _Call] = {}
         self._results: list[Any] = [None] * len(plan.parts)
+        self._marks: list[Mark] = []  # of the threads that have put results there
         self._error: BaseException | None = None
         self._schedule = Schedule(
             [part[0] for part in plan.parts],
@@ -176,7 +180,7 @@ class Execution:
 
     def _take(self, part: int, attempt: int, worker: int, done: Any) -> None:
         try:
-            result = torch.futures.Future.wait(done)
+            result = wait_unseen(done)
         except BaseException as error:
             self._failed(part, attempt, worker, error)
         else:
@@ -192,6 +196,9 @@ class Execution:
             if not self._schedule.is_current(part, attempt):
                 return
             self._results[part] = result
+            mark = device_streams.mark() if device_streams.HAS_CUDA else None
+            if mark is not None:
+                self._marks.append(mark)
             if call is not None:
                 # Under the lock, or another thread might report the end of the map before this.
                 seconds = time.monotonic() - self._note_begin(part, call)
@@ -369,6 +376,9 @@ class Execution:
         observers.lost(self._map_id, peer.name, action.parts)
 
     def _complete(self, _: Complete) -> None:
+        for mark in self._marks:
+            device_streams.wait(mark)
+        device_streams.keep(self._results)
         self._finish(self._results, None)
 
     def _fail(self, action: Fail) -> None:
@@ -401,7 +411,7 @@ _DO: dict[type[Action], Callable[[Execution, Any], None]] = {
 
 
 class Surroundings(NamedTuple):
-    """The autograd context, the grad mode and the served call of a thread.
+    """The autograd context, the grad mode, the served call and the GPU work of a thread.
 
     A map continues, and its reducer runs, on any thread that an answer arrives on.
     """
@@ -409,6 +419,7 @@ class Surroundings(NamedTuple):
     context_id: int
     is_grad_enabled: bool
     call: ServedCall | None
+    mark: Mark | None = None
 
     @property
     def is_recorded(self) -> bool:
@@ -418,6 +429,7 @@ class Surroundings(NamedTuple):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Restores the state on this thread for a ``with`` block."""
+        device_streams.wait(self.mark)
         before = current_call.set(self.call)
         try:
             with enter(self.context_id), torch.set_grad_enabled(self.is_grad_enabled):
@@ -428,4 +440,5 @@ class Surroundings(NamedTuple):
 
 def surroundings() -> Surroundings:
     """Returns the ambient state of this thread."""
-    return Surroundings(current_id(), torch.is_grad_enabled(), current_call.get())
+    mark = device_streams.mark() if device_streams.HAS_CUDA else None
+    return Surroundings(current_id(), torch.is_grad_enabled(), current_call.get(), mark)

@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
-import torch
-
 from torchweft.agent.current import current
 from torchweft.errors import AutogradError
 from torchweft.mapreduce.execution import Execution, surroundings
@@ -17,6 +15,7 @@ from torchweft.mapreduce.plan import Manner, make_plan, may_have_graph
 from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
 from torchweft.rpc.futures import Future, fail
+from torchweft.rpc.ordered_futures import OrderedFuture, begin
 from torchweft.rpc.worker import WORKER
 from torchweft.runtime.reactor import Reactor
 
@@ -26,7 +25,7 @@ _LOOK_S = 0.5
 """How often a waiting thread checks whether the worker has shut down."""
 
 
-class MapFuture(torch.futures.Future[T]):
+class MapFuture(OrderedFuture[T]):
     """The result of a map that may not be there yet.
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``.
@@ -38,7 +37,7 @@ class MapFuture(torch.futures.Future[T]):
     __slots__ = ("_give_up", "_over", "_reactor")
 
     def __init__(self, reactor: Reactor) -> None:
-        torch._C.Future.__init__(self, [])
+        begin(self)
         self._reactor = reactor
         self._over = threading.Event()
         self._give_up: Callable[[], bool] | None = None

@@ -142,7 +142,8 @@ def _stacked(column: tuple[Any, ...]) -> Tensor:
     advice = _unfit(column)
     if advice:
         raise TypeError(advice)
-    return torch.stack(column, dim=0)
+    place = column[0].device  # Parts that ran on several GPUs are put together on the first.
+    return torch.stack([leaf.to(place) for leaf in column], dim=0)
 
 
 def _unfit(results: Sequence[Any]) -> str:

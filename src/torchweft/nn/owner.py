@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
+from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.rpc.completion import WhenReady
@@ -156,7 +157,19 @@ def _run(
             check_called(function)
             target = function
         value = target(value, *to_device(step.args, device), **to_device(step.kwargs, device))
+    if device != HOST and _is_answered_on_host():
+        return _to_host(value)
     return value
+
+
+def _is_answered_on_host() -> bool:
+    """Returns whether the result goes to a caller to which no tensor on a GPU can be sent.
+
+    As in ``torch.distributed.nn``, the caller of such a module need not map devices.
+    """
+    served: Any = current_call.get()
+    is_kept = served is None or served.owned is not None
+    return not is_kept and bool(served.peer.device_maps.answers_on_host)
 
 
 def _callable(value: Any, is_strict: bool) -> Callable[..., Any]:
@@ -248,6 +261,17 @@ def to_device(value: Any, device: str) -> Any:
         return {key: to_device(item, device) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:
         return type(value)(to_device(item, device) for item in value)
+    return value
+
+
+def _to_host(value: Any) -> Any:
+    """Returns ``value`` with the tensors in lists, tuples and dicts moved to the CPU."""
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _to_host(item) for key, item in value.items()}
+    if type(value) is list or type(value) is tuple:
+        return type(value)(_to_host(item) for item in value)
     return value
 
 

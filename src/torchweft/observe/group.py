@@ -145,7 +145,7 @@ def find(target: str, access: Access) -> Group:
     """
     if ":" in target and target.partition(":")[0] in ("tcp", "tls", "unix"):
         return Group([_at_address(target, access)], access)
-    found, has_refused, silent = _on_this_host(access)
+    found, refusing, silent = _on_this_host(access)
     groups: dict[str, list[Identity]] = {}
     for identity in found:
         groups.setdefault(identity.group, []).append(identity)
@@ -157,13 +157,29 @@ def find(target: str, access: Access) -> Group:
             f"{len(meant)} groups {'could be meant' if target else 'run here'}; name one: "
             f"{_listed(meant)}"
         )
-    if has_refused and not groups:
+    if refusing and not groups:
         raise _refused(access)
     if silent and not groups:
-        raise ObserveError(f"{len(silent)} workers on this host do not answer: {'; '.join(silent)}")
+        raise ObserveError(
+            f"{len(silent)} workers on this host do not answer: "
+            + "; ".join(f"one {why}" for why in silent)
+        )
     others = f"; there are: {_listed(groups)}" if groups else _none_here()
     asked = f"there is no group {target!r} on this host" if target else "no group runs on this host"
     raise GroupNotFound(f"{asked}{others}")
+
+
+def look_around(access: Access) -> tuple[int, list[str]]:
+    """Asks the workers of this host and network namespace who they are.
+
+    Takes a few seconds at most.
+
+    Returns:
+        How many answer, those with another secret included; and for each that listens but does not
+        answer, why, as the end of a sentence.
+    """
+    found, refusing, silent = _on_this_host(access)
+    return len(found) + refusing, silent
 
 
 def _at_address(address: str, access: Access) -> Identity:
@@ -179,11 +195,11 @@ def _at_address(address: str, access: Access) -> Identity:
         ) from error
 
 
-def _on_this_host(access: Access) -> tuple[list[Identity], bool, list[str]]:
+def _on_this_host(access: Access) -> tuple[list[Identity], int, list[str]]:
     """Asks the workers of this host who they are.
 
     Returns:
-        Those that answer, whether some refuse, and why others do not answer.
+        Those that answer, how many refuse, and why others do not answer, as ends of sentences.
     """
     places = list(map(str, addresses.unix_listeners()))
 
@@ -191,16 +207,16 @@ def _on_this_host(access: Access) -> tuple[list[Identity], bool, list[str]]:
         return _try(lambda: decode_identity(ask(address, WHO, access, _FIND_S)))
 
     found: list[Identity] = []
-    has_refused = False
+    refusing = 0
     silent: list[str] = []
     for address, answer in zip(places, _each(identity_of, places), strict=True):
         if isinstance(answer, Identity):
             found.append(answer)
         elif isinstance(answer, NotProven):
-            has_refused = True
+            refusing += 1
         elif isinstance(answer, TimeoutError):
-            silent.append(f"one {why_silent(answer, process_at(address), _FIND_S)}")
-    return found, has_refused, silent
+            silent.append(why_silent(answer, process_at(address), _FIND_S))
+    return found, refusing, silent
 
 
 def _is_meant(target: str, group: str, identities: Iterable[Identity]) -> bool:

@@ -104,9 +104,23 @@ def _scale_all(context_id: int, addresses: Mapping[int, Members], coefficient: T
 def norm_of(norms: Sequence[Tensor], norm_type: float) -> Tensor:
     """Returns the norm of a whole from the norms of its parts; 0 without parts."""
     if not norms:
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")
     total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
     return total
+
+
+def on_host(scalars: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors with one element on the CPU, in order; each device is waited for once."""
+    found = list(scalars)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, scalar in enumerate(found):
+        if not scalar.is_cpu:
+            by_device.setdefault(scalar.device, []).append(place)
+    for places in by_device.values():
+        moved = torch.stack([found[place] for place in places]).cpu()
+        for place, scalar in zip(places, moved.unbind(), strict=True):
+            found[place] = scalar
+    return found
 
 
 def norm(gradient: Tensor, norm_type: float) -> Tensor:
@@ -134,8 +148,8 @@ def norms(context_id: int, members: Members, norm_type: float) -> tuple[list[int
     """Returns the norms of gradients of this worker, with the positions of their parameters."""
     check_types(context_id=(context_id, int), norm_type=(norm_type, float))
     found = _gradients(context_id, members)
-    measured = [norm(gradient, norm_type).cpu() for gradient in found.values()]
-    return list(found), torch.stack(measured) if measured else torch.empty(0)
+    measured = on_host([norm(gradient, norm_type) for gradient in found.values()])
+    return list(found), torch.stack(measured) if measured else torch.empty(0, device="cpu")
 
 
 @remotely_callable
@@ -147,8 +161,9 @@ def scale(context_id: int, members: Members, coefficient: Tensor) -> None:
         raise ArgumentTypeError(
             "gradients are scaled by a real number, a tensor without dimensions"
         )
+    coefficient = coefficient.cpu()  # A number of the host goes with the kernel, without a copy.
     for gradient in _gradients(context_id, members).values():
-        _values(gradient).mul_(coefficient.to(gradient.device))
+        _values(gradient).mul_(coefficient)
 
 
 def _gradients(context_id: int, members: Members) -> dict[int, Tensor]:

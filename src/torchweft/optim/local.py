@@ -8,7 +8,6 @@ that share a parameter would see each other's gradients.
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,6 +28,7 @@ from torchweft.rpc.current_call import (
     refuse,
     serves_another_strictly,
 )
+from torchweft.runtime.device_streams import Guard, new_guard
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
 
@@ -75,11 +75,11 @@ class LocalOptimizer:
         self,
         make: Callable[[list[dict[str, Any]]], Optimizer],
         parts: Iterable[GroupPart],
-        lock: threading.Lock,
+        lock: Guard,
     ) -> None:
         self._numbers: dict[Tensor, int] = {}
         self._group_numbers: list[int] = []  # in the order of the optimizer's own groups
-        self._lock = lock
+        self._guard = lock
         self._optimizer = make([self._take(part) for part in parts])
 
     def _take(self, part: GroupPart) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class LocalOptimizer:
 
     def add(self, parts: Iterable[GroupPart]) -> None:
         """Adds groups."""
-        with self._lock:
+        with self._guard.lock, self._guard.order:
             for part in parts:
                 eager.call(self._optimizer, "add_param_group", self._take(part))
 
@@ -135,7 +135,7 @@ class LocalOptimizer:
         Returns:
             Whether any parameter had a gradient.
         """
-        with self._lock:
+        with self._guard.lock, self._guard.order:
             self._change(changes)
             grads = [parameter.grad for parameter in self._numbers]
             try:
@@ -155,7 +155,7 @@ class LocalOptimizer:
 
     def save(self, changes: Mapping[int, Options]) -> Saved:
         """Returns a copy of the state, after ``changes`` of hyper-parameters."""
-        with self._lock:
+        with self._guard.lock, self._guard.order:
             self._change(changes)
             # Copied, since the answer is serialized after the lock is released.
             return copy.deepcopy(self.content())
@@ -180,18 +180,18 @@ class LocalOptimizer:
 
     def change(self, changes: Mapping[int, Options]) -> None:
         """Applies changed hyper-parameters, by the number of their group."""
-        with self._lock:
+        with self._guard.lock, self._guard.order:
             self._change(changes)
 
     def load(self, saved: Saved) -> None:
         """Loads the state that ``save`` returned, here or on other workers."""
-        with self._lock:
+        with self._guard.lock, self._guard.order:
             content = eager.call(self._optimizer, "state_dict")
             state = copy.deepcopy(saved.state)
             positions = {number: place for place, number in enumerate(self._numbers_in_order())}
             content["state"] = {positions.get(key, key): value for key, value in state.items()}
             content["param_groups"] = [
-                {**saved.options[number], "params": group["params"]}
+                {**_placed_as(saved.options[number], group), "params": group["params"]}
                 for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
             ]
             eager.call(self._optimizer, "load_state_dict", content)
@@ -200,6 +200,16 @@ class LocalOptimizer:
         """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
         groups = self._optimizer.param_groups
         return [self._numbers[parameter] for group in groups for parameter in group["params"]]
+
+
+def _placed_as(options: Options, group: Mapping[str, Any]) -> Options:
+    """Returns options whose tensors are on the devices of a group's, as its kernels need them."""
+    return {
+        name: value.to(present.device)
+        if isinstance(value, Tensor) and isinstance(present := group.get(name), Tensor)
+        else value
+        for name, value in options.items()
+    }
 
 
 # Functions that a distributed optimizer calls on owners, by name.
@@ -359,9 +369,9 @@ def _my_name() -> str:
     return current().info.name
 
 
-_STEP_LOCK: Slot[threading.Lock] = Slot(threading.Lock)
+_STEP_LOCK: Slot[Guard] = Slot(new_guard)
 
 
-def step_lock() -> threading.Lock:
+def step_lock() -> Guard:
     """Returns the lock under which optimizers of this worker take their turns."""
     return current().slots[_STEP_LOCK]

@@ -17,6 +17,7 @@ from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, rpc_async, rpc_sync
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.health import info_of
 from torchweft.rpc.worker import current_worker
+from torchweft.runtime import device_streams
 
 Address = tuple[int, int, int]
 Arguments = tuple[Any, ...]
@@ -41,8 +42,10 @@ def value_at(address: Address) -> Any:
     Raises:
         ReferenceGone: The value was released.
     """
-    keeper = current_worker().references
-    return keeper.value_of(reference_in(address)).value
+    found = current_worker().references.value_of(reference_in(address))
+    if found.mark is not None:
+        device_streams.use(found.mark, found.value)
+    return found.value
 
 
 def run_on_owners(

@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 
 from torchweft.errors import ArgumentTypeError
 from torchweft.optim import eager
+from torchweft.optim.clipping import on_host
 from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions
+from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.runtime import device_streams
 
 _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
 
@@ -47,8 +50,10 @@ def start(
     targets: Mapping[int, Any],
 ) -> torch.futures.Future[Any]:
     """Runs a worker's row once; answered when it is done."""
-    done: torch.futures.Future[Any] = torch.futures.Future()
-    runner_of(pipe).put(step, START, Start(step, is_training, zero_grad, inputs, targets, done))
+    done: OrderedFuture[Any] = OrderedFuture()
+    mark = device_streams.mark() if device_streams.HAS_CUDA else None
+    command = Start(step, is_training, zero_grad, inputs, targets, done, mark)
+    runner_of(pipe).put(step, START, command)
     return done
 
 
@@ -142,12 +147,12 @@ def squared_norm(pipe: int) -> Tensor:
     """Returns the squared norm of this worker's gradients, each weight once in the pipeline."""
     runner = runner_of(pipe)
     copies, me = runner.assignment.copies, runner.assignment.worker
-    total = torch.zeros((), dtype=torch.float64)
+    squares = [torch.zeros((), dtype=torch.float64, device="cpu")]
     for number, stage in runner.stages.items():
         for name, weight in stage.module.named_parameters():
             if weight.grad is not None and copies.is_first(me, number, name):
-                total += weight.grad.detach().double().square().sum()
-    return total
+                squares.append(weight.grad.detach().double().square().sum())
+    return torch.stack(on_host(squares)).sum()
 
 
 def scale_gradients(pipe: int, factor: float) -> None:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchweft.agent.agent import SERVED_STREAMS
 from torchweft.agent.peers import Peer
 from torchweft.errors import PipelineError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added, separated
@@ -29,6 +30,9 @@ from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
+from torchweft.runtime.served_streams import Attached
 from torchweft.runtime.thread_modes import THREADS
 from torchweft.wire.frames import Frame
 
@@ -96,6 +100,7 @@ class Start(NamedTuple):
         inputs: By stage and micro-batch, what the stage takes of the batch.
         targets: By micro-batch, its target, for the last stage.
         done: Gets the result.
+        mark: The end of the GPU work that computes inputs and targets.
     """
 
     step: int
@@ -104,6 +109,7 @@ class Start(NamedTuple):
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
     done: torch.futures.Future[Any]
+    mark: Mark | None = None
 
 
 class Aborted(Exception):
@@ -156,6 +162,8 @@ class Runner:
         self._lost: WorkerLost | None = None
         self._unreadable: Exception | None = None
         self._forget = on_worker_lost(self._on_worker_lost)
+        self._streams = Attached(self._rpc.agent.slots[SERVED_STREAMS])
+        self._mark = device_streams.mark() if device_streams.HAS_CUDA else None  # of the stages
         self._thread = threading.Thread(
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
         )
@@ -196,6 +204,12 @@ class Runner:
     # The runner's thread
 
     def _work(self) -> None:
+        try:
+            self._take_turns()
+        finally:
+            self._streams.close()
+
+    def _take_turns(self) -> None:
         while True:
             step, key, content = self._mail.get()
             if step == _END:
@@ -309,6 +323,10 @@ class Runner:
         """Runs the row once and completes the future of the step."""
         self._step, self._at = start.step, None
         THREADS.follow()
+        self._streams.renew()
+        device_streams.wait(self._mark)
+        self._mark = None
+        device_streams.use(start.mark, start.inputs, start.targets)
         for old in [each for each in self._arrived if each[0] < start.step]:
             del self._arrived[old]
         try:
@@ -327,6 +345,7 @@ class Runner:
         except Exception as error:
             self._fail(start, self._failure(error))
         else:
+            self._streams.publish()
             start.done.set_result(result)
 
     def _fail(self, start: Start, error: Exception) -> None:

@@ -20,6 +20,8 @@ from torchweft.pipeline.runner import Assignment, Runner, Start
 from torchweft.pipeline.schedules import Action, Kind, SchedulePipeDream
 from torchweft.pipeline.versions import WeightVersions
 from torchweft.rpc import RRef, rpc_async
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 
 ENTER = 3
 """The kind of messages with which the driver lets minibatches enter."""
@@ -45,11 +47,13 @@ class _Entry(NamedTuple):
         exists: False after the last minibatch.
         inputs: By stage and minibatch, what the stage takes of it.
         targets: By minibatch, its target, for the last stage.
+        mark: The end of the GPU work that computes them.
     """
 
     exists: bool
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
+    mark: Mark | None = None
 
 
 class StreamRunner(Runner):
@@ -97,6 +101,7 @@ class StreamRunner(Runner):
         n_workers = len(self.assignment.workers)
         minibatch = 0
         while (entry := self._wait_for(minibatch)).exists:
+            device_streams.use(entry.mark, entry.inputs, entry.targets)
             entered = start._replace(inputs=entry.inputs, targets=entry.targets)
             for action in schedule.rows(n_workers, minibatch, 1)[me]:
                 self._act(action, entered)
@@ -193,9 +198,14 @@ class Report(NamedTuple):
 
     minibatch: int
     loss: Tensor
+    mark: Mark | None
 
 
 _reports: dict[tuple[int, int], queue.SimpleQueue[Any]] = {}
+
+
+def _mark() -> Mark | None:
+    return device_streams.mark() if device_streams.HAS_CUDA else None
 
 
 def open_reports(pipe: int, run: int) -> queue.SimpleQueue[Any]:
@@ -212,7 +222,7 @@ def report(pipe: int, run: int, minibatch: int, loss: Tensor) -> None:
     """Takes the loss of a minibatch to the loop that drives the run; never blocks."""
     reports = _reports.get((pipe, run))
     if reports is not None:
-        reports.put(Report(minibatch, loss))
+        reports.put(Report(minibatch, loss, _mark()))
 
 
 def enter(
@@ -231,7 +241,7 @@ def enter(
         inputs: By stage and minibatch, what this worker's stages take of it.
         targets: By minibatch, its target, if this worker runs the last stage for it.
     """
-    host.runner_of(pipe).put(run, (ENTER, 0, 0, minibatch), _Entry(True, inputs, targets))
+    host.runner_of(pipe).put(run, (ENTER, 0, 0, minibatch), _Entry(True, inputs, targets, _mark()))
 
 
 def finish(pipe: int, run: int, n_minibatches: int) -> None:

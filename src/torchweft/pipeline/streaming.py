@@ -28,6 +28,7 @@ from torchweft.pipeline.values import picked_for
 from torchweft.pipeline.window import Window
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import rpc_async
+from torchweft.runtime import device_streams
 
 OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes the optimizer of one worker's weights."""
@@ -197,7 +198,8 @@ class Run:
         """
         event = self._next_event()
         if isinstance(event, stream_host.Report):
-            self.window.put(*event)
+            device_streams.use(event.mark, event.loss)
+            self.window.put(event.minibatch, event.loss)
             return
         if event.is_run:
             self._running.discard(event.row)

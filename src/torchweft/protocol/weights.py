@@ -166,20 +166,22 @@ class Following:
 
     def arrived(self, offer: Offer | None, *, is_shared: bool) -> bool:
         """The answer has come; returns whether its bytes may be used."""
-        self._is_fetching = False
         self._is_shared = is_shared
         if offer is None:
+            self._is_fetching = False
             # Nothing newer is there, so nothing is due before the next announcement.
             self._announced.pop(self._publisher, None)
             self._is_whole_due = False
             return False
         if offer.base is not None and offer.base != self.have:
+            self._is_fetching = False
             self._is_whole_due = True
             return False
-        return True
+        return True  # The fetch is over when they are checked.
 
     def checked(self, version: Version, *, is_good: bool) -> Next:
         """All bytes of a version that arrived are in place; a delta may have proven wrong."""
+        self._is_fetching = False
         self._is_whole_due = not is_good
         if is_good:
             self.ready = version

@@ -22,7 +22,15 @@ from torchweft.rl.replay import ReplayBuffer, Sample, SumTree
 from torchweft.rl.trajectories import Episode, Trajectory, join
 from torchweft.rl.vtrace import VTrace, v_trace
 
+CALLABLES = (
+    *(Observer, ReplayBuffer, BadPriority, ColumnsMismatch, NotEnough, ReplayError),
+    *(WrongActions, WrongObservations),
+)
+"""The classes that a strict worker names in ``RpcBackendOptions(callables=...)`` to run observers
+or a replay buffer, or to be told the errors of those of others."""
+
 __all__ = [
+    "CALLABLES",
     "Agent",
     "BadPriority",
     "ColumnsMismatch",

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.rl.errors import WrongActions
 from torchweft.rl.policies import Decision, LocalPolicy
-from torchweft.rpc import RRef, functions
+from torchweft.rpc import RRef, expose, functions
 from torchweft.rpc.futures import Future
+from torchweft.serialize.registry import rebuilds_plain
 
 LONGEST_WAIT_S = 0.01
 """How long a call waits at most for those of the other observers."""
@@ -21,7 +23,7 @@ class Agent:
 
     Observers that ask together must have equally many environments; a call of another shape fails
     with ``BatchError``, which names the worker and the shapes. Subclasses may override ``act`` with
-    other options of ``batched``.
+    other options of ``batched``; on a strict worker, with ``rpc.expose`` above it.
 
     Args:
         policy: The policy. It is not copied, so a learner may update it where it is.
@@ -30,11 +32,18 @@ class Agent:
     def __init__(self, policy: LocalPolicy) -> None:
         self.policy = policy
 
+    @expose
     @functions.batched(largest=256, longest_wait=LONGEST_WAIT_S)
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
-        """Chooses actions for the environments of one call; see ``Policy``."""
+        """Chooses actions for the environments of one call; see ``Policy``.
+
+        Raises:
+            WrongActions: The policy did not return a row for each environment.
+        """
         calls = environments.shape[:2]  # calls, environments of each
         made = self.policy.act(observations.flatten(0, 1), environments.flatten(0, 1))
+        for name, rows in {"actions": made.actions, **made.outputs}.items():
+            _check_rows(name, rows, calls)
         outputs = {name: _by_call(each, calls) for name, each in made.outputs.items()}
         return Decision(_by_call(made.actions, calls), made.version, outputs)
 
@@ -43,6 +52,12 @@ class Agent:
         """Version of the policy."""
         return self.policy.version
 
+    @expose
+    def get_version(self) -> int:
+        """Returns the version of the policy; for other workers."""
+        return self.version
+
+    @expose
     def expect(self, observers: int) -> None:
         """Has batches wait for the calls of so many observers, for a limited time."""
         functions.expect_calls(self.act, max(observers, 1))
@@ -60,10 +75,22 @@ class Agent:
         self.policy.load_state_dict(state)
 
 
+def _check_rows(name: str, rows: Tensor, calls: torch.Size) -> None:
+    if not rows.ndim or len(rows) != calls.numel():
+        raise WrongActions(
+            f"the policy was asked by {calls[0]} observers with {calls[1]} environments each, and "
+            f"returned {name} of shape {list(rows.shape)}; the first dimension must be "
+            f"{calls.numel()}",
+            expected=(calls.numel(), *rows.shape[1:]),
+            found=tuple(rows.shape),
+        )
+
+
 def _by_call(rows: Tensor, calls: torch.Size) -> Tensor:
     return rows.reshape(*calls, *rows.shape[1:])
 
 
+@rebuilds_plain
 class RemotePolicy:
     """A policy that is an agent on another worker.
 
@@ -72,13 +99,15 @@ class RemotePolicy:
         timeout_s: Limit of each call, in seconds.
     """
 
+    __match_args__ = ("agent", "timeout_s")
+
     def __init__(self, agent: RRef[Agent], timeout_s: float) -> None:
-        self._agent = agent
-        self._timeout_s = timeout_s
+        self.agent = agent
+        self.timeout_s = timeout_s
 
     def begin(self, observations: Tensor, environments: Tensor) -> Future[Decision]:
         """Asks for actions without waiting for them."""
-        future: Future[Decision] = self._agent.rpc_async(self._timeout_s).act(
+        future: Future[Decision] = self.agent.rpc_async(self.timeout_s).act(
             observations, environments
         )
         return future

@@ -48,7 +48,7 @@ def uniform(environments: Tensor, decisions: Tensor, count: int = 1) -> Tensor:
 
 
 def _words(numbers: Tensor) -> NDArray[np.uint64]:
-    words: NDArray[Any] = numbers.numpy()
+    words: NDArray[Any] = numbers.cpu().numpy()
     return words.astype(np.uint64)
 
 
@@ -56,8 +56,8 @@ def categorical(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     """Samples actions by the inverse of the cumulative probabilities.
 
     Args:
-        logits: ``(batch, actions)``.
-        draws: Numbers in [0, 1), ``(batch, 1)``.
+        logits: ``(batch, actions)``, on any device.
+        draws: Numbers in [0, 1), ``(batch, 1)``, on any device.
 
     Returns:
         Actions, int64 ``(batch,)``, and their log-probabilities ``(batch,)``.
@@ -65,7 +65,7 @@ def categorical(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     logs = logits.log_softmax(dim=1)
     below = logs.double().exp().cumsum(dim=1)
     # Rounding may leave the last sum below a draw.
-    actions = (below[:, :-1] <= draws).sum(dim=1)
+    actions = (below[:, :-1] <= draws.to(logits.device)).sum(dim=1)
     return actions, logs.gather(1, actions[:, None]).squeeze(1)
 
 
@@ -73,12 +73,13 @@ def epsilon_greedy(scores: Tensor, draws: Tensor, epsilon: float) -> Tensor:
     """Returns the best actions, or with a probability random ones.
 
     Args:
-        scores: ``(batch, actions)``.
-        draws: Numbers in [0, 1), ``(batch, 2)``.
+        scores: ``(batch, actions)``, on any device.
+        draws: Numbers in [0, 1), ``(batch, 2)``, on any device.
         epsilon: The probability of a random action.
 
     Returns:
         Actions, int64 ``(batch,)``.
     """
+    draws = draws.to(scores.device)
     guesses = (draws[:, 1] * scores.shape[1]).long()
     return torch.where(draws[:, 0] < epsilon, guesses, scores.argmax(dim=1))

@@ -13,6 +13,7 @@ Rules of the file:
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -21,10 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.errors import ConfigurationError
+from torchweft.rl.errors import WrongObservations
+from torchweft.serialize.registry import rebuilds_plain
 
 Array = NDArray[Any]
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Environments:
     """What environments each observer runs. Can be pickled if ``make`` can.
@@ -73,6 +77,17 @@ class Environments:
         if not size:
             return gymnasium.make(self.make)
         return gymnasium.make_vec(self.make, size, vectorization_mode="vector_entry_point")
+
+
+def described(space: Any) -> str:
+    """Returns a text that tells spaces apart, without the space itself, which is no plain value."""
+    text = repr(space)
+    if text == object.__repr__(space):  # It has an address.
+        text = f"{type(space).__qualname__}({getattr(space, 'shape', '')})"
+    bounds = [getattr(space, name) for name in ("low", "high") if hasattr(space, name)]
+    if bounds:  # Their text is rounded, and long ones are cut.
+        text += f" bounds {zlib.crc32(b''.join(np.asarray(each).tobytes() for each in bounds)):08x}"
+    return text
 
 
 class Stepped(NamedTuple):
@@ -136,7 +151,25 @@ class _List:
         )
 
     def _stacked(self, observations: list[Any]) -> Array:
-        return np.stack(observations).astype(self._dtype, copy=False)
+        try:
+            return np.stack(observations).astype(self._dtype, copy=False)
+        except ValueError as error:
+            raise self._explained(observations) or error from None
+
+    def _explained(self, observations: list[Any]) -> WrongObservations | None:
+        """Returns an error that names the first environment that differs from its space."""
+        expected = tuple(self.spaces[0].shape or ())
+        for number, each in zip(self.numbers.tolist(), observations, strict=True):
+            found = np.shape(each)
+            if found != expected:
+                return WrongObservations(
+                    f"environment {number} returned an observation of shape {list(found)}; its "
+                    f"space has {list(expected)}",
+                    expected=expected,
+                    found=found,
+                    environments=(number,),
+                )
+        return None
 
     def step(self, actions: Array) -> Stepped:
         observations, finals = [], {}

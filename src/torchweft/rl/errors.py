@@ -6,7 +6,7 @@
     ├── SpacesMismatch                  an observer's environments have other spaces
     ├── ProgramMismatch                 an observer runs another version of the program
     ├── WrongActions                    an agent returned actions that do not fit
-    ├── WrongObservations               an agent was asked with observations that do not fit
+    ├── WrongObservations               observations do not fit the policy, or one another
     ├── NoObservers (RuntimeError)      all observers are left out; names them and the causes
     └── ReplayError                     a replay buffer cannot do as asked
         ├── ColumnsMismatch             rows have other columns than those that are stored
@@ -68,14 +68,16 @@ class WrongActions(ConfigurationError):
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
 class WrongObservations(ConfigurationError):
-    """An agent was asked with observations that its policy does not take; others are unaffected.
+    """Observations have a shape that a policy does not take, or differ; others are unaffected.
 
     Attributes:
+        observer: Name of the observer that asked.
         expected: Shape of an observation.
         found: The shape that came.
         environments: Numbers of the first few environments that asked.
     """
 
+    observer: str = ""
     expected: tuple[int, ...] = ()
     found: tuple[int, ...] = ()
     environments: tuple[int, ...] = ()

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from torchweft.errors import ConfigurationError
 from torchweft.rl.policies import Decision, LocalPolicy
-from torchweft.rpc import RRef, rpc_sync
+from torchweft.rpc import RRef
+from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import Publisher, Subscriber
 
 
+@rebuilds_plain
 class FollowingPolicy:
     """Decides beside the observer, with the newest weights that have arrived there.
 
@@ -45,18 +47,19 @@ class FollowingPolicy:
                 publisher.publish()
     """
 
+    __match_args__ = ("make", "publisher", "timeout_s")
+
     def __init__(
         self,
         make: Callable[[], LocalPolicy],
         publisher: Publisher | RRef[Publisher],
-        *,
         timeout_s: float = 30.0,
     ) -> None:
         if not timeout_s > 0:
             raise ConfigurationError(f"timeout_s={timeout_s!r}: pass a positive time, in seconds")
-        self._make = make
-        self._publisher = RRef(publisher) if isinstance(publisher, Publisher) else publisher
-        self._timeout_s = timeout_s
+        self.make = make
+        self.publisher = RRef(publisher) if isinstance(publisher, Publisher) else publisher
+        self.timeout_s = timeout_s
         self._prepare()
 
     def _prepare(self) -> None:
@@ -65,8 +68,7 @@ class FollowingPolicy:
         self._subscriber: Subscriber | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_make", "_publisher", "_timeout_s")
-        return {name: self.__dict__[name] for name in names}
+        return {name: self.__dict__[name] for name in self.__match_args__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -75,8 +77,7 @@ class FollowingPolicy:
     @property
     def version(self) -> int:
         """Number of the newest version that was published; asks the publisher, elsewhere."""
-        owner = self._publisher.owner()
-        return rpc_sync(owner, _version_of, (self._publisher,), timeout=self._timeout_s)
+        return self.publisher.rpc_sync(self.timeout_s).get_version()
 
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
         """Chooses actions; see ``Policy``.
@@ -89,7 +90,7 @@ class FollowingPolicy:
         with self._lock:
             policy = self._policy
             if policy is None:
-                policy = self._policy = self._make()
+                policy = self._policy = self.make()
             if self._subscriber is None:
                 self._subscriber = self._subscribe(policy)
             # Under the lock: a version is put in while no other observer decides.
@@ -104,14 +105,10 @@ class FollowingPolicy:
             subscriber.close()
 
     def _subscribe(self, policy: LocalPolicy) -> Subscriber:
-        subscriber = Subscriber(self._publisher, policy.network, timeout=self._timeout_s)
+        subscriber = Subscriber(self.publisher, policy.network, timeout=self.timeout_s)
         try:
-            subscriber.update(timeout=self._timeout_s)
+            subscriber.update(timeout=self.timeout_s)
         except BaseException:
             subscriber.close()
             raise
         return subscriber
-
-
-def _version_of(publisher: RRef[Publisher]) -> int:
-    return publisher.local_value().version

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torchweft.rl.environments import Array, Environments, Group, Stepped
-from torchweft.rl.errors import WrongActions
+from torchweft.rl.environments import Array, Environments, Group, Stepped, described
+from torchweft.rl.errors import WrongActions, WrongObservations
 from torchweft.rl.following import FollowingPolicy
 from torchweft.rl.policies import DECISIONS, NUMBER, STARTS, Decision, Policy
 from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Episode, Trajectory
-from torchweft.rpc import RRef
+from torchweft.rpc import RRef, expose
+from torchweft.rpc.current_call import check_types, refuse, serves_another_strictly
+from torchweft.serialize.registry import rebuilds_plain
 
 
+@rebuilds_plain
 class Introduction(NamedTuple):
     """What an observer says about itself.
 
     Attributes:
         name: Its name.
         program: Version of the program that makes its environments.
-        observation_space: Of one environment.
-        action_space: Of one environment.
+        observations: Description of the observation space of one environment.
+        actions: That of its action space.
     """
 
     name: str
     program: str
-    observation_space: Any
-    action_space: Any
+    observations: str
+    actions: str
 
 
 class Observer:
@@ -53,6 +59,8 @@ class Observer:
         name: str = "",
         by_reference_bytes: int = 1 << 20,
     ) -> None:
+        check_types(place=(place, int), environments=(environments, Environments), name=(name, str))
+        _check_made(environments.make)
         self._name = name or f"observer{place}"
         self._policy = policy
         self._by_reference_bytes = by_reference_bytes
@@ -61,10 +69,14 @@ class Observer:
         self._halves = [_Half(group, self._name) for group in groups]
         self._made = 0
 
+    @expose
     def introduce(self) -> Introduction:
         """Says which environments it runs, and by which program."""
-        return Introduction(self._name, self._program, *self._halves[0].group.spaces)
+        return Introduction(
+            self._name, self._program, *map(described, self._halves[0].group.spaces)
+        )
 
+    @expose
     def observe(self, steps: int) -> Trajectory:
         """Takes steps in all environments; blocks until they are done.
 
@@ -72,6 +84,8 @@ class Observer:
 
         Raises:
             WrongActions: The policy did not return an action for each environment.
+            WrongObservations: The policy does not take observations of their shape, or they differ
+                among the environments.
             Exception: The policy or an environment failed. The next call begins new episodes.
         """
         try:
@@ -91,6 +105,7 @@ class Observer:
         self._made += 1
         return made
 
+    @expose
     def collect(self, steps: int, may_stay: bool = True) -> Collected:
         """Does the same; a large trajectory stays here, and a reference to it is returned."""
         made = self.observe(steps)
@@ -100,12 +115,18 @@ class Observer:
             held = RRef(made)
         return Collected(int(made.versions.min()), size_bytes, held)
 
+    @expose
     def close(self) -> None:
         """Closes the environments; ends what a copy of a policy follows."""
         for half in self._halves:
             half.group.close()
         if isinstance(self._policy, FollowingPolicy):
             self._policy.close()
+
+
+def _check_made(make: Any) -> None:
+    if isinstance(make, str) and ":" in make and serves_another_strictly():
+        refuse(f"make {make!r}", "gymnasium would import the module; register a function instead")
 
 
 class _Half:
@@ -127,7 +148,8 @@ class _Half:
     def begin(self, steps: int) -> None:
         """Begins a trajectory; the episodes go on, unless the last one failed."""
         if self.has_failed:
-            self._observations = self.group.reset()
+            with self._named():
+                self._observations = self.group.reset()
             self._who[:, STARTS] = 1
             self._rewards[:] = 0
             self._lengths[:] = 0
@@ -148,21 +170,22 @@ class _Half:
         observations = torch.from_numpy(self._observations)
         who = torch.from_numpy(self._who.copy())
         begin = getattr(policy, "begin", None)
-        if begin is None:
-            self._pending = policy.act(observations, who)
-        else:
-            self._pending = begin(observations, who)
+        with self._named():
+            self._pending = (begin or policy.act)(observations, who)
 
     def step(self, step: int) -> None:
         """Waits for the actions, and takes a step in each environment."""
         pending, self._pending = self._pending, None
-        decision = pending if isinstance(pending, Decision) else pending.wait()
+        with self._named():
+            decision = pending if isinstance(pending, Decision) else pending.wait()
+            decision = decision.on_host()
         self._check(decision)
         self.observations[step] = self._observations
         self.starts[step] = self._who[:, STARTS]
         self.versions[step] = decision.version
         self.decisions.append(decision)
-        found = self.group.step(decision.actions.numpy())
+        with self._named():
+            found = self.group.step(decision.actions.numpy())
         self.rewards[step] = found.rewards
         self.terminated[step] = found.terminated
         self.truncated[step] = found.truncated
@@ -172,6 +195,19 @@ class _Half:
         self._observations = found.observations
         self._who[:, DECISIONS] += 1
         self._count(step, found)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the observer in an error of the policy or of environments, which do not know it."""
+        try:
+            yield
+        except (WrongActions, WrongObservations) as error:
+            if error.observer:
+                raise
+            named = copy.copy(error)  # Callers of one batch may have the same error.
+            named.observer = self._observer
+            named.args = (f"observer {self._observer!r}: {error}",)
+            raise named.with_traceback(error.__traceback__) from error.__cause__
 
     def _check(self, decision: Decision) -> None:
         shape = tuple(decision.actions.shape)
@@ -222,7 +258,9 @@ def _trajectory(observer: str, number: int, halves: list[_Half]) -> Trajectory:
     )
     episodes = sorted(pair for half in halves for pair in half.episodes)
     last = torch.cat([torch.from_numpy(half._observations) for half in halves])
-    ends = torch.tensor([each[:2] for each in finals], dtype=torch.int64).reshape(-1, 2)
+    ends = torch.tensor([each[:2] for each in finals], dtype=torch.int64, device="cpu").reshape(
+        -1, 2
+    )
     final = last.new_empty((0, *last.shape[1:]))
     if finals:
         final = torch.from_numpy(np.stack([each[2] for each in finals]))

@@ -28,6 +28,8 @@ from torchweft.rl.policies import Policy
 from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Trajectory
 from torchweft.rpc import RRef
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -111,9 +113,9 @@ class Observers:
         self._by_reference_bytes = by_reference_bytes
         self._expected = 0
         self._program = program_of(environments.make)
-        self._spaces: tuple[Any, Any] | None = None
+        self._spaces: tuple[str, str] | None = None
         self._introduced: dict[int, Introduction] | None = None
-        self._done: queue.SimpleQueue[tuple[int, int, Any, BaseException | None]]
+        self._done: queue.SimpleQueue[tuple[int, int, Any, BaseException | None, Mark | None]]
         self._done = queue.SimpleQueue()
         names = [f"observer{k}" for k in range(count)] if isinstance(where, str) else where
         self._seats = [_Seat(number, name) for number, name in enumerate(names)]
@@ -279,7 +281,7 @@ class Observers:
         if found.program != self._program:
             self._lose(seat, _other_program(seat.name, self._program, found.program))
             return
-        spaces = found.observation_space, found.action_space
+        spaces = found.observations, found.actions
         if self._spaces is None:
             self._spaces = spaces
         if spaces != self._spaces:
@@ -301,7 +303,8 @@ class Observers:
         number, generation = seat.number, seat.generation
 
         def done(result: Any, error: BaseException | None) -> None:
-            self._done.put((number, generation, result, error))
+            mark = device_streams.mark() if device_streams.HAS_CUDA else None
+            self._done.put((number, generation, result, error, mark))
 
         seat.place.start(method, args, done)
 
@@ -319,7 +322,8 @@ class Observers:
                     seat.state = LATE
             self._expect_active()
             return
-        number, generation, result, error = taken
+        number, generation, result, error, mark = taken
+        device_streams.use(mark, result)
         seat = self._seats[number]
         if generation != seat.generation:
             return
@@ -349,7 +353,7 @@ class Observers:
     def _version(self) -> int:
         agent: Any = self._agent
         if isinstance(agent, RRef):
-            version: int = agent.rpc_sync(self._time_limit_s).policy.version
+            version: int = agent.rpc_sync(self._time_limit_s).get_version()
             return version
         return int(getattr(agent, "version", 0))
 
@@ -406,7 +410,7 @@ def _other_program(observer: str, expected: str, found: str) -> ProgramMismatch:
 
 
 def _other_spaces(
-    observer: str, expected: tuple[Any, Any], found: tuple[Any, Any]
+    observer: str, expected: tuple[str, str], found: tuple[str, str]
 ) -> SpacesMismatch:
     texts = [f"observations {each[0]}, actions {each[1]}" for each in (expected, found)]
     return SpacesMismatch(

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from torchweft import rpc
 from torchweft.rl.observer import Observer
+from torchweft.runtime.served_streams import ServedStreams
 
 Done = Callable[[Any, BaseException | None], None]
 """Called with the result of a method, or with its error."""
@@ -53,20 +54,20 @@ class InThread:
 
     def __init__(self, make: Callable[[], Observer], name: str) -> None:
         self._here = Here(make)
-        self._todo: queue.SimpleQueue[tuple[str, tuple[Any, ...], Done] | None]
-        self._todo = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams = ServedStreams(most_lanes=1)
         # A daemon: an environment that hangs must not keep the program from ending.
         self._thread = threading.Thread(target=self._run, name=f"weft-{name}", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while (work := self._todo.get()) is not None:
-            self._here.start(*work)
+            work()
         self._here.close()
 
     def start(self, method: str, args: tuple[Any, ...], done: Done) -> None:
         """Has the thread run a method."""
-        self._todo.put((method, args, done))
+        self._todo.put(self._streams.carried(lambda: self._here.start(method, args, done)))
 
     def close(self) -> None:
         """Ends the thread after the method that it runs."""

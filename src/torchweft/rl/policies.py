@@ -20,12 +20,14 @@ from torch import Tensor, nn
 from torchweft.errors import ConfigurationError
 from torchweft.rl.draws import uniform
 from torchweft.rl.errors import WrongActions, WrongObservations
+from torchweft.serialize.registry import rebuilds_plain
 
 NUMBER, DECISIONS, STARTS = range(3)
 """Columns of the environments that ask: number, decisions before this, whether an episode starts.
 """
 
 
+@rebuilds_plain
 class Decision(NamedTuple):
     """The answer to environments that ask for actions.
 
@@ -38,6 +40,11 @@ class Decision(NamedTuple):
     actions: Tensor
     version: int
     outputs: dict[str, Tensor]
+
+    def on_host(self) -> Decision:
+        """Returns the decision on the CPU, where environments are."""
+        outputs = {name: each.cpu() for name, each in self.outputs.items()}
+        return Decision(self.actions.cpu(), self.version, outputs)
 
 
 class Policy(Protocol):
@@ -103,6 +110,8 @@ class LocalPolicy:
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Chooses actions; runs without gradients. To be overridden.
 
+        The arguments are on the CPU. The results may be on any device.
+
         Args:
             observations: ``(rows, ...)``.
             draws: Random numbers in [0, 1), float64 ``(rows, draws)``.
@@ -135,8 +144,8 @@ class LocalPolicy:
             self.decisions += len(observations)
             actions, outputs, states = made[0] if len(made) == 1 else _joined(made)
             if self._state_size:
-                self._states.update(zip(numbers.tolist(), states.unbind(), strict=True))
-            return Decision(actions, self.version, outputs)
+                self._states.update(zip(numbers.tolist(), states.cpu().unbind(), strict=True))
+            return Decision(actions, self.version, outputs).on_host()
 
     def _check(self, observations: Tensor, environments: Tensor) -> None:
         expected = (len(environments), *self._shape)
@@ -153,7 +162,7 @@ class LocalPolicy:
     def _states_of(self, environments: Tensor) -> Tensor:
         if not self._state_size:
             return environments.new_zeros((len(environments), 0), dtype=torch.float32)
-        zeros = torch.zeros(self._state_size)
+        zeros = torch.zeros(self._state_size, device="cpu")
         return torch.stack(
             [
                 zeros if starts else self._states.get(number, zeros)

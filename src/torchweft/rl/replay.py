@@ -18,6 +18,8 @@ from torch import Tensor
 
 from torchweft.errors import ConfigurationError
 from torchweft.rl.errors import BadPriority, ColumnsMismatch, NotEnough
+from torchweft.rpc import expose
+from torchweft.serialize.registry import rebuilds_plain
 
 
 class SumTree:
@@ -66,6 +68,7 @@ class SumTree:
         return nodes - self._first
 
 
+@rebuilds_plain
 class Sample(NamedTuple):
     """Rows of a buffer.
 
@@ -122,10 +125,12 @@ class ReplayBuffer:
     def __len__(self) -> int:
         return min(self._added, self._capacity)
 
+    @expose
     def size(self) -> int:
         """Returns how many rows are stored; for calls from other workers."""
         return len(self)
 
+    @expose
     def add(self, columns: Mapping[str, Tensor]) -> int:
         """Adds rows; returns how many there have been in all. They are copied.
 
@@ -146,7 +151,8 @@ class ReplayBuffer:
                 if name not in self._columns:
                     shape = (self._capacity, *column.shape[1:])
                     self._columns[name] = column.new_empty(shape, requires_grad=False)
-                self._columns[name][index] = column[count - kept :].detach()
+                stored = self._columns[name]
+                stored[index] = column[count - kept :].detach().to(stored.device)
             if self._tree is not None and kept:
                 self._tree.set(places, np.full(kept, self._highest**self._priority_power))
             self._added += count
@@ -173,6 +179,7 @@ class ReplayBuffer:
                 )
         return count
 
+    @expose
     def sample(self, count: int, at_least: int = 1) -> Sample:
         """Draws rows, with replacement.
 
@@ -216,6 +223,7 @@ class ReplayBuffer:
         serials: NDArray[np.int64] = newest - (newest - places) % self._capacity
         return serials
 
+    @expose
     def set_priorities(self, rows: Tensor, priorities: Tensor) -> int:
         """Changes the priorities of rows; those that were overwritten meanwhile are left out.
 
@@ -234,7 +242,7 @@ class ReplayBuffer:
             raise ConfigurationError(
                 "this buffer samples uniformly; make it with a priority_power above 0"
             )
-        values = priorities.detach().double().numpy()
+        values = priorities.detach().cpu().double().numpy()
         if values.shape != tuple(rows.shape):
             raise BadPriority(
                 f"{list(rows.shape)} rows and {list(values.shape)} priorities: pass one for each",
@@ -247,7 +255,7 @@ class ReplayBuffer:
                 position=int(bad[0]),
             )
         with self._lock:
-            serials = rows.numpy()
+            serials = rows.cpu().numpy()
             is_there = (serials >= self._added - len(self)) & (serials < self._added)
             kept = values[is_there]
             self._highest = max(self._highest, float(kept.max(initial=0.0)))

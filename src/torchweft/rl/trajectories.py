@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from torchweft.rpc import RRef
+from torchweft.serialize.registry import rebuilds_plain
 
 
+@rebuilds_plain
 class Episode(NamedTuple):
     """An episode that has ended.
 
@@ -25,6 +27,7 @@ class Episode(NamedTuple):
     steps: int
 
 
+@rebuilds_plain
 @dataclass
 class Trajectory:
     """Steps of all environments of one observer: ``steps`` rows of ``environments`` columns.
@@ -116,7 +119,7 @@ def join(trajectories: list[Trajectory]) -> Trajectory:
     """
     shift, places = 0, []
     for each in trajectories:
-        places.append(each.final_places + torch.tensor([0, shift]))
+        places.append(each.final_places + each.final_places.new_tensor([0, shift]))
         shift += len(each.environments)
 
     def columns(name: str) -> Any:
@@ -142,6 +145,7 @@ def join(trajectories: list[Trajectory]) -> Trajectory:
     )
 
 
+@rebuilds_plain
 class Collected(NamedTuple):
     """What an observer sends: a trajectory, or a reference to one that stays there until pulled.
 

@@ -9,6 +9,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import TracebackType
@@ -31,6 +32,7 @@ from torchweft.errors import (
 )
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.membership.devices import check_devices
 from torchweft.protocol.membership.joining import (
     Admission,
     Forget,
@@ -82,13 +84,14 @@ def enter_closed(
 
     Raises:
         RendezvousError: The group could not be formed; gives the reason.
+        ConfigurationError: The device maps of the workers do not fit together.
     """
     with _listening(options, store) as (listeners, addresses):
         registration = _registration(name, rank, addresses, options)
         signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
         directory = join(signed, registration, world_size, options.init_timeout)
         others = [each for each in directory.workers if each.id != rank]
-        members = Members(registration, others, is_open=False)
+        members = _members(registration, others, options, is_open=False)
         agent = _make_agent(directory.token, members, listeners, options)
         node = Node(agent, options, store, group=group_of(directory.token))
     node.start()
@@ -101,6 +104,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
 
     Raises:
         DuplicateName: A present worker has the name or the rank.
+        ConfigurationError: Its device maps and those of the present workers do not fit together.
         RendezvousError: The group is closed, the store does not answer, or a present worker
             cannot be reached, as it is on another host.
     """
@@ -109,17 +113,26 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         registration = _registration(name, rank, addresses, options)
         signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
         admission = enter(signed, registration, options.init_timeout)
-        members = Members(admission.me, (), is_open=True)
+        members = _members(admission.me, (), options, is_open=True)
         agent = _make_agent(admission.token, members, listeners, options)
         left = partial(note_left, store, admission.place)
         node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:
         _introduce(node, signed, admission, start_s + options.init_timeout)
+        present = members.present()
+        check_devices({each.name: each.registration.devices for each in present}, is_open=True)
     except BaseException:
         note_left(store, admission.place)
         node.end()
         raise
+
+
+def _members(
+    me: Registration, others: Iterable[Registration], options: RpcBackendOptions, *, is_open: bool
+) -> Members:
+    refuses = options.unmapped_devices == "refuse"
+    return Members(me, others, is_open=is_open, refuses_unmapped=refuses)
 
 
 class _Versions:
@@ -323,6 +336,7 @@ def _registration(
             "torch": str(torch.__version__),
             "Weft": VERSION,
         },
+        **options.device_settings().as_facts(),
         **deaths.own_facts(),
     }
     return Registration(name, rank, addresses, _main_program(), facts)

@@ -19,6 +19,7 @@ from torchweft.protocol.calls import AnsweredCall
 from torchweft.rpc.batching.decorator import TAKEN
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
+from torchweft.runtime import device_streams
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
@@ -34,6 +35,8 @@ class WhenReady(NamedTuple):
     owned: OwnedValue
     then: Callable[[Any], Any]
     kept: object = None
+    given: Sequence[Any] = ()
+    """The values of the call that ``then`` uses, perhaps on another thread."""
 
 
 class Call(AnsweredCall):
@@ -156,11 +159,14 @@ def _finish_with_future(
 
 
 def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call: Call) -> None:
+    mark: device_streams.Mark | None = None
+
     def ready(owned: OwnedValue) -> None:
         # As a task: the thread that made the value has other work to do.
         worker.agent.reactor.submit_task(go_on, owned)
 
     def go_on(owned: OwnedValue, _: object) -> None:
+        device_streams.use(mark, *waiting.given)
         proceed(worker, context_id, waiting, call, owned)
 
     def give_up(owned: OwnedValue, _: object) -> None:
@@ -172,6 +178,7 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
         proceed(worker, context_id, waiting, call, owned)
     else:
         call.awaited = owned
+        mark = device_streams.mark()
         owned.when_ready(ready)
         # As a task: dropping the callback may finalize objects of the program.
         call.on_cancel(lambda: worker.agent.reactor.submit_task(give_up, owned))
@@ -183,6 +190,8 @@ def proceed(
     """Continues a call whose value is ready."""
     if not call.goes_on(owned.error, time.monotonic()):
         return
+    if owned.mark is not None:
+        device_streams.use(owned.mark, owned.value)
     before = current_call.set(call)
     try:
         with enter(context_id):

@@ -7,13 +7,16 @@ import contextlib
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import FrameType
 from typing import Any
 
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark, arguments_of
 from torchweft.runtime.reports import log_exception
+from torchweft.runtime.served_streams import Attached, ServedStreams
 from torchweft.runtime.thread_modes import THREADS, Modes, take_away, tidy
 
 _log = logging.getLogger("torchweft")
@@ -27,10 +30,12 @@ class CoroutineRunner:
 
     Args:
         name: Name of the thread.
+        streams: The streams of the worker; the thread has one of its own on each GPU.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, streams: ServedStreams | None = None) -> None:
         self._name = name
+        self._streams = Attached(ServedStreams() if streams is None else streams)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -55,7 +60,7 @@ class CoroutineRunner:
             with self._lock:  # A coroutine scheduled before ``close`` is at least cancelled.
                 loop = self._started()
                 if loop is not None:
-                    running = _Running(loop, coroutine, context_id, on_done)
+                    running = _Running(loop, coroutine, context_id, on_done, self._streams)
                     loop.call_soon_threadsafe(running.start)
                     return running.cancel
         except BaseException:
@@ -112,6 +117,7 @@ class CoroutineRunner:
         ``KeyboardInterrupt``, or stop it. The loop remains usable, and goes on.
         """
         THREADS.follow()
+        self._streams.renew()
         try:
             while True:
                 _go_on(loop.run_forever)
@@ -120,6 +126,7 @@ class CoroutineRunner:
             while not _go_on(lambda: loop.run_until_complete(_cancel_others())):
                 pass
         finally:
+            self._streams.close()
             loop.close()
 
 
@@ -199,14 +206,26 @@ class _Running:
         coroutine: Coroutine[Any, Any, Any],
         context_id: int,
         on_done: OnDone,
+        streams: Attached,
     ) -> None:
         self._loop = loop
         self._coroutine = coroutine
         self._context_id = context_id
         self._on_done: OnDone | None = on_done
         self._task: asyncio.Task[None] | None = None
+        self._streams = streams
+        self._given: Sequence[Any] = ()
+        self._mark: Mark | None = None
+        if device_streams.HAS_CUDA:
+            self._mark = device_streams.mark()
+            if self._mark is not None:
+                self._given = device_streams.tensors_on_devices(arguments_of(coroutine))
 
     def start(self) -> None:
+        if device_streams.HAS_CUDA:
+            self._streams.renew()
+            device_streams.use(self._mark, self._given)
+            self._given = ()
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._ended)
 
@@ -236,6 +255,8 @@ class _Running:
     def _report(self, result: Any, error: BaseException | None) -> None:
         on_done, self._on_done = self._on_done, None
         if on_done is not None:
+            if device_streams.HAS_CUDA:
+                self._streams.publish()
             on_done(result, error)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -12,16 +12,19 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import CallCancelled
 from torchweft.protocol.calls import failures
+from torchweft.rpc.ordered_futures import OrderedFuture, begin, fail
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.exceptions import fresh_copy
+from torchweft.runtime import device_streams
 from torchweft.serialize.tracebacks import drop_frames, shorten
 
 T = TypeVar("T")
 S = TypeVar("S")
 
+__all__ = ["Future", "fail", "ignore_errors"]
 
-class Future(torch.futures.Future[T]):
+
+class Future(OrderedFuture[T]):
     """The result of a remote call, which may still be running.
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
@@ -32,7 +35,10 @@ class Future(torch.futures.Future[T]):
     __slots__ = ("_call", "_guard", "_worker", "is_watched", "kept")
 
     def __init__(self, worker: Worker, call: PendingCall) -> None:
-        torch._C.Future.__init__(self, [])
+        if device_streams.HAS_CUDA:
+            begin(self)
+        else:
+            torch._C.Future.__init__(self, [])
         self._worker = worker
         self._call = call
         self.kept: object = None
@@ -99,7 +105,8 @@ class Future(torch.futures.Future[T]):
         try:
             if not self.done():
                 self._worker.agent.calls.wait(self._call, may_complete=not self.is_watched)
-            return cast("T", torch._C.Future.wait(self))
+            value = cast("T", torch._C.Future.wait(self))
+            return self._ordered(value) if device_streams.HAS_CUDA else value
         except Exception as error:
             shorten(error)
             raise
@@ -111,6 +118,8 @@ class Future(torch.futures.Future[T]):
             Exception: As ``wait``.
         """
         try:
+            if device_streams.HAS_CUDA:
+                return OrderedFuture.value(self)
             return cast("T", torch._C.Future.value(self))
         except Exception as error:
             shorten(error)
@@ -119,16 +128,14 @@ class Future(torch.futures.Future[T]):
     def then(self, callback: Callable[[Future[T]], S]) -> torch.futures.Future[S]:
         """Calls ``callback`` with this future when it is done; returns a future of its result."""
         self._watch()
+        if device_streams.HAS_CUDA:
+            return OrderedFuture.then(self, callback)
         return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Calls ``callback`` with this future when it is done."""
         self._watch()
         torch._C.Future.add_done_callback(self, callback)
-
-    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
-        """Completes the future with an error; each waiter raises a copy of the error."""
-        fail(self, error)
 
     def cancel(self) -> bool:
         """Cancels the call: the future fails with ``CallCancelled``, and the callee is told.
@@ -164,27 +171,18 @@ class Future(torch.futures.Future[T]):
 
         self.add_done_callback(pass_on)
         waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
-        return waiter.__await__()
+        return _in_order(self, waiter) if device_streams.HAS_CUDA else waiter.__await__()
 
 
-def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """Completes any future with an error; each waiter raises a copy of the error."""
-    drop_frames(error)
-    future._set_unwrap_func(_raise_copy)
-    future.set_result(error)
+def _in_order(future: OrderedFuture[T], waiter: asyncio.Future[T]) -> Generator[Any, None, T]:
+    """Awaits the result, and has the streams of the loop's thread wait for it."""
+    yield from waiter.__await__()
+    return OrderedFuture.wait(future)
 
 
 def ignore_errors(future: Future[Any]) -> None:
     """Suppresses the error report of a best-effort call."""
     future._watch()
-
-
-def _raise_copy(error: BaseException) -> NoReturn:
-    try:
-        raise fresh_copy(error)
-    except BaseException as copy:
-        BaseException.with_traceback(copy, None)
-        raise
 
 
 def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:

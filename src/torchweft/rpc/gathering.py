@@ -31,6 +31,8 @@ from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async
 from torchweft.rpc.current_call import check_types, detached, refuse
 from torchweft.rpc.futures import Future, ignore_errors
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.reports import OpenWait
 from torchweft.serialize.registry import rebuilds_plain
 
@@ -101,6 +103,7 @@ class Gathering:
         self.error: Exception | None = None
         self.missing = set(missing)
         self.began_s = time.monotonic()
+        self._marks: list[Mark] = []
         self._lock = threading.Lock()
 
     @property
@@ -113,6 +116,7 @@ class Gathering:
         with self._lock:
             if not self.has_ended:
                 self.gathered_objects = values
+                self.note_work()
                 self.proceed_signal.set()
 
     def fail(self, error: Exception) -> None:
@@ -136,7 +140,15 @@ class Gathering:
         """Returns the values of an ended gathering, or raises its error."""
         if self.error is not None:
             raise copy.copy(self.error)  # Several threads may raise it: keep tracebacks apart.
+        for mark in self._marks:
+            device_streams.use(mark, self.gathered_objects)
         return self.gathered_objects
+
+    def note_work(self) -> None:
+        """Has the reader of the values wait for the GPU work of this thread, which made some."""
+        mark = device_streams.mark() if device_streams.HAS_CUDA else None
+        if mark is not None:
+            self._marks.append(mark)
 
 
 def check_key(key: Any, agent: Agent, caller: Peer, name: str | None = None) -> None:
@@ -267,6 +279,7 @@ class Led:
             gathering, is_new = self._find(key)
             if not gathering.has_ended:
                 gathering.gathered_objects[name] = value
+                gathering.note_work()
             self._count(key, gathering, peer)
         if gathering.error is not None:
             self._tell_failure(key, peer, gathering.error)

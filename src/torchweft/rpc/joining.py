@@ -67,12 +67,13 @@ def init_rpc(
         rank: Number of this worker, from 0. By default the launcher's, for instance ``RANK``.
         world_size: Number of workers. By default the launcher's, for instance ``WORLD_SIZE``; if
             there is a ``RANK`` without ``WORLD_SIZE``, the group is open.
-        rpc_backend_options: All other options; PyTorch's options are accepted as well.
+        rpc_backend_options: All other options; PyTorch's options are accepted as well. What they
+            do not set has Weft's defaults, also for a tensor on a GPU without a device map.
 
     Raises:
         AlreadyInitialized: This process is a worker already.
-        ConfigurationError: An argument is invalid or missing, or environment variables contradict
-            each other.
+        ConfigurationError: An argument is invalid or missing, environment variables contradict
+            each other, or the device maps of the workers do not fit together.
         RendezvousTimeout: Not all workers joined in time; names the missing ones.
         DuplicateName: Another worker has the same name, or in an open group the same rank.
     """
@@ -94,19 +95,6 @@ def init_rpc(
     if world_size is None:
         world_size = place.world_size
     join_group(name, rank, world_size, options, place)
-    if isinstance(given, TensorPipeRpcBackendOptions):
-        check_device_maps(given, world_size)
-
-
-def check_device_maps(given: TensorPipeRpcBackendOptions, world_size: int | None) -> None:
-    """Leaves the group, and raises ConfigurationError, if the device maps do not fit it."""
-    try:
-        # An open group has no final list of members.
-        names = None if world_size is None else [info.name for info in get_worker_infos()]
-        given.check_device_maps(get_worker_info().name, names)
-    except Exception:
-        shutdown(graceful=False)
-        raise
 
 
 def join_group(

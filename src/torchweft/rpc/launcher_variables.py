@@ -66,8 +66,30 @@ PMI = Launcher(
     "MPI_LOCALRANKID",
     "MPI_LOCALNRANKS",
 )
+# The command of a task runs once on each node; it may start the other launchers.
+SKYPILOT = Launcher(
+    "SkyPilot",
+    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    "SKYPILOT_NODE_RANK",
+    "SKYPILOT_NUM_NODES",
+    "",
+    "",
+)
 PLAIN = Launcher("RANK and WORLD_SIZE", ("RANK",))
-LAUNCHERS = (WEFT, TORCHRUN, OPEN_MPI, PMI, SRUN)
+LAUNCHERS = (TORCHRUN, WEFT, OPEN_MPI, PMI, SRUN, SKYPILOT)
+
+
+_CONTAINERS = {"JOBSET_NAME": "JobSet", "PET_NODE_RANK": "PyTorchJob"}
+"""Variables of systems that set ``RANK`` for each container, with the names of the systems."""
+
+
+def name_of(launcher: Launcher, variables: Variables) -> str:
+    """Returns the name of a launcher for messages."""
+    if launcher not in (WEFT, PLAIN):
+        return launcher.name
+    if "LOCAL_RANK" in variables:  # started within the container
+        return launcher.name
+    return next((name for mark, name in _CONTAINERS.items() if mark in variables), launcher.name)
 
 
 def _is_step(variables: Variables) -> bool:

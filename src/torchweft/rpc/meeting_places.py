@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass
 
 from torchweft.rpc.hostlists import expand
-from torchweft.rpc.launcher_variables import SRUN, Launcher, Variables, number
+from torchweft.rpc.launcher_variables import SKYPILOT, SRUN, Launcher, Variables, number
 
 _LOOPBACK = "127.0.0.1"
 _FIRST_PORT = 17_000
@@ -62,6 +62,10 @@ def _first_host(
         if nodes not in variables or distribution.startswith("arbitrary"):
             return "", f"{nodes} does not tell which node has rank 0; set MASTER_ADDR to it", ()
         return expand(variables[nodes])[0], "", (nodes,)
+    if launcher is SKYPILOT:
+        if size == 1:
+            return _LOOPBACK, "", ()
+        return variables["SKYPILOT_NODE_IPS"].split()[0], "", ("SKYPILOT_NODE_IPS",)
     local = launcher.local_size
     if size == 1 or variables.get(local) == str(size):
         return _LOOPBACK, "", (local,) if local in variables else ()
@@ -79,7 +83,11 @@ def _derived_port(launcher: Launcher, variables: Variables) -> tuple[int, tuple[
     if launcher is SRUN and "SLURM_JOB_ID" in variables:
         job, step = number(variables, "SLURM_JOB_ID"), number(variables, "SLURM_STEP_ID")
         return _FIRST_PORT + (job * 17 + step) % _PORTS, ("SLURM_JOB_ID", "SLURM_STEP_ID")
-    for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT"):
+    if launcher is SKYPILOT:
+        names: tuple[str, ...] = ("SKYPILOT_TASK_ID", "SKYPILOT_INTERNAL_JOB_ID")
+    else:
+        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT")
+    for name in names:
         if name in variables:
             return _FIRST_PORT + zlib.crc32(variables[name].encode()) % _PORTS, (name,)
     return 0, ()

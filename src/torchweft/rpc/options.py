@@ -16,6 +16,7 @@ import torch
 from torchweft import knobs
 from torchweft.arguments import checked_int, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.protocol.membership.devices import Devices
 from torchweft.rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -23,10 +24,13 @@ from torchweft.rpc.constants import (
 )
 from torchweft.rpc.rref import RRef
 from torchweft.secret import Secret
-from torchweft.serialize.allowed import BY_ITSELF, is_part_of_weft
+from torchweft.serialize.allowed import BY_THEMSELVES, is_part_of_weft
 from torchweft.serialize.callables import Callables
 from torchweft.transport.addresses import is_loopback
 from torchweft.transport.secure import TlsOptions
+
+DeviceType = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
 
 
 def _allowed_from_outside() -> tuple[str, ...] | None:
@@ -78,6 +82,15 @@ class RpcBackendOptions:
             and calls only methods that are declared (``rpc.expose``). See the page on callables.
         callables: Functions and classes that other workers may call on a strict worker, beside
             those that the program registers: ``(torch.nn.Linear, torch.optim.SGD)``.
+        device_maps: For each worker that this one calls, by name, the device there that stands for
+            each device here: ``{"server": {"cuda:0": "cuda:1"}}``. Tensors in calls follow the
+            map, and tensors in their answers its inverse. With a map, a tensor on another GPU
+            cannot be sent to that worker. See the page on devices.
+        devices: The CUDA devices of this worker that device maps may name, its own and those of
+            others; by default all.
+        unmapped_devices: Where a tensor on a GPU goes if there is no device map. ``"same"``: to
+            the device of the same name. ``"refuse"``: nowhere, sending it raises a
+            ``SerializationError``, as in ``torch.distributed.rpc``.
     """
 
     num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
@@ -96,6 +109,9 @@ class RpcBackendOptions:
     allowed_modules: Sequence[str] | None = field(default_factory=_allowed_from_outside)
     strict: bool = False
     callables: Sequence[Any] = ()
+    device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] = field(default_factory=dict)
+    devices: Sequence[DeviceType] = ()
+    unmapped_devices: Literal["same", "refuse"] = "same"
 
     @property
     def default_timeout_s(self) -> float:
@@ -134,6 +150,37 @@ class RpcBackendOptions:
             raise ConfigurationError("give init_method or store, not both")
         self._check_callables()
         self._check_modules()
+        if self.unmapped_devices not in ("same", "refuse"):
+            raise ConfigurationError(
+                f"unmapped_devices is {self.unmapped_devices!r}; it must be 'same' or 'refuse'"
+            )
+        self._named_devices()
+
+    def device_settings(self) -> Devices:
+        """Returns the device maps and devices as this worker registers them.
+
+        Counts the CUDA devices if one of them is named, without initialising CUDA.
+        """
+        named = self._named_devices()
+        if not named.names_cuda:
+            return named
+        return Devices(named.maps, named.listed, torch.cuda.device_count())
+
+    def _named_devices(self) -> Devices:
+        if not isinstance(self.device_maps, Mapping):
+            fitting = "pass a dict of dicts like {'server': {'cuda:0': 'cuda:1'}}"
+            raise wrong_type("device_maps", self.device_maps, fitting)
+        if isinstance(self.devices, str) or not isinstance(self.devices, Iterable):
+            raise wrong_type("devices", self.devices, "pass a list like ['cuda:0', 'cuda:1']")
+        maps = {}
+        for worker, device_map in self.device_maps.items():
+            if not isinstance(worker, str):
+                raise wrong_type("a key of device_maps", worker, "pass the name of a worker")
+            if not isinstance(device_map, Mapping):
+                fitting = "pass a dict like {'cuda:0': 'cuda:1'}"
+                raise wrong_type(f"the device map for {worker!r}", device_map, fitting)
+            maps[worker] = {_named(here): _named(there) for here, there in device_map.items()}
+        return Devices(maps, tuple(map(_named, _to_device_list(self.devices))))
 
     def _check_callables(self) -> None:
         if isinstance(self.callables, str) or not isinstance(self.callables, Iterable):
@@ -177,10 +224,10 @@ class RpcBackendOptions:
                     "allowed_modules must not have 'builtins': it has eval and __import__; what "
                     "is harmless in it needs no entry"
                 )
-            if is_part_of_weft(module) and not module.startswith(BY_ITSELF):
+            if is_part_of_weft(module) and not module.startswith(BY_THEMSELVES):
                 raise ConfigurationError(
                     f"allowed_modules must not have {module!r}: what Weft calls on other workers "
-                    f"needs no entry, but for {BY_ITSELF!r}"
+                    f"needs no entry, but for {', '.join(map(repr, BY_THEMSELVES))}"
                 )
 
     def _check_protection(self) -> None:
@@ -212,11 +259,8 @@ def _number(name: str, value: Any) -> float:
     return value
 
 
-# The options of ``torch.distributed.rpc``. Weft has no TensorPipe. Options for devices and
-# transports are checked, kept, and reported to have no effect.
-
-DeviceType = int | str | torch.device
-DeviceMap = dict[torch.device, torch.device]
+# The options of ``torch.distributed.rpc``. Weft has no TensorPipe. Options for transports are kept,
+# and reported to have no effect.
 
 
 class IgnoredOptionWarning(UserWarning):
@@ -297,9 +341,9 @@ class TensorPipeRpcBackendOptions(BackendOptions):
             another worker does not count.
         rpc_timeout: Default timeout of calls, in seconds; 0 for no limit.
         init_method: How the workers find each other.
-        device_maps: For each callee, the device that stands for each device of this worker. Checked
-            and kept, but a tensor arrives on the device of the same name that it was on.
-        devices: Devices of this worker that its calls use. Weft needs no list of them.
+        device_maps: For each callee, by name, the device there that stands for each device of this
+            worker; see ``RpcBackendOptions``.
+        devices: The CUDA devices of this worker that device maps may name; by default all.
         _transports: Ignored: Weft chooses by the capabilities of both workers.
         _channels: Ignored in the same way.
 
@@ -373,40 +417,13 @@ class TensorPipeRpcBackendOptions(BackendOptions):
         """
         self.devices = _to_device_list(devices)
 
-    def check_device_maps(self, name: str, others: Iterable[str] | None) -> None:
-        """Raises ConfigurationError for a device map that is invalid in this group.
-
-        Args:
-            name: Name of this worker.
-            others: Names of all workers of the group; None if more may join it.
-        """
-        names = sorted(self.device_maps if others is None else others)
-        unknown = sorted(set(self.device_maps) - set(names))
-        if unknown:
-            raise ConfigurationError(
-                f"Node {name} has invalid target node names in its device maps: "
-                f"{', '.join(map(repr, unknown))}; the group has {', '.join(map(repr, names))}"
-            )
-        for to, device_map in self.device_maps.items():
-            if len(set(device_map.values())) != len(device_map):
-                raise ConfigurationError(
-                    f"Node {name} has duplicated target devices in its device map for {to}: "
-                    f"{device_map}"
-                )
-
     def ignored(self) -> list[str]:
         """Returns the set options without effect in Weft, and Weft's behaviour instead."""
-        maps = self.device_maps.values()
         return [
             explanation
             for is_set, explanation in (
                 (self._transports is not None, "_transports (chosen for each pair of workers)"),
                 (self._channels is not None, "_channels (chosen for each pair of workers)"),
-                (bool(self.devices), "devices (no list of them is needed)"),
-                (
-                    any(here != there for each in maps for here, there in each.items()),
-                    "device_maps (a tensor arrives on the device of the same name that it was on)",
-                ),
             )
             if is_set
         ]
@@ -417,7 +434,11 @@ def from_tensorpipe(given: TensorPipeRpcBackendOptions, **others: Any) -> RpcBac
     if "store" not in others and given.init_method != DEFAULT_INIT_METHOD:
         others["init_method"] = given.init_method
     return RpcBackendOptions(
-        num_worker_threads=given.num_worker_threads, rpc_timeout=given.rpc_timeout, **others
+        num_worker_threads=given.num_worker_threads,
+        rpc_timeout=given.rpc_timeout,
+        device_maps=given.device_maps,  # type: ignore[arg-type]  # The keys are invariant.
+        devices=given.devices,
+        **others,
     )
 
 
@@ -462,6 +483,21 @@ def _device(device: DeviceType) -> torch.device:
             f"{device!r} is no device of this machine ({error}); name devices like 'cpu' or "
             "'cuda:0'"
         ) from None
+
+
+def _named(device: DeviceType) -> str:
+    made = _device(device)
+    if made.type == "cpu":
+        return "cpu"
+    if made.type != "cuda":
+        raise ConfigurationError(
+            f"device_maps and devices have {made}; they map the CPU and CUDA devices only"
+        )
+    if made.index is None:
+        raise ConfigurationError(
+            f"device_maps and devices have {device!r}, without an index; write 'cuda:0'"
+        )
+    return str(made)
 
 
 def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:

@@ -21,9 +21,11 @@ from torchweft.rpc.launcher_variables import (
     MASTER,
     PLAIN,
     PMI,
+    SKYPILOT,
     SRUN,
     Launcher,
     Variables,
+    name_of,
     number,
 )
 from torchweft.rpc.meeting_places import Meeting, derived
@@ -110,6 +112,7 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
     rank = number(variables, launcher.rank)
     size = number(variables, launcher.size) if launcher.size in variables else None
     _check_range(launcher.rank, rank, launcher.size, size)
+    _check_addresses(launcher, size, variables)
     if launcher.rank != "RANK" and "WORLD_SIZE" in variables:
         _check_size(launcher, size, variables)
     sources = [launcher.rank, *([launcher.size] if size is not None else [])]
@@ -123,9 +126,8 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
         number(variables, name) if name in variables else None
         for name in (launcher.local_rank, launcher.local_size)
     )
-    is_container = launcher is PLAIN and "PET_NODE_RANK" in variables
     return Placement(
-        "PyTorchJob" if is_container else launcher.name,
+        name_of(launcher, variables),
         rank,
         size,
         local_rank,
@@ -187,6 +189,19 @@ def _check_size(launcher: Launcher, tasks: int | None, variables: Variables) -> 
         )
 
 
+def _check_addresses(launcher: Launcher, size: int | None, variables: Variables) -> None:
+    """Raises ConfigurationError if SkyPilot lists more or fewer addresses than nodes."""
+    if launcher is not SKYPILOT:
+        return
+    addresses = len(variables["SKYPILOT_NODE_IPS"].split())
+    if addresses != size:
+        raise ConfigurationError(
+            f"environment variable SKYPILOT_NODE_IPS lists {addresses} addresses, but "
+            f"{launcher.size} is {size}; unset the SKYPILOT_ variables that do not belong to this "
+            "task, or start it with 'torchrun'"
+        )
+
+
 def _check_container(variables: Variables) -> None:
     """Raises ConfigurationError if a container is to hold several workers, but starts one."""
     each = variables.get("PET_NPROC_PER_NODE", "")
@@ -203,6 +218,20 @@ def _check_container(variables: Variables) -> None:
                 f"environment variable {name} is {variables[name]!r}, but {theirs} is "
                 f"{variables[theirs]!r}; unset one of them"
             )
+    if "LOCAL_RANK" not in variables:
+        _check_pair("RANK", "PET_NODE_RANK", variables)
+        _check_pair("WORLD_SIZE", "PET_NNODES", variables)
+
+
+def _check_pair(ours: str, theirs: str, variables: Variables) -> None:
+    """Raises ConfigurationError if a container's number differs from that of its system."""
+    if ours not in variables or not variables.get(theirs, "").isdigit():  # PET_NNODES may be 1:4
+        return
+    if number(variables, ours) != number(variables, theirs):
+        raise ConfigurationError(
+            f"environment variable {ours} is {variables[ours]}, but {theirs} is "
+            f"{variables[theirs]}; unset {ours}, which this system sets for each container"
+        )
 
 
 def _of_container(variables: Variables) -> Placement:
@@ -247,5 +276,11 @@ def _hint(variables: Variables) -> str:
         return (
             "set RANK=$PMIX_RANK and WORLD_SIZE in each process: PMIx has a rank for it, but no "
             "variable with the number of processes"
+        )
+    if "JOB_COMPLETION_INDEX" in variables:
+        return (
+            "set RANK=$JOB_COMPLETION_INDEX, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each pod: "
+            "an indexed Job of Kubernetes tells a pod neither their number nor where to meet; "
+            "'torchweft manifest' writes a JobSet that does"
         )
     return _BY_HAND

@@ -83,7 +83,7 @@ class Ports:
             SerializationError: A value cannot travel.
             WorkerLost: The receiver is known to be lost; ``on_worker_lost`` tells of a later loss.
         """
-        if not peer.is_self and _are_tensors(values):
+        if not (peer.is_self or peer.device_maps.moves_host_of_calls) and _are_tensors(values):
             inlined = inline.encode(values)
             if inlined is not None and not inlined[1]:
                 self._worker.agent.sender.send(peer, [encode_post(port, head, inlined[0])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Callable, Sequence
 
 import torch
@@ -12,6 +13,8 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.protocol.connecting import Outgoing
 from torchweft.protocol.kept_code import SentCode
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import (
     NUMBER,
@@ -85,7 +88,7 @@ class TableRequest(Request):
         entries: The code that it names.
     """
 
-    __slots__ = ("_flags", "_head", "_packed", "_tensor_messages")
+    __slots__ = ("_flags", "_head", "_maker", "_mark", "_packed", "_tensor_messages")
 
     def __init__(
         self,
@@ -104,6 +107,12 @@ class TableRequest(Request):
         self._head = head
         self._packed = packed
         self.entries = entries
+        self._maker = 0
+        self._mark = None
+        if device_streams.HAS_CUDA and (peer.link is None or peer.unsent):
+            # It is encoded in another thread at the first contact, or not at all, as for oneself.
+            self._maker = get_ident()
+            self._mark = mark_of(packed.tensors)
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call."""
@@ -115,15 +124,29 @@ class TableRequest(Request):
 
     def _encode(self, kind: Kind, number: int) -> Outgoing:
         packed, flags = self._packed, self._flags
+        maps = self._peer.device_maps
+        if self._mark is not None and self._maker != get_ident():
+            device_streams.use(self._mark, packed.tensors)
         if self._peer.is_self:
             remaining_s, creation, context_id, message_id, function = self._head
             value = (context_id, message_id, (), 0, 0)
-            local = LocalMessage((remaining_s, creation, function, value), *packed)
+            call_head = remaining_s, creation, function, value
+            local = LocalMessage(call_head, *packed, self._mark)
             return local_frame(kind, flags, number, local)
         front = encode_call_front(*self._head, self._handed, packed.payload)
         if self.entries:
             front, kind = names_of(self.entries) + front, Kind.CALL_WITH_CODE
-        return self._tensor_messages.encode(self._peer, kind, flags, number, front, packed.tensors)
+        place = None if maps.is_identity else maps.forward
+        return self._tensor_messages.encode(
+            self._peer, kind, flags, number, front, packed.tensors, place
+        )
+
+
+def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
+    """Returns a mark of the work that computes some of the tensors, if any are on a GPU."""
+    if device_streams.HAS_CUDA and any(tensor.is_cuda for tensor in tensors):
+        return device_streams.mark()
+    return None
 
 
 def names_of(entries: Sequence[SentCode]) -> bytes:
@@ -143,29 +166,46 @@ def reply_by_tables(
     handed: Sequence[HandedReference],
 ) -> Outgoing:
     """Returns an answer whose tensors are described by tables, or that goes to this worker."""
+    maps = peer.device_maps
     if peer.is_self:
-        local = LocalMessage((context_id, message_id, (), 0, 0), *packed)
+        if not maps.is_identity:
+            maps.check(packed.tensors, is_back=True)
+        head = context_id, message_id, (), 0, 0
+        local = LocalMessage(head, *packed, mark_of(packed.tensors))
         return local_frame(Kind.REPLY, 0, number, local)
     front = encode_reply_front(context_id, message_id, handed, packed.payload)
-    return tensor_messages.encode(peer, Kind.REPLY, 0, number, front, packed.tensors)
+    place = None if maps.is_identity else maps.back
+    return tensor_messages.encode(peer, Kind.REPLY, 0, number, front, packed.tensors, place)
 
 
 # Calls of a worker to itself.
 
 
-def own_copy(tensor: Tensor, context_id: int, keeps_graphs: bool = False) -> Tensor:
+def own_copy(
+    tensor: Tensor,
+    context_id: int,
+    keeps_graphs: bool = False,
+    device: torch.device | None = None,
+) -> Tensor:
     """Returns a copy of a tensor that a worker sends to itself, as if another had received it.
 
     In an autograd context (not 0) the copy stays in the graph. Outside of contexts, the copy of a
     leaf is a new leaf, and that of a computed tensor stays in the graph if ``keeps_graphs``.
+
+    Args:
+        tensor: The tensor.
+        context_id: The context of the message, or 0.
+        keeps_graphs: Whether graphs outside of contexts are kept.
+        device: The device of the copy; None for that of the tensor.
     """
     if tensor.requires_grad and (context_id or (keeps_graphs and not tensor.is_leaf)):
         with torch.enable_grad():
-            copy = tensor.clone()
+            copy = tensor.clone() if device is None else tensor.to(device, copy=True)
         if isinstance(tensor, Parameter):
             copy._is_param = True  # for isinstance
         return copy
-    copy = tensor.detach().clone()
+    copy = tensor.detach()
+    copy = copy.clone() if device is None else copy.to(device, copy=True)
     if isinstance(tensor, Parameter):
         return Parameter(copy, tensor.requires_grad)
     return copy.requires_grad_(tensor.requires_grad)

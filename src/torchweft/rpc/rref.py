@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
 from torch import nn
 
 from torchweft.arguments import limit_of
@@ -20,6 +22,7 @@ from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import run_backward
 from torchweft.rpc.worker import WORKER, current_worker
+from torchweft.runtime import device_streams
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.registry import has_callable_methods
 from torchweft.serialize.tracebacks import shorten
@@ -90,6 +93,8 @@ class RRef(Handle, Generic[T]):
         if owned.error is not None:
             raise fresh_copy(owned.error)
         value: T = owned.value
+        if owned.mark is not None:
+            device_streams.use(owned.mark, value)
         return value
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
@@ -164,6 +169,8 @@ class RRef(Handle, Generic[T]):
             backward_from(self, dist_autograd_ctx_id, retain_graph)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
+        if sys._getframe(1).f_code is _FINDS_TENSORS:
+            return str, ()
         raise SerializationError(
             "Can not pickle rref in python pickler: an RRef can only travel in the arguments or "
             "the result of an RPC; to keep the value, fetch it with to_here() and save that"
@@ -187,6 +194,9 @@ class RRef(Handle, Generic[T]):
         except Exception:
             return f"RRef({number} on worker number {self.id.owner})"
 
+
+_FINDS_TENSORS = getattr(getattr(torch._jit_internal, "_extract_tensors", None), "__code__", None)
+"""The code of the function by which PyTorch pickles the result of a future, to find tensors."""
 
 _FOR_WEFT = frozenset("agent check_travels from_created from_received id value_type".split())
 """Public for other modules of Weft; programs do not need them."""

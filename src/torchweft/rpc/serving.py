@@ -274,7 +274,7 @@ def call_method(
             served.function = method
         return method, method(*args, **kwargs)
 
-    return WhenReady(owned(reference), call, kept)
+    return WhenReady(owned(reference), call, kept, (args, kwargs))
 
 
 def method_of(value: Any, name: str) -> Any:

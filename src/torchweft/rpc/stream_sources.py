@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from torchweft.agent.agent import Agent, Slot
+from torchweft.agent.agent import SERVED_STREAMS, Agent, Slot
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of
@@ -29,7 +29,10 @@ from torchweft.rpc.batching.decorator import TAKEN
 from torchweft.rpc.current_call import check_called, check_types
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import method_of
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import arguments_of
 from torchweft.runtime.reports import log_exception
+from torchweft.runtime.served_streams import Attached, ServedStreams
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable
 
@@ -48,10 +51,18 @@ class Source:
     Args:
         name: Name of its thread.
         iterator: Yields the values.
+        streams: The streams of the worker; the thread has one of its own on each GPU.
     """
 
-    def __init__(self, name: str, iterator: Iterator[Any]) -> None:
+    def __init__(
+        self, name: str, iterator: Iterator[Any], streams: ServedStreams | None = None
+    ) -> None:
         self._iterator = iterator
+        self._streams = Attached(ServedStreams() if streams is None else streams)
+        self._mark = device_streams.mark() if device_streams.HAS_CUDA else None
+        self._given: Sequence[Any] = ()
+        if self._mark is not None:
+            self._given = device_streams.tensors_on_devices(arguments_of(iterator))
         self._asked: dict[int, Any] = {}
         self._next = 0
         self._is_stopped = False
@@ -89,10 +100,13 @@ class Source:
         self.thread.start()
 
     def _run(self) -> None:
-        while self._await_pull():
-            if not self.answer_next():
-                return
-        self._close()
+        try:
+            while self._await_pull():
+                if not self.answer_next():
+                    return
+            self._close()
+        finally:
+            self._streams.close()
 
     def _await_pull(self) -> bool:
         """Waits for the call for the next value; returns False if the stream was stopped."""
@@ -122,6 +136,9 @@ class Source:
     def _answer(self, call: Any) -> bool:
         before = current_call.set(call)
         set_current_id(0 if call.context_id == NO_GRAD else call.context_id)
+        self._streams.renew()
+        device_streams.use(self._mark, self._given)
+        self._mark, self._given = None, ()
         try:
             value = next(self._iterator)
         except StopIteration:
@@ -133,6 +150,7 @@ class Source:
             return True
         finally:
             current_call.reset(before)
+            self._streams.publish()
         return False
 
     def _close(self) -> None:
@@ -188,7 +206,11 @@ class Sources:
                 f"{name} returned {kind_of(values)}, which cannot be iterated over; a stream is of "
                 "a generator or anything else that for loops take"
             ) from None
-        source = Source(f"weft-{self._agent.info.name}-stream-{peer.name}-{number}", iterator)
+        source = Source(
+            f"weft-{self._agent.info.name}-stream-{peer.name}-{number}",
+            iterator,
+            self._agent.slots[SERVED_STREAMS],
+        )
         with self._lock:
             if self._is_closed or peer.lost is not None:
                 raise CallRefused("the worker is shutting down; it begins no stream")

@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
@@ -26,6 +26,7 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallCancelled, NotInitialized
 from torchweft.protocol.calls import function_name
+from torchweft.rpc.ordered_futures import content_of
 from torchweft.serialize.exceptions import fresh_copy, shown
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
@@ -69,11 +70,11 @@ class Guard:
         self._report = report
         self._enqueue = enqueue
 
-    def raise_copy(self, error: BaseException) -> NoReturn:
-        """Raises a copy of the error, when the value of a future is read."""
+    def raise_copy(self, held: Any) -> NoReturn:
+        """Raises a copy of the error that a future holds, when the value of the future is read."""
         self.was_seen = True
         try:
-            raise fresh_copy(error)
+            raise fresh_copy(content_of(held))
         except BaseException as copy:
             BaseException.with_traceback(copy, None)  # The traceback begins at the read.
             raise

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent, Slot
+from torchweft.agent.agent import SERVED_STREAMS, Agent, Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.code_keeping import CodeKeeper
 from torchweft.agent.current import current
@@ -46,6 +46,7 @@ from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request, TableRequest, names_of, own_copy, reply_by_tables
 from torchweft.rpc.unseen import UnseenErrors
+from torchweft.runtime import device_streams
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
@@ -109,7 +110,9 @@ class Worker:
         self.engine = Engine(agent, self.tensor_messages, reader)
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
-        self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio")
+        self.coroutines = CoroutineRunner(
+            f"weft-{agent.info.name}-asyncio", agent.slots[SERVED_STREAMS]
+        )
         self.unfinished: set[object] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
@@ -180,7 +183,8 @@ class Worker:
             creation: Number of the reference that the result is for.
 
         Raises:
-            SerializationError: The callable or an argument cannot be serialized.
+            SerializationError: The callable or an argument cannot be serialized, or a tensor is on
+                a device without an entry in the device map.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         tensors: list[Tensor] = []
@@ -194,7 +198,7 @@ class Worker:
             home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
             payload = encode_simple(args, tensors, peer.main_by_name, home_of)
             if tensors and payload is not None:
-                inlined = inline.encode(tensors)
+                inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
                 if inlined is None and not all(map(is_dense, tensors)):
                     payload = None
         if payload is None:
@@ -202,10 +206,13 @@ class Worker:
                 peer, name, args, kwargs, function, creation
             )
             inlined = inline.encode(tensors) if tensors else NO_TENSORS
-            if peer.is_self:
+            if peer.is_self or (tensors and peer.device_maps.moves_host_of_calls):
                 inlined = None
         if len(tensors) > self._tensor_limit:
             raise too_many(len(tensors), self._tensor_limit)
+        if inlined is None and not peer.device_maps.is_identity:
+            # Not when it is sent: that may be later, once there is a connection.
+            peer.device_maps.check(tensors, is_back=False)
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
@@ -288,7 +295,7 @@ class Worker:
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
     def _record_send(
-        self, context_id: int, tensors: Sequence[Tensor], peer: Peer
+        self, context_id: int, tensors: Sequence[Tensor], peer: Peer, is_answer: bool = False
     ) -> tuple[int, int]:
         """Returns a message's context id and its message id; 0 where there is none."""
         # A message to oneself carries tensors by reference, so they stay in their graph.
@@ -297,20 +304,20 @@ class Worker:
         if context_id:
             try:
                 context = self.contexts.get_or_create(context_id)
-                return context_id, context.record_send(tensors, peer.id)
+                return context_id, context.record_send(tensors, peer.id, is_answer)
             except AutogradError:
                 pass  # The call has outlived its context: send it without.
         for tensor in tensors:
             if tensor.requires_grad and not tensor.is_leaf:
-                return 0, self._record_outside(tensors, peer)
+                return 0, self._record_outside(tensors, peer, is_answer)
         return 0, 0
 
-    def _record_outside(self, tensors: Sequence[Tensor], peer: Peer) -> int:
+    def _record_outside(self, tensors: Sequence[Tensor], peer: Peer, is_answer: bool) -> int:
         if not self.arrivals.keeps_graphs:
             return 0
         outside = self.engine.outside
         computed = [each for each in tensors if each.requires_grad and not each.is_leaf]
-        message_id = outside.record_send(computed, peer.id)
+        message_id = outside.record_send(computed, peer.id, is_answer)
         if peer.lost is not None:  # Race: its records may have been dropped before.
             outside.take_back(message_id)
         return message_id
@@ -386,13 +393,30 @@ class Worker:
             return self._unpack(payload, tensors, externals, codes=codes)
         return decode(payload, tensors, externals, self._resolve_value, self._take_home)
 
-    def open_own(self, message: LocalMessage, context_id: int) -> Any:
-        """Returns the value in a message of this worker to itself."""
+    def open_own(self, message: LocalMessage, context_id: int, is_answer: bool = False) -> Any:
+        """Returns the value in a message of this worker to itself; see ``open``."""
         tensors = message.tensors
-        if self.copies_own:
+        device_streams.use(message.mark, tensors)
+        if self.agent.me.device_maps.is_any:
+            tensors = self._place_own(tensors, context_id, is_answer)
+        elif self.copies_own:
             keeps = self.arrivals.keeps_graphs
             tensors = [own_copy(each, context_id, keeps) for each in tensors]
         return unpack(message.payload, tensors, message.externals)
+
+    def _place_own(
+        self, tensors: Sequence[Tensor], context_id: int, is_answer: bool
+    ) -> list[Tensor]:
+        """Returns tensors of a message to this worker itself on the devices of its own map."""
+        maps, keeps = self.agent.me.device_maps, self.arrivals.keeps_graphs
+        place = maps.back if is_answer else maps.forward
+        placed = []
+        for tensor in tensors:
+            device = place(tensor.device)
+            if self.copies_own or device != tensor.device:
+                tensor = own_copy(tensor, context_id, keeps, device)
+            placed.append(tensor)
+        return placed
 
     def _come_home(self, reference: ReferenceId) -> Handle:
         """Returns a reference to a value of this worker that the sender has kept meanwhile."""
@@ -421,7 +445,7 @@ class Worker:
         try:
             tensors = message.tensors(detached=False)
             if message.some_are_computed:
-                self._place_computed(peer, tensors, message.flags(), head)
+                self._place_computed(peer, tensors, message.flags(), head, is_answer)
             return tensors
         except BaseException:
             self.give_back(peer, context_id, message_id)
@@ -445,11 +469,16 @@ class Worker:
                 tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
             elif flag & REQUIRES_GRAD:
                 tensors[place].requires_grad_()
-        self._place_computed(peer, tensors, flags, head)
+        self._place_computed(peer, tensors, flags, head, is_answer)
         return tensors
 
     def _place_computed(
-        self, peer: Peer, tensors: list[Tensor], flags: list[int], head: ValueHead
+        self,
+        peer: Peer,
+        tensors: list[Tensor],
+        flags: list[int],
+        head: ValueHead,
+        is_answer: bool,
     ) -> None:
         """Marks tensors with a graph at the sender, in a message outside of contexts."""
         computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
@@ -458,7 +487,9 @@ class Worker:
                 tensors[place] = tensors[place].detach().clone()
         if computed:
             context_id, message_id, *_ = head
-            self.arrivals.place(tensors, computed, peer.name, peer.id, context_id, message_id)
+            self.arrivals.place(
+                tensors, computed, peer.name, peer.id, context_id, message_id, is_answer
+            )
 
     def refuse(self, peer: Peer, head: ValueHead) -> None:
         """Releases the references and the graph that an unread message holds at its sender."""
@@ -481,7 +512,7 @@ class Worker:
         try:
             payload, tensors, externals, inlined = self._packed_result(peer, result)
             if context_id or inlined is None or inlined[1]:
-                context_id, message_id = self._record_send(context_id, tensors, peer)
+                context_id, message_id = self._record_send(context_id, tensors, peer, True)
             if externals:
                 handed = self._hand_on(externals, peer)
             if inlined is not None:
@@ -516,6 +547,8 @@ class Worker:
         kind = type(result)
         if peer.is_self:
             return (*self._packers[peer.id](result), None)
+        if peer.device_maps.moves_host_of_answers:
+            return self._packed_for_tables(peer, result)
         if kind is Tensor and not result.__dict__:
             # Most results are a tensor, None, or a tuple of tensors and numbers.
             inlined = inline.encode((result,))
@@ -540,6 +573,16 @@ class Worker:
         packed = self._packers[peer.id](result)
         self._check_count(packed.tensors)
         return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
+
+    def _packed_for_tables(
+        self, peer: Peer, result: Any
+    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
+        """Does the same for a worker where tensors on the CPU arrive on another device."""
+        if type(result) is EncodedTensor:
+            (result,), _ = inline.decode(result.content, 0)
+        packed = self._packers[peer.id](result)
+        self._check_count(packed.tensors)
+        return (*packed, None if packed.tensors else NO_TENSORS)
 
     def _check_count(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) > self._tensor_limit:
@@ -598,7 +641,7 @@ class Worker:
         if type(control) is LocalMessage:
             if flags & ERROR_REPLY:
                 raise self.as_raised_here(unpack_error(control.payload))
-            return self.open_own(control, control.head[0])
+            return self.open_own(control, control.head[0], is_answer=True)
         head = decode_reply(control)
         message = None
         if flags:

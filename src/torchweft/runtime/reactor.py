@@ -102,6 +102,10 @@ class Reactor:
         """Output held back while short tasks run."""
         self.on_pause: Callable[[], None] = lambda: None
         """Called when tasks have ended or are about to take long; must release all of ``held``."""
+        self.before_task: Callable[[], Any] | None = None
+        """Called before each task, in its thread, if set."""
+        self.after_task: Callable[[Any], None] = lambda begun: None
+        """Called after each task with the result of ``before_task``. Neither may raise."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -435,10 +439,14 @@ class Reactor:
                 return  # Race: another thread has taken the last task.
             if waiting and not self._is_watched:
                 self._watch_queue()
+            before_task = self.before_task
+            begun = None if before_task is None else before_task()
             try:
                 function(first, second)
             except BaseException:
                 log_exception("a message could not be handled")
+            if before_task is not None:
+                self.after_task(begun)
             if tuple(map(call, READERS)) != UNTOUCHED:
                 tidy()
             self._completed += 1

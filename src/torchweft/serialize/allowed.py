@@ -32,8 +32,12 @@ from torchweft.serialize import registry
 from torchweft.serialize.functions import import_module, resolve, text_of, unknown, without_alias
 from torchweft.serialize.value_pickling import MARKERS
 
-BY_ITSELF = "torchweft.checkpoint"
-"""The one part of Weft that needs an entry: it writes and removes files at any path it is given."""
+BY_THEMSELVES = tuple(
+    f"torchweft.{name}"
+    for name in "checkpoint embedding hybrid observe.doctor pipeline rl weights".split()
+)
+"""Parts of Weft that need an entry: what they are given by other workers is that of a program, such
+as files to write, or modules and environments to make."""
 
 OPTION = "RpcBackendOptions(allowed_modules=...) or WEFT_ALLOWED_MODULES"
 
@@ -334,7 +338,7 @@ def _home_of_method(found: Any) -> str | None:
 
 def _to_add(module: str | None) -> str:
     if module is not None and is_part_of_weft(module):
-        module = BY_ITSELF if _is_below(module, BY_ITSELF) else None
+        module = next((each for each in BY_THEMSELVES if _is_below(module, each)), None)
     if module is None or module == "builtins":
         return "call a function of an allowed module that does what you need; see"
     return f"add {module!r} to"

@@ -197,7 +197,7 @@ class StrictNames:
             assert home is not None
             return f"as {home.__qualname__} overrides it without @{EXPOSE}; put that there as well"
         if kind.__module__.partition(".")[0] in ("builtins", "torch", "torchweft"):
-            return f"which declares no methods; call a function that does it (@{REGISTER})"
+            return f"which declares no such method; call a function that does it (@{REGISTER})"
         return f"which the class does not declare; put @{EXPOSE} above its definition"
 
     def _find(self, name: bytes) -> Any:

@@ -231,7 +231,7 @@ class _Packer:
             if packed.externals:
                 return None  # a reference needs the layer that counts references
             table, buffers = describe(packed.tensors)
-            return packed.payload, table, [bytes(as_memory(buffer)) for buffer in buffers]
+            return packed.payload, table, [bytes(as_memory(each.cpu())) for each in buffers]
         except BaseException:
             return None
 

@@ -65,7 +65,7 @@ USUAL_ADDRESS = 1 << 40
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Whether the storage of a dense tensor on the host has been made too small for it."""
+    """Whether the storage of a dense tensor has been made too small for it."""
     if not tensor.numel():
         return False
     end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())

@@ -133,6 +133,8 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
     (tensor,) = tensors
     if type(tensor) is not Tensor or tensor.requires_grad:
         return _encode_any(tensors)
+    if not tensor.is_cpu:
+        return None  # The exception below would take as long as a small call.
     # The usual content of a message: one contiguous tensor without grad.
     try:
         if tensor.data_ptr() < USUAL_ADDRESS:
@@ -140,7 +142,7 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
         memory: Any = tensor.numpy().data
         code = _CODES[memory.format]
     except (RuntimeError, TypeError, KeyError):
-        return _encode_any(tensors)
+        return _encode_any(tensors) if tensor.is_cpu else None
     ndim, count = memory.ndim, memory.nbytes
     if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
         return _encode_any(tensors)
@@ -152,7 +154,7 @@ def encode_rows(tensor: Tensor) -> list[EncodedTensor] | None:
 
     Takes a fraction of the time of separate rows.
     """
-    if type(tensor) is not Tensor or tensor.requires_grad or shared_ranges:
+    if type(tensor) is not Tensor or tensor.requires_grad or shared_ranges or not tensor.is_cpu:
         return None
     try:
         memory: Any = tensor.numpy().data
@@ -179,6 +181,8 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
     requires_grad = False
     spans: list[tuple[int, int]] | None = None if is_alone else []
     for tensor in tensors:
+        if not tensor.is_cpu:
+            return None
         flags = 0
         if tensor.requires_grad:
             requires_grad = True
@@ -248,6 +252,8 @@ def _as_integers(tensor: Tensor) -> Tensor | None:
 
 def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:
     """Does the same for tensors some of which overlap in memory."""
+    if not all(tensor.is_cpu for tensor in tensors):
+        return None  # Before anything is copied on a device.
     try:
         sources = [as_dense(tensor) for tensor in tensors]
         if shared_ranges and any(may_be_shared(source.data_ptr()) for source in sources):
@@ -329,7 +335,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             if code not in _NUMPY:
                 tensor, is_whole = _other(code, shape, memory), True
             elif not size_bytes and 0 in shape:  # Other dimensions may be beyond numpy's limit.
-                tensor, is_whole = torch.empty(shape, dtype=_TORCH[code]), True
+                tensor, is_whole = torch.empty(shape, dtype=_TORCH[code], device="cpu"), True
             elif ndim == 1 and size_bytes:
                 dtype = _TORCH[code]
                 tensor = torch.frombuffer(memory, dtype=dtype)
@@ -367,7 +373,7 @@ def _other(code: int, shape: tuple[int, ...], memory: bytearray) -> Tensor:
     if prod(shape) * dtype.itemsize != len(memory):
         raise ProtocolError(f"a tensor of shape {shape} comes with {len(memory)} bytes")
     if not memory:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

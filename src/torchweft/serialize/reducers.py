@@ -187,7 +187,12 @@ def _sparse_coo(
         if not isinstance(part, Tensor) or part.layout is not torch.strided:
             raise ProtocolError(f"a message makes a sparse tensor of a {type(part).__name__}")
     return torch.sparse_coo_tensor(
-        indices.detach().clone(), values, shape, is_coalesced=is_coalesced, check_invariants=True
+        indices.detach().clone(),
+        values,
+        shape,
+        is_coalesced=is_coalesced,
+        check_invariants=True,
+        device=values.device,
     )
 
 
@@ -196,7 +201,13 @@ def _sparse_compressed(
     compressed: Tensor, plain: Tensor, values: Tensor, shape: Any, layout: torch.layout
 ) -> Tensor:
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=layout, check_invariants=True
+        compressed,
+        plain,
+        values,
+        shape,
+        layout=layout,
+        check_invariants=True,
+        device=values.device,
     )
 
 

@@ -25,6 +25,7 @@ import torch
 
 from torchweft import errors, ids
 from torchweft.errors import ConfigurationError
+from torchweft.protocol import weights
 from torchweft.serialize.functions import import_module
 
 T = TypeVar("T")
@@ -90,6 +91,12 @@ remotely_callable_unless_strict = Mark(
 """Workers of Weft call these functions on one another; a strict worker refuses them."""
 
 rebuilds_plain = Mark(
+    "torchweft.embedding.dynamic",
+    "torchweft.embedding.host",
+    "torchweft.embedding.plan.configs",
+    "torchweft.embedding.plan.layout",
+    "torchweft.embedding.rules",
+    "torchweft.embedding.wire",
     "torchweft.errors",
     "torchweft.ids",
     "torchweft.mapreduce.shared",
@@ -97,8 +104,18 @@ rebuilds_plain = Mark(
     "torchweft.nn.remote_module",
     "torchweft.optim.groups",
     "torchweft.optim.local",
+    "torchweft.protocol.weights",
+    "torchweft.rl.agent",
+    "torchweft.rl.environments",
+    "torchweft.rl.following",
+    "torchweft.rl.observer",
+    "torchweft.rl.policies",
+    "torchweft.rl.replay",
+    "torchweft.rl.trajectories",
     "torchweft.rpc.gathering",
     "torchweft.serialize.reducers",
+    "torchweft.weights.layout",
+    "torchweft.weights.publisher",
 )
 """These rebuild an object of Weft, or a sparse tensor, from plain values; in pickles as well."""
 
@@ -121,7 +138,10 @@ has_callable_methods = Mark(
 """With an allow-list, other workers may call these classes' methods on a referenced value."""
 
 # These modules are below this one, and cannot import it.
-for _member in (errors._rebuild_with_fields, ids.ReferenceId, ids.WorkerInfo):
+for _member in (
+    *(errors._rebuild_with_fields, ids.ReferenceId, ids.WorkerInfo),
+    *(weights.Offer, weights.Version),
+):
     rebuilds_plain(_member)
 
 

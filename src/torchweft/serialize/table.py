@@ -2,7 +2,8 @@
 
 ::
 
-    header   tensors u32 · buffers u32 · 1 if some tensor requires grad, 3 if one also is no leaf u8
+    header   tensors u32 · buffers u32 · flags u8: 1 if some tensor requires grad, 2 if one of them
+             is no leaf, 4 if some tensor belongs on a device
     entry    dtype u8 · flags u8 · dimensions u8 · device type u8 · device index u8 · buffer u32
              size u64 for each dimension
              with the flag STRIDED: offset u64 · stride u64 for each dimension
@@ -37,6 +38,8 @@ COMPUTED = 16
 SOME_GRAD = 1
 SOME_COMPUTED = 2
 """Flags of the header, which say that some tensor has the flag of that name."""
+SOME_ON_DEVICE = 4
+"""Flag of the header: some tensor belongs on a device other than the CPU."""
 
 NO_BUFFER = 0xFFFFFFFF
 _ALL_FLAGS = REQUIRES_GRAD | PARAMETER | STRIDED | SHARED | COMPUTED
@@ -95,7 +98,10 @@ def write(entries: Sequence[Entry], buffer_count: int) -> bytes:
     flags = 0
     for entry in entries:
         flags |= entry.flags
-    parts = [HEADER.pack(len(entries), buffer_count, header_flags(flags))]
+    of_header = header_flags(flags)
+    if any(entry.device[0] for entry in entries):
+        of_header |= SOME_ON_DEVICE
+    parts = [HEADER.pack(len(entries), buffer_count, of_header)]
     for entry in entries:
         numbers = entry.shape
         if entry.strides is not None:

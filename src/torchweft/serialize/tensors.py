@@ -8,7 +8,7 @@ function.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,12 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.extents import USUAL_ADDRESS, Placement, is_freed, place
+from torchweft.serialize.extents import USUAL_ADDRESS, Placement, is_freed
+from torchweft.serialize.extents import place as place_in_buffers
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
     ENTRY,
     HEADER,
+    HOST,
     NO_BUFFER,
     NUMPY_DTYPES,
     PARAMETER,
@@ -32,6 +34,7 @@ from torchweft.serialize.table import (
     SIMPLE,
     SIMPLE_NDIM,
     SIZES,
+    SOME_ON_DEVICE,
     STRIDED,
     Entry,
     device_code,
@@ -54,33 +57,45 @@ SMALLEST_BYTES = ENTRY.size
 NO_LIMIT = 1 << 32
 _EMPTY = memoryview(bytearray())
 _STRIDED_LAYOUT = torch.strided
+_HOST = torch.device("cpu")
+HOST_DEVICE = (0, 0)
+"""The numbers of the CPU in the entry of a simple tensor."""
 
 
-def describe(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+def describe(
+    tensors: Sequence[Tensor], place: Callable[[torch.device], torch.device] | None = None
+) -> tuple[bytes, list[Tensor]]:
     """Returns a table that describes tensors, and the memory that has to travel for them.
 
     Args:
         tensors: Dense tensors of any shape, strides and dtype; ``objects.pack`` has already taken
             apart other tensors (sparse, quantised, nested).
+        place: Returns the device on which a tensor arrives, for its device here; None if that is
+            the device of the same name.
 
     Returns:
-        The table, and one-dimensional contiguous CPU tensors. They share the memory of
-        ``tensors`` wherever that is possible, so it may not change until they are sent.
+        The table, and one-dimensional contiguous tensors, each on the device that the tensors in it
+        are on. They share the memory of ``tensors`` wherever that is possible, so it may not change
+        until they are sent.
 
     Raises:
-        SerializationError: A tensor has no memory of its own that could be sent.
+        SerializationError: A tensor has no memory of its own that could be sent, or ``place``
+            raised it.
     """
-    described = _describe_simple(tensors)
-    if described is not None:
-        return described
+    if place is None or place(_HOST) == _HOST:
+        described = _describe_simple(tensors, place)
+        if described is not None:
+            return described
     sources = [as_dense(tensor) for tensor in tensors]
-    placements, buffers = place(sources)
+    placements, buffers = place_in_buffers(sources)
     entries = [
-        _entry(tensor, source, placement)
+        _entry(tensor, source, placement, place)
         for tensor, source, placement in zip(tensors, sources, placements, strict=True)
     ]
-    on_host = [buffer if buffer.is_cpu else buffer.cpu() for buffer in buffers]
-    return write(entries, len(buffers)), on_host
+    if place is not None:  # Only the host's memory becomes tensors of the receiver's CPU.
+        on_host = {entry.buffer for entry in entries if entry.device[0] == HOST[0]}
+        buffers = [each.cpu() if n in on_host else each for n, each in enumerate(buffers)]
+    return write(entries, len(buffers)), buffers
 
 
 def rebuild(
@@ -93,12 +108,13 @@ def rebuild(
 ) -> list[Tensor]:
     """Returns the tensors that a table describes, made of the memory that arrived.
 
-    CPU tensors share the memory of ``buffers`` and keep it alive. Memory that is read-only or not
-    aligned to the element size is copied instead; align it to 16 bytes.
+    Tensors share the memory of ``buffers`` that is on their device, and keep it alive. Memory that
+    is read-only or not aligned to the element size is copied instead; align it to 16 bytes.
 
     Args:
         table: The table that ``describe`` returned at the sender.
-        buffers: The bytes of the sender's buffers, in order, each at least as long.
+        buffers: The bytes of the sender's buffers, in order, each at least as long; flat tensors
+            where they are on a device already.
         detached: Whether to drop ``requires_grad`` and ``Parameter``; see ``grad_flags``.
         worker: Name of this worker, for error messages.
         limit: How many tensors this worker accepts in one message.
@@ -156,6 +172,21 @@ def too_many(count: int, limit: int, worker: str = "") -> SerializationError:
     )
 
 
+def devices_of(table: Table, worker: str = "") -> dict[int, torch.device | None]:
+    """Returns the device on which each buffer of a table belongs; None for the CPU.
+
+    Raises:
+        ProtocolError: The table is malformed.
+        SerializationError: This worker lacks a device.
+    """
+    entries, _ = read(table)
+    return {
+        entry.buffer: device_of(entry.device, index, worker)
+        for index, entry in enumerate(entries)
+        if entry.buffer != NO_BUFFER
+    }
+
+
 def grad_flags(table: Table) -> list[int]:
     """Returns the flags of each tensor, among them those that the autograd layer needs."""
     entries, _ = read(table)
@@ -176,7 +207,7 @@ def as_memory(tensor: Tensor) -> memoryview:
 def _is_simple(tensor: Tensor) -> bool:
     return (
         (type(tensor) is Tensor or type(tensor) is Parameter)
-        and tensor.is_cpu
+        and (tensor.is_cpu or tensor.is_cuda)
         and tensor.layout is _STRIDED_LAYOUT
         and not tensor.is_nested
         and tensor.is_contiguous()
@@ -188,15 +219,18 @@ def _is_simple(tensor: Tensor) -> bool:
     )
 
 
-def _describe_simple(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | None:
-    """Describes contiguous CPU tensors on storages of their own; None for anything else.
+def _describe_simple(
+    tensors: Sequence[Tensor], place: Callable[[torch.device], torch.device] | None
+) -> tuple[bytes, list[Tensor]] | None:
+    """Describes contiguous tensors on storages of their own; None for anything else.
 
     One inlined loop: this is most of the cost of a small call's tensors.
     """
     parts = [b""]
     buffers: list[Tensor] = []
     storages: set[int] = set()
-    all_flags = 0
+    all_flags = on_device = 0
+    kind, index = HOST_DEVICE
     count = len(tensors)
     for number, tensor in enumerate(tensors):
         code = REAL_CODES.get(tensor.dtype)
@@ -210,18 +244,27 @@ def _describe_simple(tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]] | 
         if tensor.requires_grad:
             flags |= REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
             all_flags |= flags
-        parts.append(SIMPLE[ndim].pack(code, flags, ndim, 0, 0, number, *shape))
+        if not tensor.is_cpu:
+            device = tensor.device if place is None else place(tensor.device)
+            kind, index = device_code(device)
+            if kind == HOST[0]:
+                return None
+            on_device = SOME_ON_DEVICE
+        elif on_device:
+            kind, index = HOST_DEVICE
+        parts.append(SIMPLE[ndim].pack(code, flags, ndim, kind, index, number, *shape))
         if flags:
             tensor = tensor.detach()
         buffers.append(tensor if ndim == 1 else tensor.view(-1))
     if count > 1 and len(storages) < count:
         return None
-    parts[0] = HEADER.pack(count, count, all_flags and header_flags(all_flags))
+    of_header = all_flags and header_flags(all_flags)
+    parts[0] = HEADER.pack(count, count, of_header | on_device)
     return b"".join(parts), buffers
 
 
 def _rebuild_simple(table: Table, buffers: Sequence[Memory], detached: bool) -> list[Tensor] | None:
-    """Rebuilds contiguous CPU tensors; None leaves any other table to the general path."""
+    """Rebuilds contiguous tensors; None leaves any other table to the general path."""
     position, end = HEADER.size, len(table)
     if end < HEADER.size or HEADER.unpack_from(table)[:2] != (len(buffers),) * 2:
         return None
@@ -229,19 +272,19 @@ def _rebuild_simple(table: Table, buffers: Sequence[Memory], detached: bool) -> 
     for buffer in buffers:
         if position + ENTRY.size > end:
             return None
-        code, flags, ndim, device, _, number = ENTRY.unpack_from(table, position)
+        code, flags, ndim, kind, index, number = ENTRY.unpack_from(table, position)
         position += ENTRY.size
         following = position + 8 * ndim
         if (
             flags & ~(REQUIRES_GRAD | PARAMETER | COMPUTED)
-            or device
             or ndim > SIMPLE_NDIM
             or number != len(tensors)
             or following > end
         ):
             return None
-        tensor = _on_memory(buffer, dtype_of(code), SIZES[ndim].unpack_from(table, position))
-        if tensor is None:
+        make = _on_device_memory if kind else _on_memory
+        tensor = make(buffer, dtype_of(code), SIZES[ndim].unpack_from(table, position))
+        if tensor is None or (kind and (kind, index) != device_code(tensor.device)):
             return None
         tensors.append(_with_flags(tensor, flags) if flags and not detached else tensor)
         position = following
@@ -257,6 +300,14 @@ def _on_memory(buffer: Memory, dtype: torch.dtype, shape: tuple[int, ...]) -> Te
     tensor = torch.frombuffer(view, dtype=dtype, count=count)
     if tensor.data_ptr() % dtype.itemsize:
         return None
+    return tensor if len(shape) == 1 else tensor.view(shape)
+
+
+def _on_device_memory(buffer: Memory, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
+    """Makes a tensor of memory that is all its own, and on a device already."""
+    if not isinstance(buffer, Tensor) or prod(shape) * dtype.itemsize != buffer.nbytes:
+        return None
+    tensor = buffer.view(dtype)
     return tensor if len(shape) == 1 else tensor.view(shape)
 
 
@@ -283,7 +334,7 @@ def as_dense(tensor: Tensor) -> Tensor:
         tensor = tensor.as_subclass(Tensor)
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if tensor.is_cpu and is_freed(tensor):
+    if (tensor.is_cpu or tensor.is_cuda) and is_freed(tensor):
         raise SerializationError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
             f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
@@ -291,7 +342,12 @@ def as_dense(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg()
 
 
-def _entry(tensor: Tensor, source: Tensor, placement: Placement) -> Entry:
+def _entry(
+    tensor: Tensor,
+    source: Tensor,
+    placement: Placement,
+    place: Callable[[torch.device], torch.device] | None,
+) -> Entry:
     flags = 0
     if tensor.requires_grad:
         flags = REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
@@ -304,7 +360,7 @@ def _entry(tensor: Tensor, source: Tensor, placement: Placement) -> Entry:
         flags,
         tuple(source.shape),
         placement.buffer,
-        device_code(source.device),
+        device_code(source.device if place is None else place(source.device)),
         placement.offset,
         placement.strides,
     )
@@ -374,7 +430,7 @@ def _as_bytes(buffer: Memory) -> Tensor:
         return buffer.detach().view(-1).view(torch.uint8)
     view = memoryview(buffer)
     if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
 
 
@@ -396,6 +452,6 @@ def _view(memory: Tensor, entry: Entry, dtype: torch.dtype) -> Tensor:
 
 def _checked_empty(entry: Entry, dtype: torch.dtype, device: torch.device | None) -> Tensor:
     try:
-        return torch.empty(entry.shape, dtype=dtype, device=device)
+        return torch.empty(entry.shape, dtype=dtype, device="cpu" if device is None else device)
     except RuntimeError as error:
         raise ProtocolError(f"no tensor can have shape {entry.shape}: {error}") from None

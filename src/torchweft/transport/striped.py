@@ -42,6 +42,7 @@ from torchweft.wire.frames import Allocate, Buffer
 
 _HEADER = struct.Struct("<QQQQQ")
 HEADER_BYTES = _HEADER.size
+_EVERYTHING = 1 << 62
 _TURN_BYTES = 4 << 20
 _ROOM_TRANSFERS = 32
 _ROOM_BYTES = 256 << 20
@@ -135,21 +136,23 @@ class _Connection:
 
 
 class _Transfer:
-    """One tensor's memory, and the offset of its next stripe."""
+    """One tensor's memory or a part of it, and the offset of its next stripe."""
 
-    __slots__ = ("buffer", "offset", "position", "token")
+    __slots__ = ("buffer", "end", "offset", "position", "token")
 
-    def __init__(self, token: int, position: int, buffer: memoryview) -> None:
+    def __init__(self, token: int, position: int, buffer: memoryview, start: int, end: int) -> None:
         self.token = token
         self.position = position
         self.buffer = buffer
-        self.offset = 0
+        self.offset = start
+        self.end = end
 
 
 class Outbox:
     """The transfers to be sent to one peer, and the idle connections. Thread-safe.
 
-    The memory of a transfer is kept until it has been written.
+    The memory of a transfer is kept until it has been written. A transfer may be added in parts, as
+    its bytes become ready: the receiver takes stripes in any order.
 
     Args:
         stripe_bytes: Size of the pieces that transfers are cut into.
@@ -172,13 +175,38 @@ class Outbox:
             token: Token of their message.
             buffers: Contiguous memory, no buffer empty.
         """
-        stripe_count = sum(-(-buffer.nbytes // self._stripe_bytes) for buffer in buffers)
+        return self._put(
+            [
+                _Transfer(token, position, buffer, 0, buffer.nbytes)
+                for position, buffer in enumerate(buffers)
+            ]
+        )
+
+    def put_part(
+        self, token: int, position: int, buffer: memoryview, start: int, end: int
+    ) -> list[SendingConnection]:
+        """Adds a part of a transfer whose other bytes are added later, or were before.
+
+        Args:
+            token: Token of its message.
+            position: The transfer's position among those of the message.
+            buffer: Memory of the whole transfer.
+            start: Where the part begins.
+            end: Where it ends.
+
+        Returns:
+            Idle connections, as ``put`` does.
+        """
+        return self._put([_Transfer(token, position, buffer, start, end)])
+
+    def _put(self, transfers: Sequence[_Transfer]) -> list[SendingConnection]:
+        sizes = [transfer.end - transfer.offset for transfer in transfers]
+        stripe_count = sum([-(-size // self._stripe_bytes) for size in sizes])
         with self._lock:
             if self._is_closed or not stripe_count:
                 return []
-            self._waiting_bytes += sum(buffer.nbytes for buffer in buffers)
-            for position, buffer in enumerate(buffers):
-                self._transfers.append(_Transfer(token, position, buffer))
+            self._waiting_bytes += sum(sizes)
+            self._transfers.extend(transfers)
             started = self._idle[-stripe_count:]
             del self._idle[-stripe_count:]
         return started
@@ -193,9 +221,9 @@ class Outbox:
                 return []
             transfer = self._transfers.popleft()
             start, size = transfer.offset, transfer.buffer.nbytes
-            end = transfer.offset = min(start + self._stripe_bytes, size)
+            end = transfer.offset = min(start + self._stripe_bytes, transfer.end)
             self._waiting_bytes -= end - start
-            if end < size:
+            if end < transfer.end:
                 self._transfers.append(transfer)
             elif self._is_roomy():
                 self._has_room.notify_all()
@@ -506,19 +534,34 @@ class ReceivingConnection(_Connection):
         with self._lock:
             if self._is_closed:
                 return NOTHING
-            try:
-                self._read(_TURN_BYTES)
-                return READABLE
-            except (EOFError, OSError):
-                cause = ""
-            except ProtocolError as error:
-                cause = f"a data connection carried malformed data: {error}"
-            except MemoryError:
-                cause = "there is no memory for a tensor of it"
-            except Exception as error:  # the error from ``Arrivals.fail``: the peer was lost
-                cause = str(error)
+            cause = self._receive(_TURN_BYTES)
+        if cause is None:
+            return READABLE
         self._on_end(cause)
         return NOTHING
+
+    def drain(self) -> str:
+        """Receives all that has arrived, from a connection that is about to be closed.
+
+        Returns:
+            The cause that ``on_end`` would get; empty if there was no error but the end.
+        """
+        with self._lock:
+            return "" if self._is_closed else self._receive(_EVERYTHING) or ""
+
+    def _receive(self, turn_bytes: int) -> str | None:
+        """Returns None if the connection goes on, and otherwise the cause for ``on_end``."""
+        try:
+            self._read(turn_bytes)
+        except (EOFError, OSError):
+            return ""
+        except ProtocolError as error:
+            return f"a data connection carried malformed data: {error}"
+        except MemoryError:
+            return "there is no memory for a tensor of it"
+        except Exception as error:  # the error from ``Arrivals.fail``: the peer was lost
+            return str(error)
+        return None
 
     def _read(self, turn_bytes: int) -> None:
         # No event announces bytes that a secure connection has already received.

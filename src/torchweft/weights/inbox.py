@@ -8,6 +8,7 @@ import weakref
 from typing import Protocol
 
 from torchweft.protocol.weights import Version
+from torchweft.rpc.current_call import check_types
 
 
 class Told(Protocol):
@@ -38,6 +39,7 @@ def leave(key: int) -> None:
 
 def announce(key: int, version: Version) -> bool:
     """Tells a subscriber of a version; returns whether there is such a subscriber."""
+    check_types(key=(key, int), version=(version, Version))
     with _lock:
         subscriber = _told.get(key)
     if subscriber is None:

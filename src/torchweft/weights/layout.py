@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.errors import ArgumentTypeError
+from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights.errors import WeightsMismatch
 
 ALIGNMENT = 64
@@ -18,6 +19,7 @@ Source = nn.Module | Mapping[str, Tensor]
 """A state: a module, or tensors by name."""
 
 
+@rebuilds_plain
 class Entry(NamedTuple):
     """One tensor of a state.
 
@@ -37,6 +39,7 @@ class Entry(NamedTuple):
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+@rebuilds_plain
 class Layout(NamedTuple):
     """The tensors of a state, in the order of their places.
 

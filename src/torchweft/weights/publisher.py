@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -11,22 +10,25 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft import memory
 from torchweft.agent.current import current
+from torchweft.channel.gpu_calls import GpuCalls
 from torchweft.errors import ConfigurationError, WeftError
 from torchweft.protocol.weights import Offer, Offers, Version
-from torchweft.rpc import detached, rpc_async
+from torchweft.rpc import detached, expose, rpc_async
+from torchweft.rpc.current_call import check_types
 from torchweft.rpc.futures import Future
+from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import delta, inbox
 from torchweft.weights.layout import Layout, Source, check_same, layout_of, tensors_of
+from torchweft.weights.storage import Memory, Storage
 
-_log = logging.getLogger("torchweft")
 _ANNOUNCE_S = 60.0
 """The time limit of an announcement; a worker that is silent for so long is lost in most groups."""
 _WORTH = 0.5
 """The largest share of the whole weights that a delta may have."""
 
 
+@rebuilds_plain
 class Published(NamedTuple):
     """Counts of one publisher.
 
@@ -49,6 +51,7 @@ class Published(NamedTuple):
     longest_publish_s: float = 0.0
 
 
+@rebuilds_plain
 class Terms(NamedTuple):
     """The answer to a subscription.
 
@@ -65,6 +68,7 @@ class Terms(NamedTuple):
     newest: Version | None
 
 
+@rebuilds_plain
 class Sent(NamedTuple):
     """The answer to a fetch.
 
@@ -79,13 +83,6 @@ class Sent(NamedTuple):
     is_shared: bool
     data: Tensor
     checksum: int = 0
-
-
-class _Kept(NamedTuple):
-    """The bytes of a version."""
-
-    memory: Tensor
-    is_shared: bool
 
 
 class _Subscription:
@@ -107,9 +104,11 @@ class Publisher:
     sent once it has taken over the former, whole or as a delta; if it is slow, it skips versions.
     Nothing waits for a subscriber, and a lost one is forgotten. Thread-safe.
 
-    The publisher keeps the newest version, and with ``deltas`` so many older ones. Subscribers on
-    this host keep at most two versions each in this worker's shared memory, whose bound is
-    ``WEFT_SHM_LIMIT_BYTES``; beyond it, versions lie in private memory and are sent as copies.
+    The publisher keeps the newest version, memory for the next one, and with ``deltas`` so many
+    older ones. Fresh memory takes much longer to write than memory that was in use, so a thread of
+    the worker prepares it while the program computes. Subscribers on this host keep at most two
+    versions each in this worker's shared memory, whose bound is ``WEFT_SHM_LIMIT_BYTES``; beyond
+    it, versions lie in private memory and are sent as copies.
 
     Args:
         source: The module, of which parameters and persistent buffers are published, or a dict of
@@ -139,21 +138,25 @@ class Publisher:
                 raise ConfigurationError(f"{name}={value!r}: pass a number, at least 0")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigurationError(f"dtype={dtype}: pass a floating-point type")
-        self._worker = current().me.name
+        agent = current()
+        self._worker = agent.me.name
         self._source = source
         self._dtype = dtype
-        self._layout = layout_of(tensors_of(source), dtype)
+        tensors = tensors_of(source)
+        self._layout = layout_of(tensors, dtype)
         self._has_deltas = deltas > 0
         self._life = secrets.randbits(63)
         self._offers = Offers(self._life, after, deltas)
         self._lock = threading.Lock()
         self._publishing = threading.Lock()
         self._encoding = threading.Lock()
-        self._kept: dict[int, _Kept] = {}
+        is_on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+        self._storage = Storage(agent, self._layout.size_bytes, is_pinned=is_on_gpu)
+        self._kept: dict[int, Memory] = {}
         self._deltas: dict[tuple[int, int], delta.Delta | None] = {}
         self._subscriptions: dict[tuple[str, int], _Subscription] = {}
         self._counts = Published()
-        self._has_warned = False
+        self._storage.prepare_soon()
 
     @property
     def version(self) -> int:
@@ -168,13 +171,15 @@ class Publisher:
 
         Raises:
             WeightsMismatch: The source has other tensors than at first; nothing is published.
+            NotInitialized: This process is no worker any more.
         """
         began_s = time.perf_counter()
         with self._publishing:
             tensors = tensors_of(self._source)
             check_same(self._layout, tensors, self._dtype, f"the source on {self._worker!r}")
-            kept = self._new_memory()
-            fill(self._layout, tensors, kept.memory)
+            agent = current()
+            kept = self._storage.take(agent)
+            fill(self._layout, tensors, kept.tensor, agent.page_locks.calls)
             with self._lock:
                 version = self._offers.published()
                 self._kept[version.number] = kept
@@ -183,22 +188,13 @@ class Publisher:
                 self._deltas.clear()
         for each in subscriptions:
             self._tell(each)
+        self._storage.prepare_soon()
         elapsed_s = time.perf_counter() - began_s
         with self._lock:
             longest_s = max(elapsed_s, self._counts.longest_publish_s)
             self._count(versions=1)
             self._counts = self._counts._replace(longest_publish_s=longest_s)
         return version.number
-
-    def _new_memory(self) -> _Kept:
-        try:
-            shared = memory.shared_empty(self._layout.size_bytes, dtype=torch.uint8)
-            return _Kept(shared, True)
-        except MemoryError as error:
-            if not self._has_warned:
-                self._has_warned = True
-                _log.warning("weights are sent as copies, also on this host: %s", error)
-            return _Kept(torch.empty(self._layout.size_bytes, dtype=torch.uint8), False)
 
     def statistics(self) -> Published:
         """Returns the counts so far."""
@@ -247,21 +243,31 @@ class Publisher:
 
     # Called by subscribers
 
+    @expose
+    def get_version(self) -> int:
+        """Returns the number of the newest version; for other workers."""
+        return self.version
+
+    @expose
     def subscribe(self, worker: str, key: int) -> Terms:
         """Adds a subscriber."""
+        check_types(worker=(worker, str), key=(key, int))
         with self._lock:
             newest = self._offers.newest
             added = self._subscriptions[worker, key] = _Subscription(worker, key)
             added.told = 0 if newest is None else newest.number
         return Terms(self._layout, self._life, self._has_deltas, newest)
 
+    @expose
     def unsubscribe(self, worker: str, key: int) -> None:
         """Removes a subscriber; does nothing if there is no such."""
         with self._lock:
             self._subscriptions.pop((worker, key), None)
 
+    @expose
     def fetch(self, worker: str, have: Version | None) -> Sent | None:
         """Returns the newest version for a worker; None if there is none but the one it has."""
+        check_types(worker=(worker, str), have=(have, (Version, type(None))))
         lends = _lends_to(worker)
         with self._lock:
             newest = self._offers.newest
@@ -269,8 +275,8 @@ class Publisher:
             offer = self._offers.fetched(have, is_shared=is_shared)
             if offer is None:
                 return None
-            new = self._kept[offer.version.number].memory
-            base = None if offer.base is None else self._kept[offer.base.number].memory
+            new = self._kept[offer.version.number].tensor
+            base = None if offer.base is None else self._kept[offer.base.number].tensor
         if base is not None:
             found = self._delta(offer, base, new)
             if found is not None:
@@ -307,13 +313,31 @@ def _lends_to(worker: str) -> bool:
     return peer.is_self or peer.channels.lender is not None
 
 
-def fill(layout: Layout, tensors: dict[str, Tensor], version: Tensor) -> None:
-    """Copies tensors into the memory of a version, of shape ``(size_bytes,)``, type uint8."""
+def fill(
+    layout: Layout, tensors: dict[str, Tensor], version: Tensor, calls: GpuCalls | None = None
+) -> None:
+    """Copies tensors into the memory of a version; blocks until all copies are complete.
+
+    Args:
+        layout: The places of the tensors.
+        tensors: The tensors by name. Copies from GPUs follow the work of their current streams.
+        version: The memory, of shape ``(size_bytes,)`` and type uint8.
+        calls: The calls of CUDA; needed for tensors on GPUs only.
+    """
+    devices: set[torch.device] = set()
     with torch.no_grad():
         for name, view in layout.views(version).items():
-            view.copy_(tensors[name])
+            tensor = tensors[name]
+            if tensor.is_cuda and calls is not None:
+                calls.copy(tensor, view)
+                devices.add(tensor.device)
+            else:
+                view.copy_(tensor)
         for gap in layout.gaps():
             version[gap] = 0
+    for device in devices:
+        assert calls is not None
+        calls.mark(device, sleeps=True).synchronize()
 
 
 def words_of(version: Tensor) -> delta.Words:

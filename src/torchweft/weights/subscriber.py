@@ -213,7 +213,7 @@ class Subscriber:
                 return
         ready = None
         try:
-            found = sent.data if sent.offer.base is None else _applied(sent, base)
+            found = sent.data if sent.offer.base is None else self._applied(sent, base)
             values = layout.views(found)
             switch = prepare(self._targets, values, in_place=self._in_place)
             ready = _Ready(found, sent.is_shared, switch)
@@ -234,6 +234,18 @@ class Subscriber:
                 )
                 self._changed.notify_all()
             self._go_on(self._following.checked(sent.offer.version, is_good=ready is not None))
+
+    def _applied(self, sent: Sent, base: Tensor | None) -> Tensor:
+        """Returns the version that a delta makes of another; the other stays as it is."""
+        if base is None:
+            raise DeltaError("a delta cannot be applied: its base is gone")
+        # From the pool: ``update`` drops the former version, and would wait until the system has
+        # taken back its pages.
+        new = torch.frombuffer(self._agent.pool.lease(base.nbytes), dtype=torch.uint8)
+        delta.decode(
+            delta.Delta(sent.data.numpy().data, sent.checksum), words_of(base), words_of(new)
+        )
+        return new
 
     def _failed(self, number: int, error: Exception) -> None:
         with self._changed:
@@ -372,16 +384,6 @@ def _fetch(of: weakref.ref[Subscriber], publisher: RRef[Publisher], number: int)
         subscriber = of()
         if subscriber is not None:
             subscriber._failed(number, error)
-
-
-def _applied(sent: Sent, base: Tensor | None) -> Tensor:
-    """Returns the version that a delta makes of another; the other stays as it is."""
-    if base is None:
-        raise DeltaError("a delta cannot be applied: its base is gone")
-    new = torch.empty_like(base)
-    code = delta.Delta(sent.data.numpy().data, sent.checksum)
-    delta.decode(code, words_of(base), words_of(new))
-    return new
 
 
 def _tell_loss(of: weakref.ref[Subscriber], publisher: str, error: WorkerLost) -> None:

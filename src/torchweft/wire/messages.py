@@ -70,6 +70,8 @@ class Kind(enum.IntEnum):
     CALL_WITH_CODE = 25
     REPORT = 26
     DUMP = 27
+    DEVICE_FREED = 28
+    REMOTE_MEMORY = 29
 
 
 ERROR_REPLY = 1

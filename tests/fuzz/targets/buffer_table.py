@@ -7,6 +7,7 @@ from torchweft.channel.table import (
     FETCHED,
     BufferEntry,
     ChannelKind,
+    SharedHandle,
     decode_table,
     encode_table,
 )
@@ -40,6 +41,10 @@ def seeds() -> list[bytes]:
     cma = BufferEntry(ChannelKind.CMA, 2000, 0x7000)
     shm = BufferEntry(ChannelKind.SHM, 2000, 0, 7)
     striped = BufferEntry(ChannelKind.STRIPED, _LIMIT_BYTES, 1, 2)
+    device = BufferEntry(ChannelKind.CUDA_IPC, 2000, 512, 1 << 32 | 2)
+    handle = SharedHandle(1, 4096, bytes(64))
+    remote = BufferEntry(ChannelKind.RDMA, 2000, 1)
+    slab = SharedHandle(1, 4096, b"description")
     return [
         b"\0",
         b"\0" + encode_table(1, [cma]),
@@ -47,9 +52,13 @@ def seeds() -> list[bytes]:
         b"\0" + encode_table(3, [striped]),
         b"\1" + encode_table(4, [inline, cma]),
         b"\2" + encode_table(5, [inline, shm, stream, cma]),
+        b"\0" + encode_table(7, [device]),
+        b"\2" + encode_table(8, [device, inline, stream, device], [handle, handle]),
+        b"\0" + encode_table(9, [remote]),
+        b"\1" + encode_table(10, [remote, inline, remote], [slab, slab]),
         b"\3"
         + encode_table(6, [BufferEntry(ChannelKind.INLINE, size) for size in (0, 0, 5)] + [shm]),
     ]
 
 
-TARGET = Target("buffer_table", run, seeds, length_limit=256)
+TARGET = Target("buffer_table", run, seeds, length_limit=512)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError
+from torchweft.agent.device_maps import maps_between
+from torchweft.errors import ConfigurationError, ProtocolError
+from torchweft.protocol.membership.devices import Devices, check_devices
 from torchweft.protocol.membership.registration import (
     Directory,
     Registration,
@@ -16,6 +18,7 @@ from torchweft.protocol.membership.registration import (
 _WORDS_OF_JSON = (
     b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '
     b'"has_duplicates" null true false [] {} "" 0 -1 1e999 NaN [[ ]] {"a": "\\ud800" '
+    b'"has_wrong_devices" "devices" "maps" "listed" "count" "cpu" "cuda:0" "cuda:999" "here" "w" '
     b'99999999999999999999 "network" "versions" "Python" "torch" "Weft" "is_far" "host"'
 )
 WORDS = (b": ", b", ", *_WORDS_OF_JSON.split())
@@ -40,6 +43,7 @@ def assert_sound(registration: Registration) -> None:
     assert type(registration.main) is str
     assert type(registration.facts) is dict
     assert registration.later_rank is None or type(registration.later_rank) is int
+    maps_between(Registration("here", 0, ()), registration)
 
 
 def _read_registration(data: bytes) -> None:
@@ -55,6 +59,12 @@ def say_what_differs(told: Registration) -> None:
     here = Registration("here", 0, (), facts=FACTS)
     for text in (why_apart([here, told]), differences(here, told), why_not_by_value(here, told)):
         assert len(text) < SAID_LIMIT + 2 * len(told.name)
+    said = ""
+    try:
+        check_devices({"here": here.devices, told.name: told.devices}, is_open=False)
+    except ConfigurationError as error:
+        said = str(error)
+    assert len(said) < SAID_LIMIT + 40 * (len(told.name) + sum(map(len, told.devices.maps)))
 
 
 def _read_directory(data: bytes) -> None:
@@ -62,6 +72,7 @@ def _read_directory(data: bytes) -> None:
     assert type(directory.token) is str
     assert type(directory.refusal) is str
     assert type(directory.has_duplicates) is bool
+    assert type(directory.has_wrong_devices) is bool
     assert all(type(rank) is int for rank in directory.missing)
     for registration in directory.workers:
         assert_sound(registration)
@@ -89,10 +100,13 @@ def seeds() -> list[bytes]:
     """Returns registrations, a directory, and refusals."""
     two = {0: registration(0), 1: registration(1)}
     telling = Registration("w", 1, (), facts={**FACTS, "network": "m"})
+    maps = {"here": {"cuda:0": "cuda:1", "cpu": "cpu"}, "w": {"cuda:1": "cuda:0"}}
+    mapping = Registration("w", 1, (), facts=Devices(maps, ("cuda:0", "cuda:1"), 2).as_facts())
     again = Registration("w", 1 << 14, (), later_rank=3)
     return [
         b"\0" + registration(0).encode(),
         b"\0" + telling.encode(),
+        b"\0" + mapping.encode(),
         b"\0" + again.encode(),
         b"\1" + assemble(two, 2, "token", 0.5).encode(),
         b"\1" + assemble(two, 3, "token", 0.5).encode(),

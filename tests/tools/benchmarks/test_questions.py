@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from benchmarks.__main__ import questions
+from benchmarks.__main__ import possible, questions
 from benchmarks.frame import Question
 from benchmarks.frame.run import parse_options
 from benchmarks.frame.units import number
@@ -40,6 +42,15 @@ def test_full_form_has_all_rows_and_placements(question: Question) -> None:
     assert options.rows == list(question.rows)
     assert options.rounds == question.full.rounds
     assert set(options.placements) <= {"a core each", "not pinned", "one core"}
+
+
+def test_a_question_is_left_out_where_it_cannot_be_answered(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls = QUESTIONS["calls"]
+    found = {"here": calls, "absent": dataclasses.replace(calls, is_possible=lambda: False)}
+    assert possible(found) == ["here"]
+    assert "skipping absent" in capsys.readouterr().err
 
 
 def test_options_replace_what_the_form_says() -> None:

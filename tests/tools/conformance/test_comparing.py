@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.cases import Outcome
+from tests.conformance.cases import CaseName, Outcome
 from tests.conformance.comparing import Comparison, compare, longest_first, updated
 from tests.conformance.lists import Baseline, Expected
 from tests.tools.conformance.results import case, verdict
@@ -42,6 +42,28 @@ def test_every_pair_of_expected_and_found(
     found = compare(baseline, [verdict(ADD, outcome)], [ADD], CATEGORIES)
     assert differences(found) == where
     assert found.is_error == (where == {"regressed"})
+
+
+@pytest.mark.parametrize(
+    ("expected", "outcome", "where"),
+    [
+        (Expected("skip"), "skip", set()),
+        (Expected("skip"), "pass", {"passed_on_gpu"}),
+        (Expected("skip"), "fail", {"failed_on_gpu"}),
+        (Expected("skip"), "timeout", {"failed_on_gpu"}),
+        (Expected("pass"), "skip", set()),
+        (Expected("pass"), "fail", {"regressed"}),
+        (None, "pass", {"new"}),
+    ],
+)
+def test_one_that_needs_a_gpu_may_be_skipped_and_may_pass(
+    expected: Expected | None, outcome: Outcome, where: set[str]
+) -> None:
+    for name, categories in ((SUB, CATEGORIES), (CaseName("cuda", "Some", "test_new"), {})):
+        baseline = Baseline("2.13", {} if expected is None else {name: expected})
+        found = compare(baseline, [verdict(name, outcome)], [name], categories)
+        assert differences(found) == where
+        assert found.is_error == bool(where & {"regressed", "failed_on_gpu"})
 
 
 def test_one_that_passes_some_of_the_times_is_no_pass() -> None:

@@ -2,8 +2,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.conformance.cases import CaseName
 from tests.conformance.comparing import Comparison
-from tests.conformance.table import count, findings, format_table, last_lines, tables
+from tests.conformance.table import (
+    count,
+    findings,
+    format_table,
+    gpu_summary,
+    last_lines,
+    tables,
+)
 from tests.tools.conformance.results import case, verdict
 
 ADD, SUB, MUL = case("test_add"), case("test_sub"), case("test_mul", "JitRpcTest")
@@ -54,6 +62,32 @@ def test_failure_shows_the_end_of_its_log_and_what_to_do(tmp_path: Path) -> None
         "      Caught exception:",
         "      Traceback (most recent call last):",
         "      ValueError: 7 is too much",
+    ]
+
+
+def test_tests_for_the_gpus_of_a_machine_are_counted(tmp_path: Path) -> None:
+    said = {
+        "more": "test_x ... skipped 'Need at least 2 CUDA devices'\n\nOK (skipped=1)\n",
+        "other": 'test_x ... skipped "it\'s broken"\n',
+    }
+    for name, text in said.items():
+        (tmp_path / name).write_text(text)
+    cases = [CaseName("cuda", "CudaRpcTest", f"test_{number}") for number in range(6)]
+    verdicts = [
+        verdict(cases[0], "pass"),
+        verdict(cases[1], "timeout"),
+        verdict(cases[2], "skip", log=tmp_path / "more"),
+        verdict(cases[3], "skip", log=tmp_path / "other"),
+        verdict(cases[4], "skip", log=tmp_path / "no log"),
+        verdict(ADD, "fail"),
+    ]
+    assert list(gpu_summary(verdicts, {})) == [
+        "",
+        "CUDA tests that the GPUs of this machine can run: 4, of which 1 passed, 1 failed, "
+        "2 skipped; 1 more need more GPUs",
+        "  TIMEOUT cuda.CudaRpcTest.test_1",
+        "  SKIP cuda.CudaRpcTest.test_3 it's broken",
+        "  SKIP cuda.CudaRpcTest.test_4",
     ]
 
 

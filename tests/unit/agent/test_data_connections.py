@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -17,10 +17,10 @@ from tests.thorough import examples
 from tests.unit.agent.group import FRONT, KEY, Member, Received, group_of, wait_until
 from torchweft import knobs
 from torchweft.agent.data_connections import DataConnections
-from torchweft.channel.table import STRIPED, ChannelKind
+from torchweft.channel.table import STRIPED, BufferEntry, BufferTable, ChannelKind
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.secret import Secret
-from torchweft.transport import addresses
+from torchweft.transport import addresses, striped
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.striped import Outbox, SendingConnection
 from torchweft.wire.frames import Buffer
@@ -225,6 +225,97 @@ def test_what_cannot_go_over_broken_connections_is_supplied(
     wait_until(lambda: not data.kept)
 
 
+class SlowCopy:
+    """Fills buffers in steps, as a device does that copies to the host.
+
+    Args:
+        sources: What the buffers are to hold.
+        step: Called before each step, with the number of bytes that may be sent.
+    """
+
+    def __init__(self, sources: list[torch.Tensor], step: Callable[[int], object]) -> None:
+        self._sources = [source.view(torch.uint8) for source in sources]
+        self._targets = [torch.full_like(source, 0xEE) for source in self._sources]
+        self._step = step
+        self.buffers = [target.numpy().data for target in self._targets]
+        self.sizes = [source.numel() for source in self._sources]
+
+    def ready(self) -> Iterator[tuple[int, int, int]]:
+        done_bytes = 0
+        for position, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+            for start in range(0, source.numel(), 250_000):
+                end = min(start + 250_000, source.numel())
+                self._step(done_bytes)
+                done_bytes += end - start
+                target[start:end].copy_(source[start:end])
+                yield position, start, end
+
+
+def send_slowly(sender: Member, to: Member, copy: SlowCopy) -> list[torch.Tensor]:
+    """Sends while the buffers are filled; returns the tensors that the receiver has."""
+    peer, token = sender.peer(to), 1 << 40
+    assert peer.reach_data()
+    data_of(sender).send(peer, token, copy.buffers, waits=False, ready=copy.ready())
+    table = BufferTable(token, tuple(BufferEntry(STRIPED, size) for size in copy.sizes))
+    memories = data_of(to).fetch(to.peer(sender), table)
+    return [torch.frombuffer(memory, dtype=torch.float32) for memory in memories]
+
+
+def test_large_tensors_are_sent_while_a_device_still_copies_them(pair: list[Member]) -> None:
+    first, second = pair
+    received = Received(second)
+    send(first, second, torch.ones(3))
+    received.next()
+    arrivals = data_of(second)._of(second.peer(first)).arrivals
+
+    def step(done_bytes: int) -> None:
+        # The parts before this one arrive while this one is copied.
+        wait_until(lambda: arrivals.bytes_received >= done_bytes)
+
+    sent = [torch.randn(SIZE), torch.randn(2 * SIZE)]
+    found = send_slowly(first, second, SlowCopy(sent, step))
+    assert all(torch.equal(*both) for both in zip(sent, found, strict=True))
+    wait_until(lambda: not data_of(first)._of(first.peer(second)).kept)
+
+
+@pytest.mark.parametrize("when", [0, 750_000])
+def test_connections_that_break_while_a_device_copies_make_no_loss(
+    pair: list[Member], when: int
+) -> None:
+    """The receiver asks for the tensors only when all of their bytes are on the host."""
+    first, second = pair
+    received = Received(second)
+    send(first, second, torch.randn(SIZE))
+    received.next()
+    data = data_of(first)._of(first.peer(second))
+
+    def step(done_bytes: int) -> None:
+        if done_bytes == when:
+            cut_data(first, second)
+            wait_until(lambda: data.sending is None)
+
+    sent = [torch.randn(SIZE), torch.randn(2 * SIZE)]
+    found = send_slowly(first, second, SlowCopy(sent, step))
+    assert all(torch.equal(*both) for both in zip(sent, found, strict=True))
+    wait_until(lambda: not data.kept)
+    assert data_of(second)._of(second.peer(first)).arrivals.count == 0
+
+
+def test_a_device_copy_that_fails_leaves_nothing_kept(pair: list[Member]) -> None:
+    first, second = pair
+    received = Received(second)
+    send(first, second, torch.randn(SIZE))
+    received.next()
+
+    def step(done_bytes: int) -> None:
+        if done_bytes:
+            raise RuntimeError("the device is lost")
+
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        send_slowly(first, second, SlowCopy([torch.randn(SIZE)], step))
+    wait_until(lambda: not data_of(first)._of(first.peer(second)).kept)
+
+
 def test_a_break_of_an_earlier_set_ends_no_later_one(pair: list[Member]) -> None:
     first, second = pair
     received = Received(second)
@@ -314,6 +405,61 @@ def test_a_close_sends_what_is_waiting(pair: list[Member], monkeypatch: pytest.M
     send(first, second, sent)
     data_of(first).close(LIMIT_S)
     assert torch.equal(received.next().tensors(detached=False)[0], sent)
+
+
+class OneFirst:
+    """Two data connections, of which one is read to its end before the other is read at all."""
+
+    def __init__(self, pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
+        first, second = pair
+        self._data, self._peer = data_of(second), second.peer(first)
+        self._seen: list[striped.ReceivingConnection] = []
+        read = striped.ReceivingConnection.read
+
+        def read_one_first(connection: striped.ReceivingConnection) -> int:
+            if connection not in self._seen:
+                self._seen.append(connection)
+            if connection is not self._seen[0] and not self._seen[0]._is_closed:
+                time.sleep(0.001)
+                return striped.READABLE
+            return read(connection)
+
+        monkeypatch.setattr(striped.ReceivingConnection, "read", read_one_first)
+
+    def bring(self, *sent: bytes) -> None:
+        """Sends over one connection each, and closes all when all are known to the reader."""
+        with contextlib.ExitStack() as stack:
+            for each in sent:
+                mine, theirs = socket.socketpair()
+                stack.enter_context(mine)
+                mine.sendall(each)
+                self._data._accept(self._peer, theirs, 1)
+                wait_until(lambda: len(self._seen) > 0)
+            wait_until(lambda: len(self._seen) == len(sent))
+
+
+def stripe(position: int, total_bytes: int = 500) -> bytes:
+    return striped.Stripe(7, position, 0, 500, total_bytes).encode() + bytes(500)
+
+
+def test_the_end_of_one_connection_loses_no_data_of_the_others(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OneFirst(pair, monkeypatch).bring(stripe(0), stripe(1))
+    first, second = pair
+    arrivals = data_of(second)._of(second.peer(first)).arrivals
+    for position in range(2):
+        assert bytes(arrivals.wait(striped.TransferKey(7, position), 500, LIMIT_S)) == bytes(500)
+    assert second.peer(first).lost is None
+
+
+def test_the_end_of_one_connection_hides_no_malformed_data_of_the_others(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    OneFirst(pair, monkeypatch).bring(stripe(0), stripe(1, total_bytes=100))
+    first, second = pair
+    wait_until(lambda: second.peer(first).lost is not None)
+    assert "malformed data" in str(second.peer(first).lost)
 
 
 def test_where_no_connection_can_be_made_tensors_follow_the_message(

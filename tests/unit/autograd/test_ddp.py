@@ -37,7 +37,7 @@ def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Starts each test as if no engine had been made in this process."""
     was_watching = ddp._watching is not None
     forget()
-    monkeypatch.setattr(ddp, "_lock_of", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(ddp, "_guard_of", weakref.WeakKeyDictionary())
     yield
     forget()
     if was_watching:

@@ -10,12 +10,13 @@ import pytest
 
 from tests.unit.channel.processes import dead_pid
 from torchweft import knobs
-from torchweft.channel.choice import Capabilities, Channels, choose, describe
+from torchweft.channel import rdma
+from torchweft.channel.choice import UNTRIED, Capabilities, Channels, choose, describe
 from torchweft.channel.cma import Nonce, find_obstacle
 from torchweft.channel.table import ChannelKind
 from torchweft.errors import ConfigurationError, ProtocolError
 
-INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
+INLINE, STREAM, CMA, SHM, STRIPED, CUDA_IPC, RDMA = ChannelKind
 MIB = 1 << 20
 
 _nonce = Nonce()
@@ -189,3 +190,45 @@ def test_disabling_warns_once_and_lasts(caplog: pytest.LogCaptureFixture) -> Non
 def test_the_last_resort_cannot_be_disabled(kind: ChannelKind) -> None:
     with pytest.raises(ConfigurationError):
         Channels("ps", 1, {CMA: ""}).disable(kind, "slow")
+
+
+def _rdma_verdict(
+    ours: Capabilities, theirs: Capabilities, obstacle: str = "", peer_obstacle: str = ""
+) -> str:
+    ours = dataclasses.replace(ours, rdma_obstacle=obstacle)
+    theirs = dataclasses.replace(theirs, rdma_obstacle=peer_obstacle)
+    return choose(ours, theirs, "ps").verdict()["rdma"]
+
+
+def test_rdma_is_for_other_hosts_unless_it_is_forced(
+    ours: Capabilities, theirs: Capabilities
+) -> None:
+    elsewhere = _with_facts(theirs, boot_id="another")
+    assert not _rdma_verdict(ours, elsewhere)
+    assert _rdma_verdict(ours, elsewhere, "no device") == "no device"
+    assert _rdma_verdict(ours, elsewhere, "", "no device") == "of the peer: no device"
+    assert _rdma_verdict(ours, theirs) == "the peer is on this host"
+    with knobs.RDMA.override("1"):
+        assert not _rdma_verdict(ours, theirs)
+
+
+def test_this_process_says_why_it_has_no_rdma() -> None:
+    with knobs.RDMA.override("0"):
+        assert describe(None).rdma_obstacle == "WEFT_RDMA=0 is set"
+        assert describe(None).rdma_obstacle == rdma.own_obstacle()
+
+
+def test_rdma_is_tried_before_it_counts_as_used() -> None:
+    channels = Channels("ps", 1)
+    channels.confirm({"rdma": "", "striped": ""})
+    assert channels.channel_for(MIB) == RDMA
+    assert channels.channel_for(MIB - 1) == STREAM
+    assert channels.next_best(RDMA, 4 * MIB) == STRIPED
+    assert channels.obstacles()[RDMA] == UNTRIED
+    channels.prove(RDMA)
+    channels.confirm({"rdma": ""})
+    assert channels.obstacles()[RDMA] == ""
+    channels.disable(RDMA, "the cable is out")
+    channels.prove(RDMA)
+    assert channels.obstacles()[RDMA] == "the cable is out"
+    assert channels.channel_for(4 * MIB) == STRIPED

@@ -12,7 +12,7 @@ from torchweft.channel.memory import BufferPool
 from torchweft.channel.table import EMPTY_TABLE, BufferEntry, BufferTable, ChannelKind
 from torchweft.errors import ProtocolError
 
-INLINE, STREAM, CMA, SHM, _ = ChannelKind
+INLINE, STREAM, CMA, SHM, *_ = ChannelKind
 
 _nonce = Nonce()
 _obstacle = find_obstacle(os.getpid(), _nonce.address, _nonce.value)

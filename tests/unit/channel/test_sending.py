@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from tests.unit.channel.fake_transport import FakeNetwork
 from torchweft import knobs
 from torchweft.channel.buffers import HeldTensors, prepare
 from torchweft.channel.choice import Channels
@@ -15,9 +16,10 @@ from torchweft.channel.cma import address_of
 from torchweft.channel.copying import Copier
 from torchweft.channel.shm.kernel import process
 from torchweft.channel.shm.pool import Lender, SharedPool
+from torchweft.channel.slabs import Budget, SendingSlabs, Staged
 from torchweft.channel.table import BufferEntry, ChannelKind, decode_table
 
-INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
+INLINE, STREAM, CMA, SHM, STRIPED, CUDA_IPC, RDMA = ChannelKind
 
 
 COPIER = Copier()
@@ -115,7 +117,7 @@ def test_large_buffers_are_described_and_held(channels: Channels) -> None:
     buffers = [_buffer(100), _buffer(5), _buffer(50), memoryview(bytes(200))]
     prepared = prepare(buffers, channels, held, COPIER)
     assert list(prepared.following) == [buffers[1], buffers[2]]
-    token, entries = decode_table(prepared.table, [5, 50], limit_bytes=1000)
+    token, entries, _ = decode_table(prepared.table, [5, 50], limit_bytes=1000)
     assert token == prepared.token
     assert entries == (
         BufferEntry(CMA, 100, address_of(buffers[0])),
@@ -166,7 +168,7 @@ def test_what_goes_through_shared_memory_is_copied_and_not_held(
     buffers = [_buffer(50), memoryview(bytearray(b"x" * 150))]
     prepared = prepare(buffers, lending, held, COPIER)
     assert list(prepared.following) == [buffers[0]]
-    _, (_, entry) = decode_table(prepared.table, [50], limit_bytes=1000)
+    _, (_, entry), _ = decode_table(prepared.table, [50], limit_bytes=1000)
     assert (entry.kind, entry.size_bytes) == (SHM, 150)
     buffers[1][:] = bytes(150)
     assert pool.area.memory[entry.place : entry.place + 150].tobytes() == b"x" * 150
@@ -182,7 +184,7 @@ def test_what_has_no_room_in_shared_memory_takes_the_next_way(
     pool.close()
     held = HeldTensors()
     prepared = prepare([_buffer(150), _buffer(250)], lending, held, COPIER)
-    _, entries = decode_table(prepared.table, [150], limit_bytes=1000)
+    _, entries, _ = decode_table(prepared.table, [150], limit_bytes=1000)
     assert [entry.kind for entry in entries] == [STREAM, CMA]
     prepared.take_back(lending, held)
     assert held.statistics() == (0, 0)
@@ -194,7 +196,7 @@ def test_memory_that_the_user_shares_is_lent_as_it_is_whatever_its_size(
 ) -> None:
     memory = pool.share(1000)
     prepared = prepare([memory[3:5], memory[5:5]], lending, HeldTensors(), COPIER)
-    _, (entry, _) = decode_table(prepared.table, [0], limit_bytes=1000)
+    _, (entry, _), _ = decode_table(prepared.table, [0], limit_bytes=1000)
     assert entry.kind == SHM
     assert pool.area.address + entry.place == address_of(memory) + 3
 
@@ -249,3 +251,76 @@ def test_what_cannot_be_striped_follows(striping: Channels) -> None:
     assert prepared.table == b""
     assert prepared.following == buffers
     assert prepared.striped == []
+
+
+# Slabs
+
+
+@pytest.fixture
+def slabs() -> SendingSlabs:
+    with knobs.RDMA_FROM_BYTES.override(100):
+        return SendingSlabs(FakeNetwork().open_endpoint(), _buffer, Budget(1000))
+
+
+@pytest.fixture
+def remote() -> Channels:
+    """A peer on another host."""
+    with (
+        knobs.INLINE_LIMIT_BYTES.override(10),
+        knobs.RDMA_FROM_BYTES.override(100),
+        knobs.STRIPED_FROM_BYTES.override(300),
+    ):
+        made = Channels("ps", 1)
+    made.confirm({"rdma": "", "striped": ""})
+    return made
+
+
+def test_copies_in_slabs_are_held_and_described(remote: Channels, slabs: SendingSlabs) -> None:
+    held = HeldTensors()
+    buffers = [_buffer(5), memoryview(b"x" * 120), memoryview(b"y" * 500)]
+    prepared = prepare(
+        buffers, remote, held, COPIER, lambda: True, lambda each: slabs.put(each, COPIER)
+    )
+    assert list(prepared.following) == buffers[:1]
+    assert prepared.staged_bytes == 620
+    token, entries, handles = decode_table(prepared.table, [5], limit_bytes=1000)
+    assert entries == (BufferEntry(INLINE, 5), BufferEntry(RDMA, 120, 1), BufferEntry(RDMA, 500, 2))
+    assert [(each.number, each.size_bytes) for each in handles] == [(1, 128), (2, 512)]
+    assert held.statistics() == (1, 620)
+    released = held.release(token)
+    assert released is not None
+    assert [bytes(each.memory) for each in released if isinstance(each, Staged)] == buffers[1:]
+
+
+def test_buffers_without_a_slab_take_the_next_way(remote: Channels) -> None:
+    buffers = [_buffer(120), _buffer(500)]
+    prepared = prepare(buffers, remote, HeldTensors(), COPIER, lambda: True)
+    assert list(prepared.following) == buffers[:1]
+    assert list(prepared.striped) == buffers[1:]
+    assert not prepared.staged_bytes
+
+
+def test_tensors_that_are_large_together_are_striped_beside_slabs(remote: Channels) -> None:
+    buffers = [_buffer(90) for _ in range(4)]
+    prepared = prepare(buffers, remote, HeldTensors(), COPIER, lambda: True)
+    assert list(prepared.striped) == buffers
+
+
+def test_no_message_is_both_pulled_and_read_from_slabs(slabs: SendingSlabs) -> None:
+    with (
+        knobs.INLINE_LIMIT_BYTES.override(10),
+        knobs.RDMA_FROM_BYTES.override(100),
+        knobs.CMA_FROM_BYTES.override(300),
+    ):
+        channels = Channels("ps", 1)
+    channels.confirm({"rdma": "", "cma": ""})
+    held = HeldTensors()
+    prepared = prepare(
+        [_buffer(120), _buffer(500)],
+        channels,
+        held,
+        COPIER,
+        stage=lambda each: slabs.put(each, COPIER),
+    )
+    assert [entry.kind for entry in decode_table(prepared.table, [], 1000).entries] == [RDMA, RDMA]
+    assert held.statistics() == (1, 620)

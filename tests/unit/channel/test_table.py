@@ -12,12 +12,13 @@ from torchweft.channel.table import (
     BufferEntry,
     BufferTable,
     ChannelKind,
+    SharedHandle,
     decode_table,
     encode_table,
 )
 from torchweft.errors import ProtocolError
 
-INLINE, STREAM, CMA, SHM, STRIPED = ChannelKind
+INLINE, STREAM, CMA, SHM, STRIPED, CUDA_IPC, RDMA = ChannelKind
 LIMIT = 1 << 50
 MIXED = (
     BufferEntry(INLINE, 10),
@@ -47,6 +48,52 @@ def test_a_table_survives(token: int, others: list[BufferEntry], fetched: Buffer
     assert decode_table(data, _following(entries), LIMIT) == BufferTable(token, entries)
 
 
+_handles = st.builds(
+    SharedHandle,
+    st.integers(0, (1 << 32) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.binary(min_size=64, max_size=64),
+)
+
+
+@given(st.lists(_followers | _fetched, max_size=4), _tags, st.lists(_handles, max_size=3))
+def test_handles_of_device_memory_survive(
+    others: list[BufferEntry], tag: int, handles: list[SharedHandle]
+) -> None:
+    entries = (BufferEntry(CUDA_IPC, 9, 0, tag), *others)
+    data = encode_table(1, entries, handles)
+    table = decode_table(data, _following(entries), LIMIT)
+    assert table == BufferTable(1, entries, tuple(handles))
+    for end in range(1, len(data)):
+        with pytest.raises(ProtocolError):
+            decode_table(data[:end], _following(entries), LIMIT)
+    with pytest.raises(ProtocolError, match="handles"):
+        decode_table(data + b"\0", _following(entries), LIMIT)
+
+
+_descriptions = st.builds(
+    SharedHandle,
+    st.integers(0, (1 << 32) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.binary(max_size=9),
+)
+
+
+@given(st.lists(_followers | _fetched, max_size=4), st.lists(_descriptions, max_size=3))
+def test_descriptions_of_slabs_survive(
+    others: list[BufferEntry], slabs: list[SharedHandle]
+) -> None:
+    entries = (BufferEntry(RDMA, 9, 1), *others)
+    data = encode_table(1, entries, slabs)
+    table = decode_table(data, _following(entries), LIMIT)
+    assert table == BufferTable(1, entries, tuple(slabs))
+    for end in range(1, len(data)):
+        with pytest.raises(ProtocolError):
+            decode_table(data[:end], _following(entries), LIMIT)
+    with pytest.raises(ProtocolError, match="descriptions"):
+        decode_table(data + b"\0", _following(entries), LIMIT)
+
+
 def test_a_table_that_fetches_nothing_is_empty() -> None:
     assert encode_table(3, []) == b""
     assert encode_table(3, [BufferEntry(INLINE, 10), BufferEntry(STREAM, 300)]) == b""
@@ -70,7 +117,12 @@ def test_noise_is_refused_or_read(data: bytes) -> None:
 @cases(
     ("entries", "complaint"),
     [
-        ([(5, 10, 0, 0)], "channel 5"),
+        ([(7, 10, 0, 0)], "channel 7"),
+        ([(5, 0, 0, 0), (0, 10, 0, 0)], "empty buffer .* by CUDA_IPC"),
+        ([(5, 9, 0, 0), (0, 10, 0, 0)], "lists no handles"),
+        ([(6, 9, 0, 0), (0, 10, 0, 0)], "lists no descriptions"),
+        ([(6, 9, 0, 4), (0, 10, 0, 0)], "has the tag 4"),
+        ([(6, 9, 0, 0), (5, 9, 0, 0), (0, 10, 0, 0)], "both device memory and slabs"),
         ([(2, 10, 0, 0)], "CMA has no address"),
         ([(1, 10, 5, 0)], "STREAM is at 0x5"),
         ([(0, 10, 0, 5)], "INLINE is at 0x0"),

@@ -13,6 +13,7 @@ import torch
 
 from torchweft import knobs
 from torchweft.agent import current
+from torchweft.agent.agent import Slots
 from torchweft.checkpoint import owner
 from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
@@ -22,7 +23,7 @@ from torchweft.optim.owners import Failure
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = {rank: SimpleNamespace(name=name) for rank, name in enumerate(("a", "b"))}
-    agent = SimpleNamespace(info=SimpleNamespace(name="ps"), peers=peers)
+    agent = SimpleNamespace(info=SimpleNamespace(name="ps"), peers=peers, slots=Slots())
     monkeypatch.setattr(current, "_current", agent)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from typing import Any
 
 import pytest
@@ -15,8 +14,9 @@ from torchweft.checkpoint import parts
 from torchweft.checkpoint.parts import Owned, parameter_names
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer
+from torchweft.runtime.device_streams import new_guard
 
-LOCK = threading.Lock()
+LOCK = new_guard()
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ class Locked(nn.Module):
     is_locked = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        self.is_locked = LOCK.locked()
+        self.is_locked = LOCK.lock.locked()
         return super().state_dict(*args, **kwargs)
 
 
@@ -89,7 +89,7 @@ class Asking:
     """Takes the optimizers' lock to return its state, as a distributed optimizer does."""
 
     def state_dict(self) -> dict[str, Any]:
-        with LOCK:
+        with LOCK.lock:
             return {"random": random.random()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -21,6 +21,21 @@ def test_sorting_keeps_the_order_of_equal_numbers() -> None:
     assert (nothing.inverse().tolist(), nothing.place(0)) == ([], 0)
 
 
+@pytest.mark.parametrize("count", [1, 8191, 8192, 20_000, 32_767, 32_768, 40_000])
+@pytest.mark.parametrize("largest", [3, 1000, 2**31 - 1])
+def test_sorting_of_any_length_and_type_is_the_same(count: int, largest: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    numbers = torch.randint(largest - 2, largest + 1, (count,), generator=generator)
+    numbers[count // 2 :] = largest  # such as the padding has
+    unique, inverse = torch.unique(numbers, return_inverse=True)
+    order = sorted(range(count), key=numbers.tolist().__getitem__)
+    for dtype in (torch.int32, torch.int64):
+        found = sort(numbers.to(dtype))
+        assert torch.equal(found.unique, unique.to(dtype))
+        assert found.order.tolist() == order
+        assert torch.equal(found.inverse(), inverse)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dim", [1, 3, 64])
 def test_rows_are_copied_and_written(dim: int, dtype: torch.dtype) -> None:
@@ -28,6 +43,7 @@ def test_rows_are_copied_and_written(dim: int, dtype: torch.dtype) -> None:
     before, rows = table.clone(), torch.tensor([7, 0, 9])
     for numbers in (rows, rows.int()):
         assert torch.equal(take(table, numbers), table[rows])
+        assert torch.equal(take(table, numbers, into=torch.ones(5, dim, dtype=dtype)), table[rows])
     put(table, rows.int(), torch.ones(3, dim, dtype=dtype))
     before[rows] = 1
     assert torch.equal(table, before)

@@ -74,7 +74,10 @@ def test_another_package_registers_a_launcher() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("slrm", "no launcher 'slrm'; did you mean 'slurm'.*local, ssh, slurm, other"),
+        (
+            "slrm",
+            "no launcher 'slrm'; did you mean 'slurm'.*local, ssh, slurm, kubernetes, ray, other",
+        ),
         ("gone", "'gone' of package 'no_such_package_of_a_launcher:It' cannot be imported"),
         ("wrong", "'wrong' is .*must be a subclass of torchweft.launch.Launcher"),
     ],
@@ -103,7 +106,7 @@ def test_a_launcher_is_imported_only_when_used() -> None:
         "import sys; from torchweft.cli.main import main; import torchweft.launch; "
         "main(['run', '-n', '1', '--on', 'local', '-m', 'this']); "
         "print([name for name in sys.modules if name.startswith('torchweft.launch.') "
-        "and name.rpartition('.')[2] in ('ssh', 'slurm', 'hosts')], 'torch' in sys.modules)"
+        "and name.rpartition('.')[2] in ('ssh', 'slurm', 'ray', 'hosts')], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] False"

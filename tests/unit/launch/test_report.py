@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 import time
@@ -164,6 +165,17 @@ def test_a_group_that_is_started_again(said: Memory) -> None:
         "torchweft run: starting all 3 workers again in 1.0 s, restart 2 of 3",
         "torchweft run: all 3 workers run again",
     ]
+
+
+def test_a_lost_host_that_is_seen_late_is_named_as_well(said: Memory) -> None:
+    group = report(said, GROUP)
+    group.died(death("trainer0"), Attempt(1.0, 1), others=2)
+    group.lost_before(dataclasses.replace(death("ps", -9), loss="host 'b' was lost"))
+    group.summarize(1)
+    lines = said.take()
+    late = "2025-06-01 14:02:11: worker 'ps' (rank 0, pid 77) ended, as host 'b' was lost, after"
+    assert lines[1] == f"torchweft run: {late} 12.3 s; others may have ended because of it"
+    assert lines[-1] == f"    {late} 12.3 s"
 
 
 def test_a_limit_that_is_reached(said: Memory) -> None:

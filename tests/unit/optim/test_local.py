@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from tests.unit.optim.references import reference
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer, Saved
+from torchweft.runtime.device_streams import new_guard
 
 
 def part(group: int, numbers: list[int], parameters: list[Tensor], **options: Any) -> GroupPart:
@@ -20,7 +20,7 @@ def part(group: int, numbers: list[int], parameters: list[Tensor], **options: An
 
 
 def make(*parts: GroupPart, kind: Any = torch.optim.SGD, **options: Any) -> LocalOptimizer:
-    return LocalOptimizer(lambda groups: kind(groups, **options), parts, threading.Lock())
+    return LocalOptimizer(lambda groups: kind(groups, **options), parts, new_guard())
 
 
 def ones(count: int) -> list[Tensor]:
@@ -75,3 +75,13 @@ def test_state_goes_by_the_numbers_of_the_parameters() -> None:
     assert again.options == saved.options
     assert again.state[3]["momentum_buffer"].tolist() == [1.0, 1.0]
     assert again.state[8]["momentum_buffer"] is not saved.state[8]["momentum_buffer"]
+
+
+def test_loaded_options_go_to_the_devices_of_the_present_ones() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    part = GroupPart(0, {"lr": torch.tensor(0.5)}, [0], [reference(0, 0, parameter)])
+    local = LocalOptimizer(torch.optim.SGD, [part], new_guard())
+    saved = local.save({})
+    local._optimizer.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+    local.load(saved)
+    assert local._optimizer.param_groups[0]["lr"].device.type == "meta"

@@ -11,6 +11,7 @@ from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import WorkerInfo
+from torchweft.protocol.membership.devices import Devices
 from torchweft.protocol.membership.registration import (
     Directory,
     Registration,
@@ -159,6 +160,18 @@ def test_two_workers_of_one_name_are_both_named() -> None:
     assert directory.missing == ()
 
 
+def test_devices_that_do_not_fit_are_refused_to_all() -> None:
+    facts = Devices({"worker0": {"cpu": "cuda:3"}}, (), 3).as_facts()
+    wrong = Registration("worker1", 1, (), facts=facts)
+    assert not assemble({**group(0), 1: wrong}, 2, "token", 0.5).refusal
+    counted = Registration("worker0", 0, (), facts=Devices({}, ("cuda:0",), 1).as_facts())
+    directory = assemble({0: counted, 1: wrong}, 2, "token", 0.5)
+    assert directory.has_wrong_devices
+    assert directory.workers == ()
+    assert directory.refusal.startswith("Node worker1 has unexpected target devices")
+    assert Directory.decode(directory.encode()) == directory
+
+
 values = st.none() | st.integers() | st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=2)
 keys = st.sampled_from(
     ["name", "id", "addresses", "main", "facts", "token", "workers", "refusal", "missing", "other"]
@@ -206,7 +219,14 @@ def test_a_registration_with_a_field_of_another_type_is_refused(field: str, valu
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("token", 1), ("refusal", None), ("missing", ["1"]), ("has_duplicates", 0), ("workers", [1])],
+    [
+        ("token", 1),
+        ("refusal", None),
+        ("missing", ["1"]),
+        ("has_duplicates", 0),
+        ("has_wrong_devices", 1),
+        ("workers", [1]),
+    ],
 )
 def test_a_directory_with_a_field_of_another_type_is_refused(field: str, value: object) -> None:
     told = {**json.loads(assemble(group(0), 1, "token", 0.5).encode()), field: value}

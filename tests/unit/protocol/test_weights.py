@@ -175,3 +175,13 @@ def test_an_announcement_that_outruns_the_subscription_counts() -> None:
     following = Following()
     assert following.announced(version(1)) is Next.REST
     assert following.followed(7) is Next.FETCH
+
+
+def test_nothing_is_fetched_while_bytes_that_arrived_are_put_in_place() -> None:
+    following = follow()
+    assert following.announced(version(1)) is Next.FETCH
+    following.fetching()
+    assert following.arrived(Offer(version(1), None), is_shared=False)
+    assert following.announced(version(2)) is Next.REST
+    assert following.checked(version(1), is_good=True) is Next.REST
+    assert following.took() is Next.FETCH

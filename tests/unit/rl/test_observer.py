@@ -1,14 +1,26 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tests.on_gpu import on_gpu
 from tests.rl_environments import Walk, Walks, walk_policy
 from torchweft.errors import ConfigurationError
-from torchweft.rl import Decision, Environments, Observer, Trajectory, WrongActions, join
+from torchweft.rl import (
+    Decision,
+    Environments,
+    Observer,
+    Trajectory,
+    WrongActions,
+    WrongObservations,
+    join,
+)
+from torchweft.rl.environments import described
 
 
 def observed(*, steps: int = 20, rounds: int = 2, **options: Any) -> Trajectory:
@@ -151,6 +163,49 @@ def test_a_wrong_number_of_actions() -> None:
     )
 
 
+def test_observations_that_the_policy_does_not_take_name_the_observer() -> None:
+    class Wide(Walk):
+        def _seen(self) -> Any:
+            return np.zeros(4, np.float32)
+
+    observer = Observer(0, Environments(Wide, 2), walk_policy(), "west")
+    with pytest.raises(WrongObservations, match=r"observer 'west': .* shape \[2, 4\]") as caught:
+        observer.observe(2)
+    assert (caught.value.observer, caught.value.found) == ("west", (2, 4))
+
+
+def test_an_environment_whose_observations_change_shape_is_named() -> None:
+    class Changing(Walk):
+        def _seen(self) -> Any:
+            return super()._seen()[: 2 if self._steps == 3 else 3]
+
+    class OneChanges(Walk):
+        made = 0
+
+        def __new__(cls) -> Any:
+            OneChanges.made += 1
+            return Changing() if OneChanges.made == 2 else Walk()
+
+    observer = Observer(0, Environments(OneChanges, 3, seed=20), walk_policy(), "west")
+    expected = r"observer 'west': environment 21 returned .* shape \[2\]; its space has \[3\]"
+    with pytest.raises(WrongObservations, match=expected) as caught:
+        observer.observe(7)
+    assert (caught.value.observer, caught.value.environments) == ("west", (21,))
+    assert (caught.value.expected, caught.value.found) == ((3,), (2,))
+
+
+def test_spaces_are_told_apart_by_a_text() -> None:
+    class Plain:
+        shape = (2,)
+
+    assert described(Plain()) == described(Plain()) != described(object())
+    low, high = np.zeros(2000), np.ones(2000)
+    boxes = [SimpleNamespace(low=low, high=each) for each in (high, high.copy(), high + 1e-9)]
+    same, copied, other = map(described, boxes)
+    assert same == copied
+    assert same != other
+
+
 def test_after_an_error_episodes_begin_anew() -> None:
     policy = walk_policy(rows=4)
     observer = Observer(0, Environments(Walk, 4), policy)
@@ -174,3 +229,23 @@ def test_a_native_vector_with_another_rule_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Walks, "metadata", {"autoreset_mode": "SameStep"})
     with pytest.raises(ConfigurationError, match=r"'SameStep'.*NEXT_STEP"):
         Observer(0, Environments(Walks, 4, vectorized=True), walk_policy())
+
+
+class FromGpu:
+    """A policy whose answers are on a GPU."""
+
+    def __init__(self) -> None:
+        self._policy = walk_policy(rows=4)
+
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        made = self._policy.act(observations, environments)
+        outputs = {name: on_gpu(each) for name, each in made.outputs.items()}
+        return Decision(on_gpu(made.actions), made.version, outputs)
+
+
+def test_answers_on_a_gpu_come_to_the_host() -> None:
+    found = Observer(0, Environments(Walk, 4, seed=3), FromGpu()).observe(5)
+    expected = Observer(0, Environments(Walk, 4, seed=3), walk_policy(rows=4)).observe(5)
+    assert type(found.actions) is Tensor
+    assert torch.equal(found.actions, expected.actions)
+    assert torch.equal(found.outputs["logs"], expected.outputs["logs"])

@@ -6,11 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.on_gpu import on_gpu
 from tests.rl_environments import walk_policy
 from torchweft.errors import ConfigurationError
 from torchweft.rl import (
     Agent,
+    Decision,
     LocalPolicy,
+    WrongActions,
     WrongObservations,
     categorical,
     epsilon_greedy,
@@ -129,6 +132,17 @@ def test_mistakes() -> None:
         LocalPolicy(network, (3,)).act(torch.zeros(1, 3), asked([1]))
 
 
+def test_an_agent_names_a_wrong_number_of_rows() -> None:
+    class Short(LocalPolicy):
+        def act(self, observations: torch.Tensor, environments: torch.Tensor) -> Decision:
+            return Decision(torch.zeros(len(observations) - 1), 0, {})
+
+    agent = Agent(Short(torch.nn.Linear(3, 2), (3,)))
+    with pytest.raises(WrongActions, match=r"1 observers with 4 .* shape \[3\]") as caught:
+        agent.act(torch.zeros(4, 3), asked([0, 1, 2, 3]))
+    assert (caught.value.expected, caught.value.found) == ((4,), (3,))
+
+
 def test_an_agent_without_a_group_decides_alone() -> None:
     agent = Agent(walk_policy())
     agent.expect(3)
@@ -136,3 +150,19 @@ def test_an_agent_without_a_group_decides_alone() -> None:
     found = agent.act(seen, asked([1, 2]))
     assert torch.equal(found.actions, walk_policy().act(seen, asked([1, 2])).actions)
     assert found.version == agent.version == 0
+
+
+def test_a_network_on_a_gpu_decides_for_environments_on_the_host() -> None:
+    class Policy(LocalPolicy):
+        def decide(
+            self, observations: torch.Tensor, draws: torch.Tensor, states: torch.Tensor
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+            actions = on_gpu(observations[:, 0].long())
+            return actions, {"logs": on_gpu(draws[:, 0])}, on_gpu(states + 1)
+
+    policy = Policy(torch.nn.Linear(1, 1), (1,), state_size=2)
+    for _ in range(2):
+        decision = policy.act(torch.ones(3, 1), on_gpu(asked([0, 1, 2])))
+        assert decision.actions.numpy().tolist() == [1, 1, 1]
+        assert decision.outputs["logs"].numpy().shape == (3,)
+    assert policy.state_dict()["states"]["1"].numpy().tolist() == [1.0, 1.0]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.on_gpu import on_gpu
 from torchweft.errors import ConfigurationError
 from torchweft.rl import BadPriority, ColumnsMismatch, NotEnough, ReplayBuffer, SumTree
 
@@ -137,3 +138,11 @@ def test_bad_priorities_change_nothing() -> None:
         ReplayBuffer(4).set_priorities(torch.arange(1), torch.ones(1))
     with pytest.raises(ConfigurationError, match="capacity=0"):
         ReplayBuffer(0)
+
+
+def test_priorities_may_be_on_a_gpu() -> None:
+    buffer = ReplayBuffer(3, priority_power=1.0)
+    buffer.add(rows(0, 1, 2))
+    priorities = on_gpu(torch.tensor([0.0, 0.0, 2.0], requires_grad=True))
+    assert buffer.set_priorities(on_gpu(torch.arange(3)), priorities) == 0
+    assert buffer.sample(5).columns["number"].tolist() == [2] * 5

@@ -107,7 +107,8 @@ def test_the_code_of_a_function_travels_once(pair: Pair) -> None:
     before = bytes_sent(pair)
     pair.sync(long)
     assert first > 6000
-    assert bytes_sent(pair) - before < 150
+    # A session sends acknowledgements on a slow machine; the code is far longer than these.
+    assert bytes_sent(pair) - before < first / 10
 
 
 def test_equal_functions_of_other_code_objects_share_their_code(local: Pair) -> None:

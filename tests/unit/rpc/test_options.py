@@ -19,6 +19,7 @@ from tests.tables import cases
 from torchweft import knobs, rpc
 from torchweft.agent.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.protocol.membership.devices import Devices
 from torchweft.rpc import options as options_module
 from torchweft.rpc.options import (
     BackendOptions,
@@ -83,6 +84,7 @@ def test_allowed_modules_can_be_given_from_outside(monkeypatch: pytest.MonkeyPat
     assert RpcBackendOptions().allowed_modules == ("my_package", "torch")
     assert RpcBackendOptions(allowed_modules=()).allowed_modules == ()
     RpcBackendOptions(allowed_modules=("my_package.part", "torchweft.checkpoint")).check()
+    RpcBackendOptions(allowed_modules=("torchweft.rl", "torchweft.weights")).check()
     with pytest.raises(ConfigurationError, match="WEFT_ALLOWED_MODULES"):
         RpcBackendOptions(strict=True).check()
     RpcBackendOptions(strict=True, allowed_modules=None, callables=(math.sqrt,)).check()
@@ -215,23 +217,61 @@ def test_devices() -> None:
         made.set_devices(["cpu"])
 
 
-def test_device_maps_are_checked_against_the_group() -> None:
-    made = TensorPipeRpcBackendOptions()
-    made.set_device_map("a", {"cuda:0": "cuda:1"})
-    made.check_device_maps("me", ["me", "a"])
-    made.set_device_map("nobody", {"cuda:0": "cuda:1"})
-    with pytest.raises(
-        ValueError, match=r"me has invalid target node names.*'nobody'; .*'a', 'me'"
-    ):
-        made.check_device_maps("me", ["me", "a"])
-    made.check_device_maps("me", None)
-    made = TensorPipeRpcBackendOptions()
-    made.set_device_map("a", {"cuda:1": "cuda:0"})
-    made.set_device_map("a", {"cuda:0": "cuda:0"})
-    with pytest.raises(
-        ConfigurationError, match="duplicated target devices in its device map for a"
-    ):
-        made.check_device_maps("me", ["me", "a"])
+@pytest.mark.parametrize("device_map", [{-1: 0}, {0: -1}])
+def test_an_index_that_is_negative(
+    monkeypatch: pytest.MonkeyPatch, device_map: dict[Any, Any]
+) -> None:
+    def device(given: Any) -> torch.device:
+        # As torch where there is a GPU: an index alone means one.
+        if type(given) is int and given < 0:
+            raise RuntimeError("Device index must not be negative")
+        return made(f"cuda:{given}" if type(given) is int else given)
+
+    made = torch.device
+    monkeypatch.setattr(options_module.torch, "device", device)
+    with pytest.raises(RuntimeError, match="Device index must not be negative") as caught:
+        TensorPipeRpcBackendOptions().set_device_map("a", device_map)
+    assert isinstance(caught.value, ConfigurationError)
+
+
+MAPS: Any = {"a": {"cuda:0": CUDA[1], torch.device("cpu"): "cuda:2"}, "b": {"cpu": "cpu:0"}}
+
+
+def test_device_settings_are_texts_and_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module.torch.cuda, "device_count", lambda: 3)
+    names = {"a": {"cuda:0": "cuda:1", "cpu": "cuda:2"}, "b": {"cpu": "cpu"}}
+    options = RpcBackendOptions(device_maps=MAPS, devices=[CUDA[2], "cuda:0"])
+    options.check()
+    assert options.device_settings() == Devices(names, ("cuda:2", "cuda:0"), 3)
+    pytorchs = TensorPipeRpcBackendOptions(device_maps=MAPS, devices=["cuda:2", "cuda:0"])
+    assert from_tensorpipe(pytorchs).device_settings() == options.device_settings()
+    assert RpcBackendOptions().device_settings() == Devices()
+    # The group is asked about this one, so that all its workers fail in the same way.
+    many_to_one = TensorPipeRpcBackendOptions(device_maps={"a": {"cuda:1": "cuda:0"}})
+    many_to_one.set_device_map("a", {"cuda:0": "cuda:0"})
+    names = {"a": {"cuda:1": "cuda:0", "cuda:0": "cuda:0"}}
+    assert from_tensorpipe(many_to_one).device_settings() == Devices(names, (), 3)
+
+
+@cases(
+    ("fields", "message"),
+    [
+        ({"device_maps": 3}, "device_maps is 3"),
+        ({"device_maps": {3: {}}}, "a key of device_maps is 3"),
+        ({"device_maps": {"a": ["cuda:0"]}}, "the device map for 'a' is"),
+        ({"device_maps": {"a": {"cuda": "cuda:0"}}}, "'cuda', without an index"),
+        ({"device_maps": {"a": {"cuda:0": "mps"}}}, "have mps; they map the CPU and CUDA"),
+        ({"device_maps": {"a": {"cuda:0": "gpu"}}}, "'gpu' is no device"),
+        ({"devices": "cuda:0"}, "devices is 'cuda:0'"),
+        ({"devices": 3}, "devices is 3"),
+        ({"devices": ["cpu"]}, "expect a list of CUDA devices, but got cpu"),
+        ({"devices": ["cuda"]}, "without an index"),
+        ({"unmapped_devices": "cpu"}, "unmapped_devices is 'cpu'; it must be 'same' or 'refuse'"),
+    ],
+)
+def test_devices_that_cannot_be_meant(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        RpcBackendOptions(**fields).check()
 
 
 # Options without effect
@@ -244,19 +284,14 @@ def _unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_unwarned")
 def test_what_has_no_effect_is_said_once() -> None:
-    made = TensorPipeRpcBackendOptions(
-        devices=["cuda:0"],
-        device_maps={"a": {"cuda:0": "cuda:1"}},
-        _transports=["uv"],
-        _channels=["basic"],
-    )
+    made = TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warn_of_ignored(made, stacklevel=1)
         warn_of_ignored(made, stacklevel=1)
     (warning,) = caught
     assert warning.category is IgnoredOptionWarning
-    for name in ("_transports", "_channels", "devices", "device_maps"):
+    for name in ("_transports", "_channels"):
         assert name in str(warning.message)
 
 
@@ -267,9 +302,9 @@ def test_what_has_no_effect_is_said_once() -> None:
         TensorPipeRpcBackendOptions(),
         TensorPipeRpcBackendOptions(_transports=None, _channels=None, devices=None),
         TensorPipeRpcBackendOptions(num_worker_threads=2, rpc_timeout=3),
-        TensorPipeRpcBackendOptions(device_maps={"a": {"cuda:0": "cuda:0"}}),
+        TensorPipeRpcBackendOptions(device_maps={"a": {"cuda:0": "cuda:1"}}, devices=["cuda:0"]),
     ],
-    ids=["defaults", "none", "others", "same device"],
+    ids=["defaults", "none", "others", "devices"],
 )
 def test_what_has_an_effect_is_not_said(made: TensorPipeRpcBackendOptions) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -1,12 +1,13 @@
 """Places by the variables that each launcher really sets, and what contradicts what.
 
 The variables were printed by the launchers: SLURM 22.05, Open MPI 4.1, torchrun of torch 2.13.
-Those of PyTorchJob, Kubeflow and Hydra (MPICH) were not tried with these systems.
+Those of PyTorchJob, Kubeflow, JobSet, SkyPilot and Hydra (MPICH) were not tried with these systems.
 """
 
 from __future__ import annotations
 
 import re
+import zlib
 
 import pytest
 
@@ -102,6 +103,23 @@ TRAIN_JOB = {
     "PET_MASTER_ADDR": "job-node-0-0.job",
     "PET_MASTER_PORT": "29400",
 }
+JOB_SET = {
+    "JOBSET_NAME": "train",
+    "JOB_COMPLETION_INDEX": "3",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "MASTER_ADDR": "train-workers-0-0.train",
+    "MASTER_PORT": "29500",
+    "WEFT_RESTART_COUNT": "1",
+}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5\n10.0.0.6",
+    "SKYPILOT_NUM_NODES": "3",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-2026-11-24-09-00-00-000000_cluster_2",
+    "SKYPILOT_INTERNAL_JOB_ID": "2",
+}
 WEFT_RUN = {
     "RANK": "2",
     "WORLD_SIZE": "3",
@@ -117,6 +135,7 @@ BY_HAND = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5
 OPEN = {"RANK": "7", "WEFT_RESTART_COUNT": "1", "WEFT_INIT_METHOD": "unix://x"}
 
 STEP_PORT = 17_000 + 4021 * 17 % 15_000
+SKY_PORT = 17_000 + zlib.crc32(SKYPILOT["SKYPILOT_TASK_ID"].encode()) % 15_000
 STEP_METHOD = f"tcp://n01:{STEP_PORT}"
 
 
@@ -159,6 +178,21 @@ STEP_METHOD = f"tcp://n01:{STEP_PORT}"
         (PYTORCH_JOB | TORCHRUN, "torchrun", 5, 8, "env://"),
         (TRAIN_JOB, "Kubeflow", 2, 4, "tcp://job-node-0-0.job:29400"),
         (TRAIN_JOB | {"PET_NNODES": "4:4"}, "Kubeflow", 2, 4, "tcp://job-node-0-0.job:29400"),
+        (JOB_SET, "JobSet", 3, 8, "env://"),
+        (JOB_SET | WEFT_RUN, "torchweft run", 2, 3, "env://"),
+        (JOB_SET | TORCHRUN, "torchrun", 5, 8, "env://"),
+        (SKYPILOT, "SkyPilot", 1, 3, f"tcp://10.0.0.4:{SKY_PORT}"),
+        (SKYPILOT | {"MASTER_PORT": "8008"}, "SkyPilot", 1, 3, "tcp://10.0.0.4:8008"),
+        (SKYPILOT | TORCHRUN, "torchrun", 5, 8, "env://"),
+        (SKYPILOT | STEP, "srun", 3, 4, STEP_METHOD),
+        (SKYPILOT | BY_HAND | {"WORLD_SIZE": "3"}, "SkyPilot", 1, 3, "env://"),
+        (
+            SKYPILOT | BY_HAND | {"RANK": "5", "WORLD_SIZE": "24", "LOCAL_RANK": "5"},
+            "RANK and WORLD_SIZE",
+            5,
+            24,
+            "env://",
+        ),
         (WEFT_RUN, "torchweft run", 2, 3, "env://"),
         (OPEN, "torchweft run", 7, None, ""),
         (BY_HAND, "RANK and WORLD_SIZE", 1, 2, "env://"),
@@ -190,6 +224,16 @@ def test_places(
             "torchrun: rank 5 of 8, meeting at n01:40001 (RANK, WORLD_SIZE, MASTER_ADDR, "
             "MASTER_PORT)",
         ),
+        (
+            SKYPILOT,
+            f"SkyPilot: rank 1 of 3, meeting at 10.0.0.4:{SKY_PORT} (SKYPILOT_NODE_RANK, "
+            "SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS, SKYPILOT_TASK_ID)",
+        ),
+        (
+            JOB_SET,
+            "JobSet: rank 3 of 8, meeting at train-workers-0-0.train:29500 (RANK, WORLD_SIZE, "
+            "MASTER_ADDR, MASTER_PORT)",
+        ),
         (OPEN, "torchweft run: rank 7 of an open group (RANK)"),
         (BATCH, ""),
     ],
@@ -212,6 +256,14 @@ def test_one_line_says_what_was_found(variables: Variables, sentence: str) -> No
         (TRAIN_JOB | {"PET_NPROC_PER_NODE": "4"}, "asks for 4 workers in each container"),
         (TRAIN_JOB | {"PET_NNODES": "1:4"}, "PET_NNODES is '1:4', a number that may change"),
         (TRAIN_JOB | {"PET_NODE_RANK": "4"}, "PET_NODE_RANK is 4, but PET_NNODES is 4"),
+        (TRAIN_JOB | BY_HAND, "MASTER_ADDR is 'h', but PET_MASTER_ADDR"),
+        (PYTORCH_JOB | {"RANK": "0"}, "RANK is 0, but PET_NODE_RANK is 1; unset RANK"),
+        (PYTORCH_JOB | {"WORLD_SIZE": "6"}, "WORLD_SIZE is 6, but PET_NNODES is 3"),
+        (TRAIN_JOB | {"WORLD_SIZE": "6"}, "WORLD_SIZE is 6, but PET_NNODES is 4"),
+        (SKYPILOT | {"RANK": "0"}, "RANK is 0, but SKYPILOT_NODE_RANK of SkyPilot is 1"),
+        (SKYPILOT | {"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but SKYPILOT_NUM_NODES of SkyPilot"),
+        (SKYPILOT | {"SKYPILOT_NODE_RANK": "3"}, "SKYPILOT_NODE_RANK is 3, but SKYPILOT_NUM"),
+        (SKYPILOT | {"SKYPILOT_NODE_IPS": "a"}, "NODE_IPS lists 1 addresses, but SKYPILOT_NUM"),
         (BY_HAND | {"RANK": "2"}, "RANK is 2, but WORLD_SIZE is 2: ranks go from 0 to 1"),
         (BY_HAND | {"RANK": "-1"}, "RANK is '-1', which is no number"),
         (BY_HAND | {"WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number"),
@@ -235,6 +287,7 @@ def test_contradictions_name_the_variables(variables: Variables, message: str) -
         ({"PET_NODE_RANK": "0", "PET_NNODES": "1"}, "set MASTER_ADDR and MASTER_PORT"),
         (BATCH, "srun did not start this process of SLURM job 4021"),
         (SALLOC, "write 'srun python SCRIPT'"),
+        ({"JOB_COMPLETION_INDEX": "3"}, r"set RANK=\$JOB_COMPLETION_INDEX.*torchweft manifest"),
         ({"PMIX_RANK": "3"}, r"set RANK=\$PMIX_RANK and WORLD_SIZE"),
         ({}, "'torchweft run', 'torchrun', 'srun' or 'mpirun'"),
     ],

@@ -550,3 +550,16 @@ def test_rows_are_encoded_as_single_tensors_are(tensor: torch.Tensor) -> None:
 )
 def test_rows_that_need_a_closer_look_are_left(tensor: torch.Tensor) -> None:
     assert inline.encode_rows(tensor) is None
+
+
+@pytest.mark.parametrize("beside", [[], [torch.ones(4, 4).t()], [torch.ones(4)[:3]] * 2])
+def test_tensors_of_other_devices_are_left_to_tables_before_anything_is_copied(
+    monkeypatch: pytest.MonkeyPatch, beside: list[Tensor]
+) -> None:
+    def place(tensors: object) -> None:
+        raise AssertionError("the memory of a device was looked at")
+
+    monkeypatch.setattr(inline, "place", place)
+    elsewhere = torch.ones(4, 4, device="meta").t()
+    assert inline.encode([elsewhere, *beside]) is None
+    assert inline.encode([*beside, elsewhere]) is None

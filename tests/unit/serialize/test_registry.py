@@ -26,7 +26,11 @@ CALLERS = {
     "Led",
     "Ways",
     "_ask",
+    "_call",
+    "call",
+    "call_all",
     "call_async",
+    "call_servers",
     "call_to",
     "create",
     "remote",
@@ -34,6 +38,7 @@ CALLERS = {
     "rpc_sync",
     "run_on_owners",
     "start",
+    "start_calls",
 }
 """Names of callables that have another worker run one of their arguments."""
 
@@ -51,6 +56,9 @@ BY_THEMSELVES = (
 )
 """Their functions read and remove files, measure, or take modules or tables of the program, so a
 worker that takes part must list them itself."""
+
+LISTED = ("checkpoint", "embedding", "rl", "weights")
+"""Those of them that list what a strict worker names, in ``CALLABLES``; the others send modules."""
 
 NOT_RUN = (
     "torchweft.__main__",
@@ -115,6 +123,21 @@ def test_every_function_that_weft_has_others_call_is_marked_and_no_other_is() ->
     missing = {name: path for name, path in sent.items() if name not in ENTRY_POINTS}
     assert not missing, "mark them with torchweft.serialize.registry.remotely_callable"
     assert not ENTRY_POINTS - sent.keys(), "nothing in Weft calls these"
+
+
+def test_what_others_call_of_a_package_is_in_its_list() -> None:
+    listed = {
+        f"{each.__module__}:{each.__qualname__}"
+        for name in LISTED
+        for each in importlib.import_module(f"torchweft.{name}").CALLABLES
+    }
+    packages = tuple(f"torchweft.{name}." for name in LISTED)
+    sent = {name for name, _ in functions_sent() if name.startswith(packages)}
+    assert {"torchweft.embedding.host:push", "torchweft.weights.inbox:announce"} <= sent
+    assert not sent - listed, "add them to CALLABLES of their package"
+    functions = {name for name in listed if isinstance(resolve(name.encode()), FunctionType)}
+    functions -= {name for name in functions if name.startswith("torchweft.checkpoint.gate:")}
+    assert not functions - sent, "nothing in Weft calls these"
 
 
 def test_every_name_leads_to_what_is_defined_there() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.nn import Parameter
 
 from tests.tables import cases
 from tests.thorough import examples
-from tests.unit.serialize.trips import copies, raw, tensor_trip
+from tests.unit.serialize.trips import copies, object_trip, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline
 from torchweft.serialize import tensors as tensors_module
@@ -487,3 +488,37 @@ def test_a_tensor_whose_memory_was_freed_is_refused(start: int) -> None:
         describe([tensor])
     with pytest.raises(SerializationError, match="freed"):
         describe([torch.ones(2), tensor, torch.ones(2).expand(3, 2)])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.empty(0, 3),
+        lambda: torch.empty(0, 3).t(),
+        lambda: torch.ones(2, 3),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+        lambda: torch.empty(0, dtype=torch.bfloat16),
+    ],
+)
+def test_tensors_of_the_host_arrive_there_whatever_the_default_device_is(
+    make: Callable[[], Tensor],
+) -> None:
+    sent = make()
+    with torch.device("meta"):
+        received = object_trip(sent)
+        small = inline.encode([sent])
+        others = [] if small is None else inline.decode(small[0], 0)[0]
+    for each in (received, *others):
+        assert each.device.type == "cpu"
+        assert torch.equal(each.to_dense(), sent.to_dense())
+
+
+def test_memory_of_a_device_that_was_freed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    with pytest.raises(SerializationError, match="has been freed"):
+        describe([freed])

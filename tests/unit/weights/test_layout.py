@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.channel.fake_gpu import FakeGpu
 from torchweft.errors import ArgumentTypeError
 from torchweft.weights import WeightsMismatch
 from torchweft.weights.layout import ALIGNMENT, check_same, layout_of, tensors_of
@@ -101,3 +102,17 @@ def test_a_state_that_differs_is_refused(change: object, name: str, text: str) -
 def test_what_has_no_dense_tensors_is_refused(source: object, text: str) -> None:
     with pytest.raises(ArgumentTypeError, match=text):
         tensors_of(source)  # type: ignore[arg-type]
+
+
+def test_a_version_is_complete_before_it_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies from a GPU are enqueued together, and waited for once for each device."""
+    tensors = {"a": torch.randn(3, 4).t(), "b": torch.randn(5), "none": torch.zeros(0)}
+    layout = layout_of(tensors, torch.bfloat16)
+    memory = torch.full((layout.size_bytes,), 0xAB, dtype=torch.uint8)
+    gpu = FakeGpu()
+    with monkeypatch.context() as all_on_a_gpu:
+        all_on_a_gpu.setattr(Tensor, "is_cuda", True)
+        fill(layout, tensors, memory, gpu)
+    assert gpu.waits == 1
+    for name, view in layout.views(memory).items():
+        assert torch.equal(view, tensors[name].to(torch.bfloat16))

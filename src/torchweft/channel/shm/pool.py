@@ -36,6 +36,7 @@ import numpy as np
 from torchweft.channel.cma import address_of
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import Bytes, slab_size
+from torchweft.channel.page_locks import PageLock, PageLocks
 from torchweft.channel.shm.kernel import Process, available_bytes
 from torchweft.channel.shm.layout import (
     SLABS_OFFSET,
@@ -111,7 +112,7 @@ class Borrower:
 class _Slab:
     """A range of the memory that is backed by pages."""
 
-    __slots__ = ("idle_since_s", "is_owned", "loan_count", "offset", "size_bytes")
+    __slots__ = ("idle_since_s", "is_owned", "loan_count", "lock", "offset", "size_bytes")
 
     def __init__(self, offset: int, size_bytes: int) -> None:
         self.offset = offset
@@ -119,6 +120,7 @@ class _Slab:
         self.loan_count = 0
         self.is_owned = False
         self.idle_since_s = 0.0
+        self.lock: PageLock | None = None
 
 
 class Loan(NamedTuple):
@@ -253,11 +255,16 @@ class SharedPool:
 
     # Sharing with the user
 
-    def share(self, size_bytes: int) -> memoryview:
+    def share(self, size_bytes: int, locks: PageLocks | None = None) -> memoryview:
         """Returns memory that travels without a copy to peers that have this pool's memory mapped.
 
+        Args:
+            size_bytes: Its size.
+            locks: Page-locks the memory, if given. The lock ends before the memory goes back to the
+                system; until then the pool may use it for other data.
+
         Raises:
-            MemoryError: The pool may not grow that far.
+            MemoryError: The pool may not grow that far, or the memory cannot be page-locked.
         """
         slab_bytes, slab = slab_size(size_bytes), None
         if not self._is_inside():
@@ -269,6 +276,8 @@ class SharedPool:
                 f"no {size_bytes} bytes of shared memory are left: {self._limit_bytes} are allowed "
                 f"(WEFT_SHM_LIMIT_BYTES) and {self._resident_bytes} in use"
             )
+        if locks is not None and slab.lock is None:
+            self._lock_pages(slab, locks)
         exporter = self.area.memory[slab.offset : slab.offset + size_bytes]
         owned = _Owned(exporter, self._ended.append)
         owned.slab = slab
@@ -278,6 +287,16 @@ class SharedPool:
             self._shared[slab.offset] = slab
         shared_ranges[self.area.address] = self.area.address + self.area.size_bytes
         return exporter.data
+
+    def _lock_pages(self, slab: _Slab, locks: PageLocks) -> None:
+        address = self.area.address + slab.offset
+        lock = locks.lock(address, slab.size_bytes, keep=self.area.memory)
+        if isinstance(lock, PageLock):
+            slab.lock = lock
+            return
+        with self._lock:
+            self._put_if_unused(slab)
+        raise MemoryError(f"shared memory cannot be page-locked: {lock}")
 
     # Growing and shrinking
 
@@ -375,6 +394,8 @@ class SharedPool:
     def _punch(self, slabs: list[_Slab]) -> None:
         """Gives back unused slabs; slow, so not under the lock, except in ``_reserve``."""
         for slab in slabs:
+            if slab.lock is not None:
+                slab.lock.release()
             self.area.punch(slab.offset, slab.size_bytes)
             with self._lock:
                 self._extents.give_back(slab.offset, slab.size_bytes)

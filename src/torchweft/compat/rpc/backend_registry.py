@@ -15,7 +15,7 @@ from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.compat.rpc.references import RRef
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
-from torchweft.rpc.joining import check_device_maps, join_group
+from torchweft.rpc.joining import join_group
 from torchweft.rpc.options import from_tensorpipe, warn_of_ignored
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.exceptions import as_runtime_error, chain
@@ -149,10 +149,10 @@ def _tensorpipe_init(
         reference_type=RRef,
         copy_to_self=True,
         lost_gradients="warn",
+        unmapped_devices="refuse",
     )
     # Whatever size the environment names.
     join_group(name, rank, world_size or None, options)
-    check_device_maps(rpc_backend_options, world_size or None)
     worker = current_worker()
     worker.on_failure = log_failure
     worker.as_raised_here = as_runtime_error

@@ -14,6 +14,7 @@ from torch.autograd.profiler import record_function
 
 import torchweft.rpc
 from torchweft.rpc.futures import fail
+from torchweft.rpc.ordered_futures import OrderedFuture, wait_unseen
 
 is_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler of PyTorch runs in this thread."""
@@ -68,12 +69,12 @@ def end_with(
     """Ends ``event`` with ``future``; returns a future of the same result, done afterwards."""
     ended: torch.futures.Future[None] = torch.futures.Future()
     event._call_end_callbacks_on_future(ended)
-    result: torch.futures.Future[Any] = torch.futures.Future()
+    result: OrderedFuture[Any] = OrderedFuture()
 
     def pass_on(done: torch.futures.Future[Any]) -> None:
         ended.set_result(None)
         try:
-            result.set_result(torch.futures.Future.wait(done))
+            result.set_result(wait_unseen(done))
         except Exception as error:
             fail(result, error)
 

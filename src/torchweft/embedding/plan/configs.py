@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from torchweft.embedding.errors import PlanError
+from torchweft.serialize.registry import rebuilds_plain
 
 Pooling = Literal["sum", "mean", "max", "none"]
 _POOLINGS = ("sum", "mean", "max", "none")
@@ -18,6 +19,7 @@ _EVICTS = ("age", "frequency")
 _DTYPES = (torch.float32, torch.float64)
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Normal:
     """Initial values from a normal distribution, as those of ``nn.Embedding``."""
@@ -26,6 +28,7 @@ class Normal:
     std: float = 1.0
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Uniform:
     """Initial values from a uniform distribution over ``[low, high)``."""
@@ -34,6 +37,7 @@ class Uniform:
     high: float = 0.1
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Constant:
     """The same initial value everywhere."""
@@ -44,6 +48,7 @@ class Constant:
 Initial = Normal | Uniform | Constant
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class Dynamic:
     """Ids that are any int64, and have rows while they are in use.
@@ -70,6 +75,7 @@ class Dynamic:
             raise PlanError(f"evict={self.evict!r}; use one of {', '.join(_EVICTS)}")
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class TableConfig:
     """A table.

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchweft.embedding.plan.configs import TableConfig
 from torchweft.embedding.plan.shards import Shard
+from torchweft.serialize.registry import rebuilds_plain
 
 
 class Member(NamedTuple):
@@ -31,6 +32,9 @@ class Member(NamedTuple):
     server: int
     base: int
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _member, (self.config, self.columns.start, self.columns.stop, self.server, self.base)
+
     def rows_on(self, server: int, stripes: int) -> range:
         """Returns the rows of the table that a server of the stack holds."""
         first = server if stripes > 1 else 0
@@ -39,6 +43,12 @@ class Member(NamedTuple):
         return range(first, self.config.rows, stripes)
 
 
+@rebuilds_plain
+def _member(config: TableConfig, start: int, stop: int, server: int, base: int) -> Member:
+    return Member(config, range(start, stop), server, base)
+
+
+@rebuilds_plain
 class Stack(NamedTuple):
     """Tables of equal dimension, type and kind of pooling, on some servers.
 
@@ -84,6 +94,7 @@ class Stack(NamedTuple):
         return self.dim * self.dtype.itemsize
 
 
+@rebuilds_plain
 class Layout(NamedTuple):
     """All stacks of a collection.
 

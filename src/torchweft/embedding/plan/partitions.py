@@ -61,7 +61,7 @@ def fit_step_cost(measured: Iterable[tuple[int, float]]) -> StepCost:
             f"steps were measured with {sorted(counts)} partitions; the model needs at least "
             f"{_PARAMETERS} different numbers, from 1 on"
         )
-    system = torch.tensor([[1 / p, p - 1, 1] for p, _ in pairs], dtype=torch.float64)
-    times = torch.tensor([[seconds] for _, seconds in pairs], dtype=torch.float64)
+    system = torch.tensor([[1 / p, p - 1, 1] for p, _ in pairs], dtype=torch.float64, device="cpu")
+    times = torch.tensor([[seconds] for _, seconds in pairs], dtype=torch.float64, device="cpu")
     shared, message, rest = torch.linalg.lstsq(system, times).solution.view(-1).tolist()
     return StepCost(shared, message, rest)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from torchweft import knobs
+from torchweft.channel.choice import NO_CUDA
+from torchweft.channel.rdma import NO_DEVICE
 from torchweft.observe.doctor.facts import PairFacts
 from torchweft.observe.doctor.findings import Finding, Level
 
@@ -13,6 +15,8 @@ _STARTS = {
     "cma": knobs.CMA_FROM_BYTES,
     "striped": knobs.STRIPED_FROM_BYTES,
 }
+_DEVICES = "cuda_ipc"
+_REMOTE = "rdma"
 
 
 def check_pair(pair: PairFacts) -> Iterator[Finding]:
@@ -24,6 +28,10 @@ def check_pair(pair: PairFacts) -> Iterator[Finding]:
         return
     obstacles = dict(pair.obstacles)
     used = [f"{name} from {_size(_from(name))}" for name in _STARTS if not obstacles.get(name)]
+    if obstacles.get(_DEVICES) == "":
+        used.append(f"{_DEVICES} between GPUs")
+    if obstacles.get(_REMOTE) == "":
+        used.append(f"{_REMOTE} from {_size(knobs.RDMA_FROM_BYTES.get())}")
     text = (
         f"{pair.latency_s * 1e6:.0f} us a call, {pair.bytes_per_s / 1e9:.1f} GB/s of a tensor "
         f"({pair.memory_bytes_per_s / 1e9:.1f} GB/s is a copy in memory); "
@@ -31,10 +39,13 @@ def check_pair(pair: PairFacts) -> Iterator[Finding]:
     )
     yield Finding(Level.GOOD, "pair", where, text)
     if not pair.is_one_host:
+        reason = obstacles.get(_REMOTE, "")
+        if reason and NO_DEVICE not in reason:
+            yield Finding(Level.NOTE, "channel", where, f"no {_REMOTE}: {reason}", "")
         return
-    for name in ("shm", "cma"):
+    for name in ("shm", "cma", _DEVICES):
         reason = obstacles.get(name, "")
-        if reason:
+        if reason and NO_CUDA not in reason:
             yield Finding(Level.NOTE, "channel", where, f"no {name}: {reason}", _fix(name, reason))
 
 
@@ -46,6 +57,8 @@ def _fix(name: str, reason: str) -> str:
         return "start both containers with --pid=host or --pid=container:NAME"
     if "runs as user" in reason:
         return "start both workers as the same user"
+    if name == _DEVICES and knobs.CUDA_IPC.variable in reason:
+        return f"unset {knobs.CUDA_IPC.variable}"
     return "unset WEFT_SHM_LIMIT_BYTES" if name == "shm" and "no shared memory" in reason else ""
 
 

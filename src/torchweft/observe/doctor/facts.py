@@ -114,7 +114,7 @@ def measure(callee: str) -> PairFacts:
             theirs = rpc_sync(callee, time.time)
             times.append(time.perf_counter() - start_s)
             clocks.append(theirs - (start + time.time()) / 2)
-        tensor = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+        tensor = torch.zeros(_LARGE_BYTES, dtype=torch.uint8, device="cpu")
         rpc_sync(callee, torch.numel, (tensor,))
         sent = min(_timed(lambda: rpc_sync(callee, torch.numel, (tensor,))) for _ in range(3))
         other = tensor.clone()

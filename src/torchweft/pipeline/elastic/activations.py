@@ -210,7 +210,7 @@ class FrozenFront(nn.Sequential):
         known = {sample for kept in found for sample in kept.samples}
         places = {sample: place for place, sample in enumerate(samples) if sample not in known}
         if places:
-            rows = torch.tensor(list(places.values()))
+            rows = torch.tensor(list(places.values()), device="cpu")
             whole = _kept(0, list(places), len(samples), inputs)
             found.append(whole._replace(leaves=[leaf[rows] for leaf in whole.leaves]))
         return _joined([self._deepened(store, kept) for kept in found], samples)
@@ -255,7 +255,7 @@ class FrozenFront(nn.Sequential):
 def _joined(parts: Sequence[Kept], samples: Sequence[int]) -> Any:
     """Returns results of the same layers as one, in the order of the samples."""
     order = {sample: row for row, sample in enumerate(s for part in parts for s in part.samples)}
-    rows = torch.tensor([order[sample] for sample in samples])
+    rows = torch.tensor([order[sample] for sample in samples], device="cpu")
     columns = zip(*(part.leaves for part in parts), strict=True)
     leaves = [torch.cat(column)[rows] for column in columns]
     return _pytree.tree_map(leaves.__getitem__, parts[0].structure)

@@ -308,7 +308,7 @@ class ElasticPipe:
         """Returns a batch as the first stage takes it."""
         count = _n_rows(batch)
         if samples is None:
-            samples = torch.full((count,), NOT_A_SAMPLE)
+            samples = torch.full((count,), NOT_A_SAMPLE, device="cpu")
         elif samples.shape != (count,) or samples.dtype != torch.int64 or (samples < 0).any():
             raise ConfigurationError(
                 f"samples has shape {tuple(samples.shape)} and type {samples.dtype} for a batch of "
@@ -317,7 +317,7 @@ class ElasticPipe:
         if not self.shape.n_frozen:
             return batch
         homes = [self._homes.get(sample, (NOWHERE, 0))[0] for sample in samples.tolist()]
-        return batch, samples, torch.tensor(homes)
+        return batch, samples, torch.tensor(homes, device="cpu")
 
     def _note(self, samples: Tensor) -> None:
         """Notes which workers have results of these samples now."""

@@ -42,7 +42,7 @@ class Samples:
             )
         self.epoch = 0
         self._n_batches = 0
-        self._ordered: tuple[int, int, Tensor] = (seed, -1, torch.empty(0))
+        self._ordered: tuple[int, int, Tensor] = (seed, -1, torch.empty(0, device="cpu"))
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch."""
@@ -65,7 +65,7 @@ class Samples:
             # torch's generator takes 32 bits of a seed.
             seed = random.Random((self._seed << 32) + self.epoch).getrandbits(32)
             generator = torch.Generator().manual_seed(seed)
-            order = torch.randperm(self._count, generator=generator)
+            order = torch.randperm(self._count, generator=generator, device="cpu")
             self._ordered = (self._seed, self.epoch, order)
         return self._ordered[2]
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from torchweft.errors import DuplicateName, ProtocolError
+from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.ids import WorkerInfo
+from torchweft.protocol.membership.devices import Devices, check_devices
 
 LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
@@ -47,7 +48,7 @@ class Registration:
         id: Its id in the protocols; in a closed group its rank.
         addresses: Where it listens, best first.
         main: The identity of its ``__main__``, or empty if no other worker can have the same.
-        facts: Its channels' capabilities, and whether it reads pickles.
+        facts: Its channels' capabilities, whether it reads pickles, and its device maps.
         later_rank: Its rank if that is not its id: in an open group, once the rank was used.
     """
 
@@ -67,6 +68,11 @@ class Registration:
     def is_strict(self) -> bool:
         """Whether it refuses pickles."""
         return self.facts.get(STRICT) is True
+
+    @property
+    def devices(self) -> Devices:
+        """Its device maps, and its list and number of CUDA devices."""
+        return Devices.read(self.facts)
 
     @property
     def info(self) -> WorkerInfo:
@@ -92,6 +98,7 @@ class Registration:
             _check_all(registration.addresses, str)
             _check(registration.main, str)
             _check(registration.facts, dict)
+            Devices.read(registration.facts)
             if registration.later_rank is not None:
                 _check_number(registration.later_rank)
             return registration
@@ -109,6 +116,7 @@ class Directory:
         refusal: Why there is no group; empty if there is one.
         missing: Ranks that never came, if that is the reason.
         has_duplicates: Whether the reason is that two workers chose the same name.
+        has_wrong_devices: Whether the reason is that the device maps do not fit together.
     """
 
     token: str
@@ -116,6 +124,7 @@ class Directory:
     refusal: str = ""
     missing: tuple[int, ...] = ()
     has_duplicates: bool = False
+    has_wrong_devices: bool = False
 
     def encode(self) -> bytes:
         """Returns the directory as JSON."""
@@ -132,6 +141,7 @@ class Directory:
             _check_all((directory.token, directory.refusal), str)
             _check_all(missing, int)
             _check(directory.has_duplicates, bool)
+            _check(directory.has_wrong_devices, bool)
             return directory
         except _NONSENSE as error:
             raise ProtocolError(f"the group's directory is malformed: {error}") from error
@@ -179,7 +189,12 @@ def assemble(
                 has_duplicates=True,
             )
         by_name[name] = rank
-    return Directory(token, tuple(registrations[rank] for rank in range(world_size)))
+    workers = tuple(registrations[rank] for rank in range(world_size))
+    try:
+        check_devices({each.name: each.devices for each in workers}, is_open=False)
+    except ConfigurationError as error:
+        return Directory(token, (), refusal=str(error), has_wrong_devices=True)
+    return Directory(token, workers)
 
 
 def why_apart(registrations: Iterable[Registration]) -> str:

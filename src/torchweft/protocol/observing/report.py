@@ -77,7 +77,8 @@ class Traffic:
         worker: Its name.
         sent: Bytes sent over the connection for messages.
         received: Bytes received over it.
-        by_channel: Bytes of tensors that went by other channels, by ``"sent shm"`` and the like.
+        by_channel: Bytes of tensors that went by other channels, by ``"sent shm"`` and the like;
+            ``"lent"`` for tensors that the peer uses in this worker's memory.
     """
 
     worker: str

@@ -27,6 +27,7 @@ from torchweft.rpc.batching.stacking import Parts, take_apart
 from torchweft.rpc.batching.statistics import BatchStatistics
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.handles import Handle
+from torchweft.runtime import device_streams
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.functions import resolve
 
@@ -318,6 +319,7 @@ class _Batches:
         result, error = call.outcome
         if error is not None:
             raise fresh_copy(error)
+        device_streams.use(call.mark, result)
         return result
 
     def _call_in_group(

@@ -22,6 +22,8 @@ from torchweft.protocol.calls import SLOW_S, AnsweredCall
 from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Waiting
 from torchweft.rpc.batching.stacking import Parts
 from torchweft.rpc.batching.statistics import BatchStatistics, Counts
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.fair_queue import LAST as RUN_LAST
 from torchweft.runtime.fair_queue import OWN
 from torchweft.runtime.timers import Timer
@@ -98,7 +100,8 @@ class BatchQueue:
         number = next(self._numbers)
         request = self._batcher.arrived(number, now_s)
         if request is not REFUSE:
-            self._entries[number] = Entry(call, bound, parts, now_s)
+            mark = device_streams.mark() if device_streams.HAS_CUDA else None
+            self._entries[number] = Entry(call, bound, parts, now_s, mark)
         return number, request
 
     def _full(self) -> QueueFull:
@@ -215,11 +218,15 @@ class LocalCall:
         self.context_id = context_id
         self.owned = self  # The result stays here.
         self.outcome: Outcome | None = None
+        self.mark: Mark | None = None
+        """The end of the GPU work that computes the result."""
         self._ended = threading.Event()
         self._is_given_up = False
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
         """Ends the call with its outcome."""
+        if device_streams.HAS_CUDA:
+            self.mark = device_streams.mark()
         self.outcome = result, error
         self._ended.set()
 

@@ -13,6 +13,8 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.rpc.batching import stacking
 from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs, shared_outputs
 from torchweft.rpc.batching.stacking import Parts, named, put_together
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 
 
 class Options(NamedTuple):
@@ -53,12 +55,14 @@ class Entry(NamedTuple):
         bound: The object whose method is called, or nothing.
         parts: The other arguments.
         arrived_s: When it was put into the queue.
+        mark: The end of the GPU work that computes the arguments.
     """
 
     call: Waiting
     bound: tuple[Any, ...]
     parts: Parts
     arrived_s: float
+    mark: Mark | None = None
 
     @property
     def caller(self) -> str:
@@ -92,6 +96,9 @@ class Runner:
 
     def outcomes(self, entries: list[Entry]) -> list[Outcome]:
         """Returns the outcome of each call; never raises."""
+        for entry in entries:
+            if entry.mark is not None:
+                device_streams.use(entry.mark, entry.parts.leaves)
         try:
             return self._by_kind(entries)
         except BaseException as error:

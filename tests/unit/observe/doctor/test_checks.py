@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchweft.channel.rdma import NO_DEVICE
 from torchweft.hybrid import Facts as Devices
 from torchweft.observe.doctor.examining import diagnose
 from torchweft.observe.doctor.facts import HostFacts, PairFacts
@@ -89,6 +90,23 @@ def test_a_worse_channel_is_a_note_with_its_reason_and_the_command() -> None:
     # Between hosts there is no such channel, so nothing is missing.
     between = replace(pair, is_one_host=False)
     assert not [e for e in found(WELL, OTHER, pairs=[between]).findings if e.level is Level.NOTE]
+
+
+def test_rdma_between_hosts_is_listed_or_its_obstacle_is_a_note() -> None:
+    def texts(obstacle: str) -> tuple[str, list[str]]:
+        pair = replace(PAIR, is_one_host=False, obstacles=(("rdma", obstacle),))
+        findings = found(WELL, OTHER, pairs=[pair]).findings
+        (rates,) = [each.text for each in findings if "GB/s of a tensor" in each.text]
+        return rates, [each.text for each in findings if each.level is Level.NOTE]
+
+    rates, notes = texts("")
+    assert "rdma from 1 MiB" in rates
+    assert not notes
+    rates, notes = texts("the package nixl is not installed")
+    assert "rdma" not in rates
+    assert notes == ["no rdma: the package nixl is not installed"]
+    # Most hosts have no such device, and miss nothing.
+    assert texts(NO_DEVICE)[1] == []
 
 
 def test_a_name_mixed_devices_and_memory_that_cannot_be_read_are_notes() -> None:

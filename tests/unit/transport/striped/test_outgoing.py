@@ -87,6 +87,21 @@ def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
     assert [stripe.length_bytes for stripe in order] == [100, 100, 5, 100, 1, 100]
 
 
+def test_a_transfer_may_be_added_in_parts(outbox: Outbox, ends: list[End]) -> None:
+    sent = buffer_of(3 * STRIPE_BYTES + 1)
+    (writer,) = outbox.put_part(1, 4, sent, 2 * STRIPE_BYTES, sent.nbytes)[:1]
+    assert outbox.take(writer)[1] == sent[2 * STRIPE_BYTES : 3 * STRIPE_BYTES]
+    outbox.put_part(1, 4, sent, 0, 2 * STRIPE_BYTES)
+    order = [stripe_of(parts) for parts in iter(lambda: outbox.take(writer), [])]
+    assert [(stripe.position, stripe.offset, stripe.length_bytes) for stripe in order] == [
+        (4, 3 * STRIPE_BYTES, 1),
+        (4, 0, STRIPE_BYTES),
+        (4, STRIPE_BYTES, STRIPE_BYTES),
+    ]
+    assert {stripe.size_bytes for stripe in order} == {sent.nbytes}
+    assert outbox.put_part(1, 5, sent, 0, 0) == []
+
+
 def test_stripes_arrive_over_every_connection(outbox: Outbox, ends: list[End]) -> None:
     sent = buffer_of(2 * STRIPE_BYTES + 1)
     started = outbox.put(9, [sent])

@@ -1,0 +1,1 @@
+"""Tensors and gradients between two processes that use the same GPU."""

@@ -1,0 +1,203 @@
+"""Futures whose readers' GPU work waits for the work that still computes their results.
+
+PyTorch's future does so itself, if it was made with the GPUs of its result: it records events when
+it is completed, and each reader's streams wait for them. That also serves readers that know nothing
+of Weft: ``torch.futures.wait_all``, and callbacks of C++. Three things stand in the way.
+
+* A future is made before its result is known, and refuses a result on any other GPU. To name all
+  GPUs of the machine is no way out: a callback makes streams, and so a context, on each of them.
+* PyTorch pickles a result to find its tensors, and drops a result that it cannot pickle.
+* Most processes have not initialized CUDA when they make their first futures.
+
+So a future names the GPUs that have a context when it is made. A result that PyTorch could not take
+is hidden from it, and ``OrderedFuture`` does all by a mark. Then only PyTorch's own functions for
+several futures, which make new objects for the same futures, show the hidden object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torchweft.rpc.handles import Handle
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
+from torchweft.serialize.exceptions import fresh_copy
+from torchweft.serialize.tracebacks import drop_frames
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class OrderedFuture(torch.futures.Future[T]):
+    """A future that orders the work of its readers after the work of its maker.
+
+    Subclasses call ``begin`` in place of the constructor of PyTorch's future.
+    """
+
+    __slots__ = ()
+
+    # No slots: only processes that use GPUs set them.
+    _devices: Sequence[int] = ()
+    """The GPUs on which PyTorch's future orders the work."""
+    _mark: Mark | None = None
+    """Where PyTorch's future does not: the end of the work that computes the result."""
+
+    def __init__(self) -> None:
+        begin(self)
+
+    def set_result(self, result: T) -> None:
+        """Completes the future with a result, which the current streams may still compute."""
+        if device_streams.HAS_CUDA:
+            result = self._shown(result)
+        torch._C.Future.set_result(self, result)
+
+    def _shown(self, result: Any) -> Any:
+        """Returns the object to complete PyTorch's future with."""
+        if self._devices and is_shown(result, self._devices):
+            return result
+        self._mark = device_streams.mark()
+        return Hidden(result) if self._devices else result
+
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error; each waiter raises a copy of the error."""
+        fail(self, error)
+
+    def wait(self) -> T:
+        """Blocks until the future is done; returns its result, or raises its error."""
+        value = cast("T", torch._C.Future.wait(self))
+        return self._ordered(value) if device_streams.HAS_CUDA else value
+
+    def value(self) -> T:
+        """Returns the result of a future that is done, or raises its error."""
+        if self._devices and self.done():
+            return OrderedFuture.wait(self)  # PyTorch's ``value`` orders nothing.
+        value = cast("T", torch._C.Future.value(self))
+        return self._ordered(value) if device_streams.HAS_CUDA else value
+
+    def _ordered(self, value: Any) -> Any:
+        value = content_of(value)
+        device_streams.use(self._mark, value)
+        return value
+
+    def then(self, callback: Callable[[Any], S]) -> torch.futures.Future[S]:
+        """Calls ``callback`` with this future when it is done; returns a future of its result."""
+        if device_streams.HAS_CUDA:
+            return chained(self, callback)
+        return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
+
+
+def wait_unseen(future: torch.futures.Future[T]) -> T:
+    """Returns what ``wait`` of any future returns, but does not count as a look at an error."""
+    if isinstance(future, OrderedFuture):
+        return cast("T", OrderedFuture.wait(future))
+    return cast("T", torch._C.Future.wait(future))
+
+
+def begin(future: OrderedFuture[Any]) -> None:
+    """Makes the part of a future that is PyTorch's."""
+    if device_streams.HAS_CUDA:
+        numbers = device_streams.devices()
+        if numbers:
+            future._devices = numbers
+            torch._C.Future.__init__(future, native_devices(numbers))
+            return
+    torch._C.Future.__init__(future, [])
+
+
+def native_devices(numbers: Sequence[int]) -> list[torch.device]:
+    """Returns GPUs as PyTorch names them."""
+    return [torch.device("cuda", number) for number in numbers]
+
+
+def chained(future: OrderedFuture[Any], callback: Callable[[Any], S]) -> torch.futures.Future[S]:
+    """Does what ``then`` does, for results that PyTorch's own ``then`` may refuse."""
+    child: OrderedFuture[S] = OrderedFuture()
+
+    def run(_: object) -> None:
+        try:
+            result = callback(future)
+        except BaseException as error:
+            fail(child, error)
+            return
+        if not child._devices:
+            # CUDA was initialized meanwhile, if at all. Readers of the child that know nothing of
+            # marks need a result that is complete.
+            device_streams.finish()
+        child.set_result(result)
+
+    torch._C.Future.add_done_callback(future, run)
+    return child
+
+
+# What PyTorch's futures are completed with
+
+
+class Hidden:
+    """A result that PyTorch is not to look into."""
+
+    __slots__ = ("content",)
+
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, ()  # PyTorch pickles it to find tensors.
+
+    def __repr__(self) -> str:
+        return (
+            f"<a result of type {type(self.content).__name__}; read it from the future that the "
+            "call returned: collect_all and wait_all of torch.futures cannot>"
+        )
+
+
+def content_of(value: Any) -> Any:
+    """Returns the result that a future was completed with."""
+    return value.content if type(value) is Hidden else value
+
+
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
+_CONTAINERS = frozenset({tuple, list, set, frozenset})
+
+
+def is_shown(value: Any, devices: Sequence[int]) -> bool:
+    """Whether PyTorch finds all tensors of a value by itself, and they are on the given GPUs."""
+    kind = type(value)
+    if kind in _ATOMS:
+        return True
+    if isinstance(value, Tensor):
+        if not value.is_cuda:
+            return True
+        # PyTorch asks sparse tensors for their indices, which only coalesced ones tell.
+        is_plain = value.layout is torch.strided or (value.is_sparse and value.is_coalesced())
+        return is_plain and value.device.index in devices
+    if kind in _CONTAINERS:
+        return all(is_shown(each, devices) for each in value)
+    if kind is dict:
+        return all(is_shown(each, devices) for both in value.items() for each in both)
+    if isinstance(value, Handle):
+        return True  # It tells PyTorch that it has no tensors.
+    try:
+        extract: Any = torch._jit_internal._extract_tensors
+        found = extract(value)
+    except Exception:  # It cannot be pickled, or this version of PyTorch does it in another way.
+        return False
+    return all(is_shown(each, devices) for each in found)
+
+
+def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
+    """Completes any future with an error; each waiter raises a copy of the error."""
+    drop_frames(error)
+    future._set_unwrap_func(_raise_copy)
+    future.set_result(error)
+
+
+def _raise_copy(held: Any) -> None:
+    try:
+        raise fresh_copy(content_of(held))
+    except BaseException as copy:
+        BaseException.with_traceback(copy, None)
+        raise

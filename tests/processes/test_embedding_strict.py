@@ -1,0 +1,88 @@
+"""Embedding tables on servers that are strict workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft
+from tests import dynamic_ids
+from tests.processes import functions
+from tests.processes.conftest import options
+from tests.processes.embedding_functions import configs_of, train
+from torchweft import checkpoint, embedding, rpc
+from torchweft.embedding import SGD, IdOutOfRange, InputError, Tables, host, plan_tables
+from torchweft.errors import ArgumentTypeError, NotAllowed
+from torchweft.launch import Nursery
+
+pytestmark = [
+    pytest.mark.keeps("threads", "descriptors", "shared memory", "processes"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+]
+SERVERS = ["worker0", "worker1"]
+ME = "driver"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(nursery: Nursery) -> Iterator[None]:
+    strict = options(
+        strict=True,
+        callables=(*embedding.CALLABLES, *checkpoint.CALLABLES),  # type: ignore[arg-type]
+    )
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict):
+        yield
+
+
+def test_training_is_that_of_tables_on_the_trainer_itself() -> None:
+    found = {}
+    for servers in (SERVERS, [ME]):
+        plan = plan_tables(configs_of(torch.float64), servers, trainers=1)
+        found[len(servers)] = train(plan, [ME], 0, "adam", 3, torch.float64)
+    (weights, losses, staleness), (expected, expected_losses, _) = found[2], found[1]
+    assert losses == pytest.approx(expected_losses, abs=1e-12)
+    assert staleness == {0: 6}
+    for name, values in weights.items():
+        assert float((values - expected[name]).abs().max()) < 1e-12, name
+
+
+def test_dynamic_ids_and_snapshots(tmp_path: Any) -> None:
+    plan = plan_tables(dynamic_ids.CONFIGS, SERVERS, trainers=1)
+    dynamic_ids.open_dynamic(plan, embedding.SparseAdam(lr=0.05), trainers=[ME])
+    losses = [dynamic_ids.step_dynamic("tables", 0, step) for step in range(3)]
+    dynamic_ids.save_dynamic("tables", str(tmp_path), 2)
+    after = dynamic_ids.step_dynamic("tables", 0, 3)
+    assert dynamic_ids.restore_dynamic("tables", str(tmp_path)) == 2
+    assert dynamic_ids.step_dynamic("tables", 0, 3) == after != losses[-1]
+    dynamic_ids.close_dynamic("tables")
+
+
+def test_what_servers_are_sent_is_checked() -> None:
+    tables = Tables(plan_tables(configs_of(torch.float64), SERVERS, trainers=1), trainers=[ME])
+    tables.optimizer(SGD())
+    everywhere = torch.tensor([0, 1 << 30])
+    with pytest.raises(IdOutOfRange, match="asked for row 1073741824"):
+        rpc.rpc_sync("worker0", host.pull, ("tables", -1, 0, [(0, everywhere)]))
+    for pushes in ([(0, 1, [(everywhere, torch.zeros(2, 6))])], [(0, 1, [(everywhere[:1],) * 2])]):
+        with pytest.raises((IdOutOfRange, InputError)):
+            rpc.rpc_sync("worker0", host.push, ("tables", 0, 0, 0.1, 0, pushes))
+    for function, args in (
+        (host.set_up, ("others", {"layout": ()})),
+        (host.set_rule, ("tables", "adam")),
+        (host.push, ("tables", 0, 0, "fast", 0, [])),
+        (host.pull, (b"tables", 0, 0, [])),
+    ):
+        with pytest.raises(ArgumentTypeError, match="of a call of Weft's own"):
+            rpc.rpc_sync("worker0", function, args)
+    other = rpc.RRef(tables)
+    with pytest.raises(ArgumentTypeError, match="entry of a call"):
+        embedding.saved.taken(other, (0, 1, 1), (0, 1, 1), 1)  # type: ignore[arg-type]
+    tables.close()
+
+
+def test_anything_else_is_refused() -> None:
+    for function in (functions.identity, host.host_of, embedding.fit_step_cost):
+        with pytest.raises(NotAllowed, match="not registered"):
+            rpc.rpc_sync("worker0", function, (1,))

@@ -1,0 +1,244 @@
+"""Objects for Kubernetes, against the fields that JobSet and Kubeflow Trainer publish.
+
+The client's classes check the parts that are Kubernetes' own, in ``tests/launchers``.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.kubernetes_pods import fields_of, pod_of, variables_of
+from torchweft.errors import ConfigurationError
+from torchweft.launch.job import program_job
+from torchweft.launch.kubernetes import Kubernetes
+from torchweft.launch.kubernetes_manifest import Object, documents, job_set, secret_of
+from torchweft.launch.kubernetes_pods import Pods
+from torchweft.rpc.placement import find
+
+SPEC_OF_JOB_SET = {
+    "coordinator",
+    "failurePolicy",
+    "managedBy",
+    "network",
+    "replicatedJobs",
+    "startupPolicy",
+    "successPolicy",
+    "suspend",
+    "ttlSecondsAfterFinished",
+    "volumeClaimPolicies",
+}
+REPLICATED_JOB = {"dependsOn", "groupName", "name", "replicas", "template"}
+NETWORK = {"enableDNSHostnames", "publishNotReadyAddresses", "subdomain"}
+FAILURE_POLICY = {"maxRestarts", "restartStrategy", "rules"}
+
+
+def pods(**more: Any) -> Pods:
+    fields = {"image": "r/train:1", "command": ["python", "a.py"], "name": "demo", "workers": 3}
+    return Pods(**(fields | more))
+
+
+def check_job_set(spec: Object) -> None:
+    assert spec.keys() <= SPEC_OF_JOB_SET
+    assert spec["network"].keys() <= NETWORK
+    assert spec["failurePolicy"].keys() <= FAILURE_POLICY
+    names = [job["name"] for job in spec["replicatedJobs"]]
+    assert len(set(names)) == len(names)
+    for job in spec["replicatedJobs"]:
+        assert job.keys() <= REPLICATED_JOB
+        assert job["template"]["spec"]["completionMode"] == "Indexed"
+
+
+def test_a_worker_finds_its_place_in_a_job_set() -> None:
+    job = job_set(pods(name_prefix="trainer", restarts=4, master_port=77))
+    check_job_set(job["spec"])
+    assert (job["apiVersion"], job["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+    assert job["spec"]["failurePolicy"] == {"maxRestarts": 4}
+    (replicated,) = job["spec"]["replicatedJobs"]
+    assert (replicated["replicas"], replicated["template"]["spec"]["completions"]) == (1, 3)
+    variables = variables_of(pod_of(job), fields_of(1))
+    assert variables["WEFT_WORKER_NAME"] == "trainer1"
+    assert variables["WEFT_RESTART_COUNT"] == "2"
+    assert find(variables).sentence == (
+        "JobSet: rank 1 of 3, meeting at demo-worker-0-0.demo:77 (RANK, WORLD_SIZE, MASTER_ADDR, "
+        "MASTER_PORT)"
+    )
+
+
+def test_named_workers_are_replicated_jobs() -> None:
+    job = job_set(pods(names=["ps", "a:b", "C_d"]))
+    check_job_set(job["spec"])
+    found = [variables_of(pod_of(job, rank), fields_of(0)) for rank in range(3)]
+    assert [each["WEFT_WORKER_NAME"] for each in found] == ["ps", "a:b", "C_d"]
+    assert [find(each).rank for each in found] == [0, 1, 2]
+    assert {find(each).meeting for each in found} == {"demo-rank0-0-0.demo:29500"}
+    made = pods(names=["ps", "a:b", "C_d"])
+    assert [made.worker_at(f"rank{rank}", 0) for rank in range(3)] == ["ps", "a:b", "C_d"]
+
+
+def test_a_train_job_brings_its_runtime() -> None:
+    runtime, job = documents("trainjob", pods(namespace="team", name_prefix="trainer"))
+    assert {each["apiVersion"] for each in (runtime, job)} == {"trainer.kubeflow.org/v1alpha1"}
+    assert {each["metadata"]["namespace"] for each in (runtime, job)} == {"team"}
+    assert job["spec"].keys() == {"runtimeRef", "trainer"}
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["runtimeRef"]["kind"] == runtime["kind"] == "TrainingRuntime"
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3, "torch": {"numProcPerNode": 1}}
+    inner = runtime["spec"]["template"]["spec"]
+    check_job_set(inner)
+    (replicated,) = inner["replicatedJobs"]
+    labels = replicated["template"]["metadata"]["labels"]
+    assert labels == {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    pod = pod_of(runtime["spec"]["template"])
+    assert [replicated["name"], pod["containers"][0]["name"]] == ["node", "node"]
+    variables = variables_of(pod, fields_of(2))
+    assert variables["WEFT_WORKER_NAME"] == "trainer2"
+    # Kubeflow refuses these, and adds PET_ variables, from which the worker finds its place.
+    assert not variables.keys() & {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    kubeflow = {
+        "PET_NNODES": "3",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_NODE_RANK": "2",
+        "PET_MASTER_ADDR": "demo-node-0-0.demo",
+        "PET_MASTER_PORT": "29500",
+    }
+    assert find(variables | kubeflow).rank == 2
+
+
+def test_pods_are_confined() -> None:
+    pod = pod_of(job_set(pods(user=65534)))
+    context = pod["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert {context[key] for key in ("runAsUser", "runAsGroup", "fsGroup")} == {65534}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert (pod["enableServiceLinks"], pod["automountServiceAccountToken"]) == (False, False)
+    for container in [*pod["initContainers"], *pod["containers"]]:
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+    assert (pod["restartPolicy"], pod["shareProcessNamespace"]) == ("Never", True)
+
+
+def test_every_mount_has_its_volume_and_the_worker_no_mounted_secret() -> None:
+    pod = pod_of(job_set(pods(tls="certs", shared_memory="2Gi")))
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    (worker,), (copying,) = pod["containers"], pod["initContainers"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in worker["volumeMounts"]}
+    assert {*mounts.values(), "secret"} == volumes.keys()
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
+    assert mounts["/dev/shm"] == "shm"
+    variables = variables_of(pod, fields_of(0))
+    for name, folder in (("WEFT_SECRET_FILE", "/run/weft"), ("WEFT_TLS_KEY", "/etc/weft/tls")):
+        assert variables[name].startswith(f"{folder}/")
+        assert folder in mounts
+    assert "/run/weft" in {mount["mountPath"] for mount in copying["volumeMounts"]}
+
+
+def test_the_copied_secret_is_one_that_a_worker_takes(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import subprocess
+    import sys
+
+    from torchweft.secret import Secret, write_new
+
+    (tmp_path / "from").mkdir()
+    (tmp_path / "to").mkdir()
+    source = tmp_path / "from" / "secret"
+    write_new(source)
+    source.chmod(0o440)
+    program = pod_of(job_set(pods()))["initContainers"][0]["command"][-1]
+    moved = program.replace("/etc/weft/secret/", f"{tmp_path}/from/").replace(
+        "/run/weft/", f"{tmp_path}/to/"
+    )
+    subprocess.run([sys.executable, "-c", moved], check=True, timeout=30)
+    copied = Secret.from_file(tmp_path / "to" / "secret")
+    assert copied.verify(Secret.from_text(source.read_text().strip()).sign(b"x"), b"x")
+
+
+def test_resources() -> None:
+    container = pod_of(job_set(pods(cpus="1500m", gpus=2, memory="8Gi")))["containers"][0]
+    wanted = {"cpu": "1500m", "memory": "8Gi", "nvidia.com/gpu": "2"}
+    assert container["resources"] == {"requests": wanted, "limits": wanted}
+    assert {"name": "OMP_NUM_THREADS", "value": "1"} in container["env"]
+    pod = pod_of(job_set(pods(gpus=1)))
+    assert pod["initContainers"][0]["resources"] == {}
+
+
+def test_nothing_is_expanded_in_arguments_and_variables() -> None:
+    job = job_set(pods(command=["python", "$(RANK)"], environment={"A": "$(WORLD_SIZE)"}))
+    (container,) = pod_of(job)["containers"]
+    assert container["command"] == ["python", "$$(RANK)"]
+    assert variables_of(pod_of(job), fields_of(0))["A"] == "$(WORLD_SIZE)"
+
+
+def test_the_secret_belongs_to_the_run() -> None:
+    owner = {"apiVersion": "v", "kind": "JobSet", "metadata": {"name": "demo", "uid": "7"}}
+    secret = secret_of(pods(), owner, "x" * 64)
+    assert secret["metadata"]["name"] == "demo-secret"
+    (reference,) = secret["metadata"]["ownerReferences"]
+    assert reference == {"apiVersion": "v", "kind": "JobSet", "name": "demo", "uid": "7"}
+    assert secret["stringData"] == {"secret": "x" * 64}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"image": " "}, "there is no image; name one that has torch"),
+        ({"name": "Demo"}, "the name 'Demo' cannot be used; it has lower-case letters"),
+        ({"name": "1a"}, "begins with a letter"),
+        ({"name": "a-"}, "cannot be used"),
+        ({"name": "a" * 41}, "at most 40 characters"),
+        ({"namespace": "a b"}, "namespace is 'a b'"),
+        ({"secret": "../x"}, "secret is '../x'"),
+        ({"tls": "A"}, "tls is 'A'"),
+        ({"cpus": "4Gi"}, "cpus is '4Gi'; write it like 4, 1.5 or 500m"),
+        ({"cpus": "0"}, "cpus is '0'"),
+        ({"memory": "8 GB"}, "memory is '8 GB'; write it like 16Gi"),
+        ({"memory": "0Gi"}, "memory is '0Gi'"),
+        ({"shared_memory": ""}, "shared_memory is ''"),
+        ({"gpus": -1}, "gpus is -1; it must be at least 0"),
+        ({"user": 0}, "user is 0; it must be at least 1"),
+        ({"workers": 0}, "the number of workers is 0"),
+        ({"names": ["a", "a", "b"]}, "worker name 'a' is given twice"),
+        ({"environment": {"RANK": "1"}}, "variable RANK is set for each pod"),
+        ({"environment": {"PET_X": "1"}}, "variable PET_X is set for each pod"),
+        ({"environment": {"WEFT_SECRET": "1"}}, "WEFT_SECRET is set for each pod, or from a Sec"),
+        ({"environment": {"a-b": "1"}}, "'a-b' is no name of an environment variable"),
+    ],
+)
+def test_bad_values(fields: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        pods(**fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("trainjob", {"names": ["a", "b", "c"]}, "use --name-prefix in place of --names"),
+        ("trainjob", {"master_port": 5}, "leave --master-port out"),
+        ("jobsets", {}, "there is no kind 'jobsets'; did you mean 'jobset'?"),
+    ],
+)
+def test_what_a_kind_does_not_offer(kind: str, fields: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        documents(kind, pods(**fields))
+
+
+def test_names_that_are_a_prefix_and_the_rank() -> None:
+    job = program_job(["here/python", "train.py"])
+    launcher = Kubernetes("r/train:1", python="python3")
+    made = launcher.pods(["w0", "w1"], job, 0, 0)
+    assert (made.names, made.name_prefix, list(made.command)) == (
+        None,
+        "w",
+        ["python3", "train.py"],
+    )
+    assert launcher.pods(["0", "1"], job, 0, 0).names == ["0", "1"]
+    assert launcher.pods(["w0", "w2"], job, 0, 0).names == ["w0", "w2"]
+    with pytest.raises(ConfigurationError, match="start_timeout_s is 0"):
+        Kubernetes("r/train:1", start_timeout_s=0)

@@ -1,0 +1,462 @@
+"""Where tensors of calls, answers, posts and gradients arrive, with CUDA devices that are faked.
+
+A tensor is on the CPU all the time. The maps send it to a device whose index says which way it
+went, and the receiver notes that device and stays on the CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import HashStore
+
+from tests.unit.rpc.pair import Pair, pair_of
+from torchweft import rpc
+from torchweft.agent import device_maps
+from torchweft.agent.current import current, is_set
+from torchweft.agent.device_maps import HOST, DeviceMaps
+from torchweft.agent.peers import Peer
+from torchweft.agent.tensor_messages import LocalMessage
+from torchweft.autograd.codec import PassMode
+from torchweft.autograd.contexts import enter
+from torchweft.autograd.pass_arguments import roots_of
+from torchweft.errors import ConfigurationError, SerializationError
+from torchweft.nn import owner
+from torchweft.rpc import options as options_module
+from torchweft.rpc.batching.stacking import encode_rows
+from torchweft.rpc.ports import Ports
+from torchweft.rpc.requests import own_copy
+from torchweft.serialize import tensors as tensor_tables
+from torchweft.serialize.objects import pack
+from torchweft.serialize.tensors import describe
+
+CALL, ANSWER, CALL_OF_CALLEE, ANSWER_OF_CALLER = 1, 4, 2, 3
+"""The index of the faked device, by the map that a message followed."""
+
+CUDA = [torch.device("cuda", index) for index in range(6)]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of() as made:
+        yield made
+
+
+@pytest.fixture
+def arrived(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
+    """Gives the pair maps, and returns the devices where tensors arrive; None for the CPU."""
+    pair.peer.device_maps = DeviceMaps(
+        "worker1", {HOST: CUDA[CALL]}, {CUDA[ANSWER_OF_CALLER]: HOST}
+    )
+    pair.peer_of_callee.device_maps = DeviceMaps(
+        "worker0", {HOST: CUDA[CALL_OF_CALLEE]}, {CUDA[ANSWER]: HOST}
+    )
+    found: list[int | None] = []
+
+    def device_of(code: tuple[int, int], index: int, worker: str) -> None:
+        found.append(code[1] if code[0] else None)
+
+    monkeypatch.setattr(tensor_tables, "device_of", device_of)
+    # Nothing is copied to these devices.
+    monkeypatch.setattr(tensor_tables, "devices_of", lambda table, worker="": {})
+    return found
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def triple(first: Tensor, second: Tensor) -> tuple[Tensor, int]:
+    return first * 3 + second, 3
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def with_name(value: Tensor, *, name: str) -> dict[str, Tensor]:
+    return {name: value}
+
+
+def test_calls_and_their_answers(pair: Pair, arrived: list[int | None]) -> None:
+    assert torch.equal(pair.sync(double, torch.ones(2)), torch.full((2,), 2.0))
+    assert arrived == [CALL, ANSWER]
+    arrived.clear()
+    assert torch.equal(pair.back(double, torch.ones(100_000)), torch.full((100_000,), 2.0))
+    assert arrived == [CALL_OF_CALLEE, ANSWER_OF_CALLER]
+    arrived.clear()
+    assert pair.sync(double, 4) == 8
+    assert arrived == []
+
+
+@pytest.mark.parametrize(
+    ("value", "count"),
+    [
+        (torch.zeros(0, 3), 1),
+        (torch.ones(2, 3).t()[1:], 1),
+        ([torch.ones(1), {"a": torch.ones(2)}], 2),
+        (torch.eye(3).to_sparse(), 2),
+        (nn.Linear(2, 3), 2),
+        ((torch.ones(4)[1:], torch.ones(4)[:2]), 2),
+    ],
+    ids=["empty", "view", "container", "sparse", "module", "several"],
+)
+def test_every_tensor_of_a_value_is_mapped(
+    pair: Pair, arrived: list[int | None], value: Any, count: int
+) -> None:
+    pair.sync(same, value)
+    assert arrived == [CALL] * count + [ANSWER] * count
+
+
+def test_a_reference_is_fetched_as_by_a_call(pair: Pair, arrived: list[int | None]) -> None:
+    reference = pair.create(double, torch.ones(2))
+    assert torch.equal(pair.fetch(reference), torch.full((2,), 2.0))
+    assert arrived == [CALL, ANSWER]
+
+
+def test_an_answer_that_was_encoded_before_is_mapped(pair: Pair, arrived: list[int | None]) -> None:
+    rows = encode_rows(torch.arange(6.0).view(2, 3))
+    assert rows is not None
+    *content, inlined = pair.callee._packed_result(pair.peer_of_callee, rows[1])
+    assert inlined is None
+    assert content[1][0].tolist() == [3.0, 4.0, 5.0]
+    # For another worker it stays as it is.
+    pair.peer_of_callee.device_maps = device_maps.IDENTITY
+    assert pair.callee._packed_result(pair.peer_of_callee, rows[1])[3] == (rows[1].content, False)
+
+
+def test_posts_go_as_calls_do(pair: Pair, arrived: list[int | None]) -> None:
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    sender, receiver = Ports(pair.caller), Ports(pair.callee)
+    receiver.open(7, lambda peer, frame: inbox.put((peer, frame)))
+    for values in ([torch.ones(2)], [torch.ones(2), "text"]):
+        sender.post(pair.peer, 7, b"head", values)
+        peer, frame = inbox.get(timeout=20)
+        head, read = receiver.read(peer, frame)
+        assert head == b"head"
+        assert torch.equal(read[0], torch.ones(2))
+    assert arrived == [CALL, CALL]
+
+
+# Gradients
+
+
+@contextlib.contextmanager
+def context_of(pair: Pair) -> Iterator[int]:
+    context_id = pair.caller.engine.contexts.open()
+    try:
+        with enter(context_id):
+            yield context_id
+    finally:
+        pair.caller.engine.release(context_id)
+        pair.callee.engine.release(context_id)
+
+
+Way = Callable[..., Any]
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("is_back", [False, True], ids=["of the caller", "of the callee"])
+def test_gradients_go_against_the_direction_of_their_message(
+    pair: Pair, arrived: list[int | None], size: int, is_back: bool
+) -> None:
+    call, answer = (CALL_OF_CALLEE, ANSWER_OF_CALLER) if is_back else (CALL, ANSWER)
+    leading = pair.callee if is_back else pair.caller
+    leaf, other = torch.ones(size, requires_grad=True), torch.ones(size)
+    with context_of(pair) as context_id:
+        way: Way = pair.back if is_back else pair.sync
+        result, _ = way(triple, leaf, other)
+        assert arrived == [call, call, answer]
+        arrived.clear()
+        leading.engine.backward(context_id, [result.sum()])
+        gradients = leading.engine.contexts.get(context_id).get_gradients()
+    assert torch.equal(gradients[leaf], torch.full((size,), 3.0))
+    # That of the answer goes like a call, that of the argument like an answer.
+    assert arrived == [call, answer]
+
+
+def test_gradients_outside_of_contexts(pair: Pair, arrived: list[int | None]) -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    result = pair.sync(double, leaf * 5)
+    assert arrived == [CALL, ANSWER]
+    arrived.clear()
+    pair.caller.engine.run_into_grad([result.sum()], PassMode())
+    assert torch.equal(leaf.grad, torch.full((3,), 10.0))  # type: ignore[arg-type]
+    assert arrived == [CALL, ANSWER]
+
+
+def cube(value: Tensor) -> Tensor:
+    return value**3
+
+
+def test_gradients_of_gradients(pair: Pair, arrived: list[int | None]) -> None:
+    leaf = torch.full((3,), 2.0, requires_grad=True)
+    with context_of(pair) as context_id:
+        engine = pair.caller.engine
+        # Squared, so that the gradient of the answer has a graph as well.
+        result = (pair.sync(cube, leaf) ** 2).sum()
+        mode = PassMode(retain_graph=True, create_graph=True, for_inputs=True)
+        (first,) = engine.gradients_of(context_id, roots_of([result]), [leaf], mode)
+        assert first is not None
+        arrived.clear()
+        last = mode._replace(create_graph=False)
+        (second,) = engine.gradients_of(context_id, roots_of([first.sum()]), [leaf], last)
+    assert second is not None
+    assert torch.equal(second, torch.full((3,), 480.0))
+    # Every message of the caller goes like a call, and every one of the callee like an answer.
+    assert arrived
+    assert set(arrived) == {CALL, ANSWER}
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_pass_without_maps_looks_up_no_direction(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    for worker, peer in ((pair.caller, pair.peer), (pair.callee, pair.peer_of_callee)):
+        peer.device_maps = DeviceMaps(peer.name, refuses_unmapped=refuses)
+        monkeypatch.delattr(type(worker.engine._envelopes), "_goes_back", raising=False)
+    leaf = torch.ones(3, requires_grad=True)
+    with context_of(pair) as context_id:
+        pair.caller.engine.backward(context_id, [pair.sync(double, leaf).sum()])
+        gradients = pair.caller.engine.contexts.get(context_id).get_gradients()
+    assert gradients[leaf].tolist() == [2.0] * 3
+
+
+# Errors
+
+LARGE = torch.ones(100_000)
+
+
+@pytest.fixture
+def _host_needs_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the CPU a device like a GPU; small tensors, which stand in messages, still go."""
+    monkeypatch.setattr(device_maps, "_UNMAPPED", ())
+
+
+@pytest.mark.usefixtures("_host_needs_a_map")
+def test_a_call_that_cannot_be_placed_is_not_sent(pair: Pair) -> None:
+    pair.peer.device_maps = DeviceMaps("worker1", refuses_unmapped=True)
+    pair.peer_of_callee.device_maps = device_maps.IDENTITY
+    for way in (pair.sync, pair.start, pair.create):
+        for _ in range(3):
+            before = pair.caller.agent.traffic().bytes_sent
+            with pytest.raises(
+                RuntimeError,
+                match="Request device mapping is not available for destination worker1",
+            ):
+                way(same, LARGE)
+            assert pair.caller.agent.traffic().bytes_sent == before
+    assert len(pair.caller.agent.calls) == 0
+    assert pair.sync(double, 2) == 4
+    pair.check_serves(2)
+
+
+def large(count: int) -> Tensor:
+    return torch.ones(count)
+
+
+@pytest.mark.usefixtures("_host_needs_a_map")
+def test_a_result_that_cannot_be_placed_is_an_error_of_the_call(pair: Pair) -> None:
+    pair.peer_of_callee.device_maps = DeviceMaps("worker0", refuses_unmapped=True)
+    for _ in range(3):
+        with pytest.raises(SerializationError, match="Response device mapping is not available"):
+            pair.sync(large, 100_000)
+    reference = pair.create(large, 100_000)
+    with pytest.raises(SerializationError, match="Response device mapping is not available"):
+        pair.fetch(reference)
+    assert pair.sync(double, 2) == 4
+    pair.check_serves(2)
+
+
+@pytest.mark.usefixtures("_host_needs_a_map")
+def test_a_lost_gradient_is_an_error_of_the_pass(pair: Pair) -> None:
+    leaf = torch.ones(100_000, requires_grad=True)
+    with context_of(pair) as context_id:
+        result = pair.sync(double, leaf).sum()
+        pair.peer_of_callee.device_maps = DeviceMaps("worker0", refuses_unmapped=True)
+        with pytest.raises(RuntimeError, match="device mapping is not available"):
+            pair.caller.engine.backward(context_id, [result])
+
+
+# Tables
+
+
+def test_a_table_names_the_devices_of_the_receiver() -> None:
+    table, buffers = describe([torch.ones(2), torch.zeros(0)], lambda device: CUDA[5])
+    assert [buffer.device for buffer in buffers] == [HOST]
+    codes = [entry.device for entry in tensor_tables.read(table)[0]]
+    assert codes == [(1, 5), (1, 5)]
+    assert describe([torch.ones(2)], lambda device: device)[0] == describe([torch.ones(2)])[0]
+
+
+# Messages of a worker to itself
+
+
+@pytest.mark.parametrize("keeps_graphs", [False, True])
+@pytest.mark.parametrize("context_id", [0, 5])
+def test_a_copy_on_another_device_is_like_one_on_the_same(
+    context_id: int, keeps_graphs: bool
+) -> None:
+    for tensor in (
+        torch.ones(2),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, requires_grad=True) * 2,
+        nn.Parameter(torch.ones(2)),
+    ):
+        plain = own_copy(tensor, context_id, keeps_graphs)
+        moved = own_copy(tensor, context_id, keeps_graphs, HOST)
+        far = own_copy(tensor, context_id, keeps_graphs, torch.device("meta"))
+        assert torch.equal(plain, moved)
+        assert moved.data_ptr() != tensor.data_ptr()
+        assert far.is_meta
+        for each in (moved, far):
+            assert each.requires_grad == plain.requires_grad
+            assert each.is_leaf == plain.is_leaf
+            assert isinstance(each, nn.Parameter) == isinstance(plain, nn.Parameter)
+
+
+def own_message(*tensors: Tensor) -> LocalMessage:
+    return LocalMessage(None, *pack(tensors, main_by_name=True))
+
+
+def test_own_messages_follow_the_map_for_the_own_name(pair: Pair) -> None:
+    worker = pair.caller
+    leaf = torch.ones(2, requires_grad=True)
+    computed = leaf * 2
+    message = own_message(leaf, computed)
+    assert worker.open_own(message, 5)[1] is computed
+    worker.agent.me.device_maps = DeviceMaps(
+        "worker0", {HOST: torch.device("meta")}, {HOST: torch.device("meta")}
+    )
+    placed = worker.open_own(message, 5)
+    assert [each.is_meta for each in placed] == [True] * 2
+    assert placed[0].grad_fn is not None
+    assert placed[1].grad_fn.next_functions[0][0] is computed.grad_fn
+    # The answer comes back, and what does not move is passed on as it is.
+    back = worker.open_own(message, 5, is_answer=True)
+    assert back[0] is leaf
+    assert back[1] is computed
+
+
+@contextlib.contextmanager
+def alone(**options: Any) -> Iterator[Peer]:
+    rpc.init_rpc(
+        "me",
+        rank=0,
+        world_size=1,
+        rpc_backend_options=rpc.RpcBackendOptions(store=HashStore(), **options),
+    )
+    try:
+        yield current().me
+    finally:
+        rpc.shutdown()
+
+
+def test_a_worker_calls_itself_by_its_own_map() -> None:
+    with alone(device_maps={"me": {"cpu": "cpu"}}) as me:
+        assert me.device_maps.is_any
+        value = torch.ones(2)
+        assert rpc.rpc_sync("me", same, args=(value,)) is value
+    with alone() as me:
+        assert me.device_maps is device_maps.IDENTITY
+
+
+@pytest.mark.usefixtures("_host_needs_a_map")
+def test_a_worker_refuses_calls_to_itself_as_well() -> None:
+    with alone(unmapped_devices="refuse"):
+        with pytest.raises(SerializationError, match="Request device mapping is not available"):
+            rpc.rpc_sync("me", same, args=(torch.ones(2),))
+        with pytest.raises(SerializationError, match="Response device mapping is not available"):
+            rpc.rpc_sync("me", large, args=(2,))
+        assert rpc.rpc_sync("me", same, args=(3,)) == 3
+
+
+# Joining
+
+
+@pytest.mark.parametrize("world_size", [1, None])
+@pytest.mark.parametrize(
+    ("maps", "devices", "message"),
+    [
+        ({"me": {"cuda:2": "cuda:0"}}, (), "Node me has source devices with invalid indices"),
+        ({"me": {"cuda:0": "cuda:2"}}, (), "Node me has target devices with invalid indices"),
+        ({"me": {"cuda:0": "cuda:0"}}, ["cuda:1"], "Node me has unexpected source devices"),
+        ({"me": {"cpu": "cuda:1"}}, ["cuda:0"], "Node me has unexpected target devices"),
+        ({"me": {"cuda:0": "cpu", "cuda:1": "cpu"}}, (), "Node me has duplicated target devices"),
+        ({}, ["cuda:1", "cuda:1"], "Node me has duplicated devices"),
+    ],
+)
+def test_settings_that_do_not_fit_end_the_joining(
+    monkeypatch: pytest.MonkeyPatch,
+    world_size: int | None,
+    maps: dict[str, dict[str, str]],
+    devices: Sequence[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(options_module.torch.cuda, "device_count", lambda: 2)
+    options = rpc.RpcBackendOptions(store=HashStore(), device_maps=maps, devices=devices)
+    with pytest.raises(ConfigurationError, match=message):
+        rpc.init_rpc("me", rank=0, world_size=world_size, rpc_backend_options=options)
+    assert not is_set()
+
+
+def test_cuda_devices_are_counted_only_if_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def count() -> int:
+        raise AssertionError("counted")
+
+    monkeypatch.setattr(options_module.torch.cuda, "device_count", count)
+    with alone(device_maps={"me": {"cpu": "cpu"}}):
+        pass
+    with pytest.raises(AssertionError, match="counted"), alone(devices=["cuda:0"]):
+        pass
+
+
+# Modules on other workers
+
+
+def result_of_module(device: str) -> Any:
+    """Runs a module as ``RemoteModule`` does; ``cpu:0`` is not the name of the CPU there."""
+    return owner.run(rpc.RRef(nn.Linear(2, 3)), device, (), (torch.ones(2),), {})
+
+
+@pytest.mark.parametrize(
+    ("maps", "device", "is_moved"),
+    [
+        (DeviceMaps("worker0", refuses_unmapped=True), "cpu:0", True),
+        (DeviceMaps("worker0", refuses_unmapped=True), "cpu", False),
+        (DeviceMaps("worker0", others={HOST: HOST}, refuses_unmapped=True), "cpu:0", False),
+        (device_maps.IDENTITY, "cpu:0", False),
+    ],
+    ids=["without a map", "on the CPU", "with a map", "native"],
+)
+def test_the_result_of_a_module_comes_back_on_the_host_where_nothing_else_can(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, maps: DeviceMaps, device: str, is_moved: bool
+) -> None:
+    pair.peer_of_callee.device_maps = maps
+    to_host, moved = owner._to_host, []
+
+    def noted(value: Any) -> Any:
+        moved.append(value)
+        return to_host(value)
+
+    monkeypatch.setattr(owner, "_to_host", noted)
+    result = pair.sync(result_of_module, device)
+    assert result.shape == (3,)
+    assert bool(moved) == is_moved
+    moved.clear()
+    reference = pair.create(result_of_module, device)  # It stays where it is.
+    assert pair.fetch(reference).shape == (3,)
+    assert not moved
+
+
+def test_all_tensors_of_a_result_come_back_on_the_host() -> None:
+    value = torch.ones(2)
+    nested: Any = {"a": [value, (value, 1)], "b": "text"}
+    assert owner._to_host(nested)["a"][1][0] is value
+    assert owner._to_host(nested) == nested
