@@ -23,6 +23,7 @@ from torchweft.agent import deaths
 from torchweft.errors import ConfigurationError, LaunchError, ShutdownError, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_cluster
 from torchweft.launch.job import program_job
+from torchweft.launch.supervisor import Supervisor
 
 PROMPT_S = 2.0
 LIMIT_S = 20.0
@@ -72,6 +73,29 @@ def test_caller_and_workers_call_each_other(nursery: Nursery) -> None:
         pids = list(group.pids.values())
     assert are_gone(pids)
     assert repr(group) == "<Cluster of 2 workers, not running: worker0, worker1>"
+
+
+def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_joined = threading.Event()
+    join, read_events = Cluster._join, Supervisor._read_events
+
+    def joined(group: Cluster) -> None:
+        join(group)
+        assert group.pids == {}
+        has_joined.set()
+
+    def late(supervisor: Supervisor) -> None:
+        has_joined.wait(LIMIT_S)
+        time.sleep(0.1)  # Longer than the step from there to the end of the start.
+        read_events(supervisor)
+
+    monkeypatch.setattr(Cluster, "_join", joined)
+    monkeypatch.setattr(Supervisor, "_read_events", late)
+    with cluster(workers=1, nursery=nursery) as group:
+        pid = group.pids["worker0"]
+        assert rpc.rpc_sync("worker0", identify) == ("worker0", 1, pid)
 
 
 def test_one_cluster_after_the_other(nursery: Nursery) -> None:

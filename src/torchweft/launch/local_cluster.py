@@ -60,6 +60,12 @@ WATCH_S = 0.01
 NOTICE_S = 0.5
 """Seconds by which a worker's end may be known later than the end of its connections."""
 
+PIDS_POLL_S = 0.001
+"""Seconds between checks in a wait for process ids."""
+
+PIDS_S = 10.0
+"""Seconds by which a worker's process id may be known later than that it has joined."""
+
 
 class Cluster:
     """Worker processes around the calling program; made by ``torchweft.cluster``.
@@ -141,6 +147,7 @@ class Cluster:
         try:
             self._start_workers()
             self._join()
+            self._await_pids()
         except BaseException as error:
             failure = self._failure() or self._unfinished_setup(error)
             self.abandon()
@@ -167,7 +174,7 @@ class Cluster:
 
         deadline_s = time.monotonic() + timeout_s
         notice = Notice("the cluster", lambda: f"for worker {name!r} to join")
-        while not _is_there(name):
+        while not (_is_there(name) and name in self.pids):
             notice.look()
             failure = self._failure()
             if failure is not None:
@@ -361,6 +368,14 @@ class Cluster:
         file_store = FileStore(self._rendezvous(), world_size)
         options.store = self._store = ClusterStore(file_store, self._failure)
         rpc.init_rpc(self.name, rank=0, world_size=world_size, rpc_backend_options=options)
+
+    def _await_pids(self) -> None:
+        """Waits until all process ids are known: a worker may join before its nursery tells."""
+        deadline_s = time.monotonic() + PIDS_S
+        while len(self.pids) < len(self.names) and time.monotonic() < deadline_s:
+            if self._failure() is not None:
+                return
+            time.sleep(PIDS_POLL_S)
 
     def _follow(self) -> None:
         supervisor = self._supervisor
