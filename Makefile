@@ -192,9 +192,9 @@ EXTRAS_meta := [meta]
 EXTRAS_pipeline := [pipeline]
 EXTRAS_embedding := [embedding]
 EXTRAS_demo-rl := [demo-rl]
-EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl]
-EXTRAS_fuzz := [demo,meta,pipeline,embedding,demo-rl]
-EXTRAS_dev := [demo,meta,pipeline,embedding,demo-rl]
+EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl,top]
+EXTRAS_fuzz := [demo,meta,pipeline,embedding,demo-rl,top]
+EXTRAS_dev := [demo,meta,pipeline,embedding,demo-rl,top]
 GROUPS := conformance test fuzz docs dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.torch

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, UnknownWorker
-from torchweft.observe import rates, text
 from torchweft.observe.files import age_note, read_folder
-from torchweft.observe.group import Answers, Group, find
+from torchweft.observe.group import Answers, find
+from torchweft.observe.looking import Looker
 from torchweft.observe.session import Access
-from torchweft.protocol.observing.report import Report
 from torchweft.protocol.observing.waits import WaitGraph
 from torchweft.protocol.observing.wording import as_json, explain
 
@@ -27,6 +25,8 @@ FAILURE_STATUS = 1
 DEADLOCK_STATUS = 3
 """Status of a command that has found a deadlock."""
 _LEAST_INTERVAL_S = 0.1
+LOOPBACK = "127.0.0.1"
+_INSTALL = "pip install 'torchweft[top]'"
 
 TOP_DESCRIPTION = f"""\
 Shows the workers of a running group: calls, times, bytes, references, and who waits for whom. It
@@ -42,6 +42,7 @@ examples:
   torchweft top --once
   torchweft top --waits
   torchweft top --worker trainer0 --once
+  torchweft top --web
   torchweft top --json | jq '.workers[].in_per_s'"""
 
 EXPLAIN_DESCRIPTION = f"""\
@@ -54,7 +55,7 @@ def add_parsers(subcommands: Subparsers) -> None:
     top = subcommands.add_parser(
         "top",
         help="show what the workers of a running group do",
-        usage="torchweft top [GROUP] [--once | --json] [--worker NAME | --waits] [--interval S]",
+        usage="torchweft top [GROUP] [--once | --json | --web] [--worker NAME | --waits] ...",
         description=TOP_DESCRIPTION,
         epilog=TOP_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,6 +64,13 @@ def add_parsers(subcommands: Subparsers) -> None:
     top.add_argument("group", nargs="?", default="", metavar="GROUP", help="which group")
     top.add_argument("--once", action="store_true", help="print once, as text, and end")
     top.add_argument("--json", action="store_true", help="print once, as JSON, and end")
+    top.add_argument("--web", action="store_true", help="show it in a browser until Ctrl-C")
+    top.add_argument(
+        "--host", default=LOOPBACK, help="where --web listens (default: this host alone)"
+    )
+    top.add_argument("--port", type=int, default=0, help="its port (default: a free one)")
+    # The display itself, whose output goes through the server to a browser.
+    top.add_argument("--served", action="store_true", help=argparse.SUPPRESS)
     top.add_argument("--worker", metavar="NAME", help="open one worker: calls, stacks, references")
     top.add_argument(
         "--waits", action="store_true", help="say who waits for whom, find deadlocks, and end"
@@ -102,7 +110,9 @@ def run_top(options: argparse.Namespace) -> int:
             )
         if options.waits:
             return _show_waits(group.ask(options.timeout), is_json=options.json)
-        return _show(group, options)
+        if options.web:
+            return _serve(group.name, options)
+        return _show(Looker(group, options.timeout), options)
     except (ObserveError, ProtocolError, UnknownWorker) as error:
         print(f"torchweft top: {error}", file=sys.stderr)
         return FAILURE_STATUS
@@ -132,111 +142,36 @@ def _show_waits(answers: Answers, *, is_json: bool) -> int:
     return DEADLOCK_STATUS if graph.circles() else 0
 
 
-def _show(group: Group, options: argparse.Namespace) -> int:
-    looker = _Looker(group, options)
-    if not (options.once or options.json) and sys.stdout.isatty():
+def _show(looker: Looker, options: argparse.Namespace) -> int:
+    if options.served or (sys.stdout.isatty() and not (options.once or options.json)):
         try:
-            from torchweft.observe.live import show
+            from torchweft.observe.screen import TopApp
         except ImportError:
-            advice = "torchweft top: for a live display, pip install 'torchweft[progress]'"
-            print(advice, file=sys.stderr)
+            print(f"torchweft top: for a live display, {_INSTALL}", file=sys.stderr)
         else:
-            show(looker.look, options.interval)
+            TopApp(looker, options.interval, options.worker).run()
             return 0
-    looker.look()
+    looker.look(options.worker)
     time.sleep(options.interval)
-    seen = looker.look()
+    seen = looker.look(options.worker)
     print(json.dumps(seen.as_json(), indent=2) if options.json else seen.as_text())
     return 0
 
 
-class _Looker:
-    """Looks at a group again and again, and remembers the look before."""
-
-    def __init__(self, group: Group, options: argparse.Namespace) -> None:
-        self._group = group
-        self._options = options
-        self._before: dict[str, Report] = {}
-
-    def look(self) -> Look:
-        answers = self._group.ask(self._options.timeout, in_detail=self._options.worker is not None)
-        seen = Look(self._group, answers, self._before, self._options.worker)
-        self._before = {report.worker: report for report in answers.reports}
-        return seen
-
-
-class Look:
-    """What was seen of a group at one moment, compared with an earlier one.
-
-    Args:
-        group: The group.
-        answers: The answers of its workers.
-        before: Earlier reports, by worker.
-        worker: The worker that is opened; None for an overview.
-    """
-
-    def __init__(
-        self, group: Group, answers: Answers, before: dict[str, Report], worker: str | None
-    ) -> None:
-        self._answers = answers
-        self._worker = worker
-        self._opened = [each for each in answers.reports if each.worker == worker]
-        chosen = answers.reports if worker is None else self._opened
-        self._rates = [rates.rate(each, before.get(each.worker)) for each in chosen]
-        self._functions = rates.functions(chosen, before)
-        self._silent = {name: why for name, why in answers.silent.items() if worker in (None, name)}
-        count = len(group.workers)
-        self.title = f"group {group.name}, {count} worker{'s' if count > 1 else ''}"
-        self._group = group
-
-    def tables(self) -> list[text.Table]:
-        """Returns the tables to show."""
-        tables = [text.workers_table(self._rates, self._silent, self._answers.lost)]
-        if self._functions:
-            tables.append(text.functions_table(self._functions))
-        for report in self._opened:
-            tables += text.worker_tables(report)
-        return tables
-
-    def notes(self) -> list[str]:
-        """Returns what is wrong: workers that do not answer, and deadlocks."""
-        notes = [f"{name} {why}" for name, why in self._silent.items()]
-        if self._worker is None:
-            circles = WaitGraph(self._answers.reports, self._answers.silent).circles()
-            for circle in circles:
-                names = ", ".join(dict.fromkeys(each.worker for each in circle if each.worker))
-                perhaps = "" if all(each.is_sure for each in circle) else "perhaps "
-                notes.append(f"{perhaps}a deadlock of {names}: see torchweft top --waits")
-        return notes
-
-    def stacks(self) -> str:
-        """Returns the stacks of the opened worker."""
-        return "\n".join(map(text.stacks, self._opened))
-
-    def as_text(self) -> str:
-        """Returns everything as text."""
-        parts = [self.title, *map(text.drawn, self.tables()), *self.notes(), self.stacks()]
-        return "\n\n".join(filter(None, parts))
-
-    def as_json(self) -> dict[str, Any]:
-        """Returns everything for programs; unknown numbers are null."""
-        told: dict[str, Any] = {
-            "group": self._group.name,
-            "program": self._group.program,
-            "workers": [dataclasses.asdict(each) for each in self._rates],
-            "functions": [dataclasses.asdict(each) for each in self._functions],
-            "silent": self._silent,
-            "notes": self.notes(),
-        }
-        if self._opened:
-            told["report"] = dataclasses.asdict(self._opened[0])
-        cleaned: dict[str, Any] = _without_nan(told)
-        return cleaned
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _serve(group: str, options: argparse.Namespace) -> int:
+    try:
+        from torchweft.observe.web import serve
+    except ImportError as error:
+        raise ConfigurationError(f"--web needs Textual: {_INSTALL}") from error
+    arguments = ["top", group, "--served"]
+    arguments += [f"--interval={options.interval}", f"--timeout={options.timeout}"]
+    if options.worker is not None:
+        arguments.append(f"--worker={options.worker}")
+    if options.host != LOOPBACK:
+        print(
+            "torchweft top: the page and its token travel unencrypted; a tunnel to this host's "
+            "loopback address is safer (ssh -L)",
+            file=sys.stderr,
+        )
+    serve(arguments, options.host, options.port, lambda address: print(address, flush=True))
+    return 0

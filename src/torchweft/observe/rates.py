@@ -11,6 +11,10 @@ from torchweft.protocol.observing.report import SHUTDOWN, FunctionCounts, Report
 
 IN, OUT = "in", "out"
 
+MESSAGES, LENT = "messages", "lent"
+"""Stand among the channels for the connection of messages, and for shared memory that the other
+worker uses in place: its bytes do not move."""
+
 
 @dataclass(frozen=True, slots=True)
 class FunctionRate:
@@ -99,6 +103,28 @@ class WorkerRate:
     blocked: tuple[Blocked, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PeerRate:
+    """The bytes between a worker and another one over one channel, between two reports.
+
+    Attributes:
+        worker: The other worker.
+        channel: ``"messages"`` for the connection that carries messages and small tensors,
+            ``"lent"`` for memory that the other worker uses in place, or a channel of tensors.
+        sent: Bytes sent since the two are connected.
+        received: Bytes received.
+        sent_per_s: Bytes sent in a second; NaN if unknown.
+        received_per_s: Bytes received in a second; NaN if unknown.
+    """
+
+    worker: str
+    channel: str
+    sent: int
+    received: int
+    sent_per_s: float
+    received_per_s: float
+
+
 def rate(now: Report, before: Report | None) -> WorkerRate:
     """Returns the rates of one worker; ``before`` is an earlier report of the same process."""
     before = _same_process(now, before)
@@ -130,6 +156,24 @@ def rate(now: Report, before: Report | None) -> WorkerRate:
         passes=now.passes,
         blocked=blocked(now),
     )
+
+
+def peers(now: Report, before: Report | None) -> list[PeerRate]:
+    """Returns the bytes of a worker by other worker and channel, most of all bytes first."""
+    before = _same_process(now, before)
+    over_s = now.clock_s - before.clock_s if before is not None else 0.0
+    earlier = _by_channel(before) if before is not None else {}
+    found = [
+        PeerRate(
+            *key,
+            sent=sent,
+            received=received,
+            sent_per_s=_per(sent - earlier.get(key, (0, 0))[0], over_s),
+            received_per_s=_per(received - earlier.get(key, (0, 0))[1], over_s),
+        )
+        for key, (sent, received) in _by_channel(now).items()
+    ]
+    return sorted(found, key=lambda each: (-each.sent - each.received, each.worker, each.channel))
 
 
 def functions(now: Iterable[Report], before: Mapping[str, Report]) -> list[FunctionRate]:
@@ -200,15 +244,23 @@ def _grown(now: Report, before: Report | None, direction: str) -> list[FunctionC
 
 
 def _bytes(report: Report) -> tuple[int, int]:
-    sent = received = 0
+    """Returns the bytes sent and received over all channels."""
+    moved = [each for (_, channel), each in _by_channel(report).items() if channel != LENT]
+    return sum(sent for sent, _ in moved), sum(received for _, received in moved)
+
+
+def _by_channel(report: Report) -> dict[tuple[str, str], tuple[int, int]]:
+    """Returns the bytes sent and received, by other worker and channel."""
+    found: dict[tuple[str, str], tuple[int, int]] = {}
     for each in report.traffic:
-        sent += each.sent + _sum(each.by_channel, "sent ")
-        received += each.received + _sum(each.by_channel, "received ")
-    return sent, received
-
-
-def _sum(by_channel: Mapping[str, int], start: str) -> int:
-    return sum(count for name, count in by_channel.items() if name.startswith(start))
+        found[each.worker, MESSAGES] = (each.sent, each.received)
+        for name, count in each.by_channel.items():
+            direction, _, channel = name.partition(" ")
+            key = (each.worker, channel or LENT)
+            sent, received = found.get(key, (0, 0))
+            is_received = direction == "received"
+            found[key] = (sent, received + count) if is_received else (sent + count, received)
+    return found
 
 
 def _per(amount: float, over_s: float) -> float:

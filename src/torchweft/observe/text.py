@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple
 
-from torchweft.observe.rates import FunctionRate, WorkerRate
+from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
 from torchweft.protocol.observing.report import Report
 
 _MOST_FUNCTIONS = 15
 _MOST_CALLS = 30
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NAMED = 2
+
+LOST, SILENT = "lost", "silent"
+"""States of workers that do not answer."""
 
 
 class Table(NamedTuple):
@@ -32,42 +36,45 @@ class Table(NamedTuple):
 
 
 def workers_table(rates: Iterable[WorkerRate], silent: dict[str, str], lost: set[str]) -> Table:
-    """Returns a row for each worker."""
-    heads = (
-        "worker host state cpu memory in/s out/s p50 p99 flight serving queued sent/s recv/s "
-        "owned held ctx passes blocked-by"
-    ).split()
-    rows = [_worker_row(each) for each in sorted(rates, key=lambda each: each.rank)]
+    """Returns a row for each worker, by rank."""
+    heads = [column.head for column in WORKER_COLUMNS]
+    rows = [
+        [column.text(each) for column in WORKER_COLUMNS]
+        for each in sorted(rates, key=lambda each: each.rank)
+    ]
     for name in silent:
-        state = "lost" if name in lost else "silent"
+        state = LOST if name in lost else SILENT
         rows.append([name, "", state, *[""] * (len(heads) - 3)])
     return Table("", heads, rows, 3)
 
 
-def _worker_row(each: WorkerRate) -> list[str]:
+class WorkerColumn(NamedTuple):
+    """A column of the table of workers.
+
+    Attributes:
+        head: Its head.
+        text: Returns the cell of a worker.
+        value: Returns the number or text by which workers are sorted.
+    """
+
+    head: str
+    text: Callable[[WorkerRate], str]
+    value: Callable[[WorkerRate], Any]
+
+
+def _numbers(head: str, name: str, text: Callable[[Any], str] = str) -> WorkerColumn:
+    value = attrgetter(name)
+    return WorkerColumn(head, lambda each: text(value(each)), value)
+
+
+def _blocked_text(each: WorkerRate) -> str:
     waits = [f"{one.by} {seconds(one.seconds)}" for one in each.blocked[:_NAMED]]
     more = len(each.blocked) - _NAMED
-    return [
-        each.worker,
-        each.host,
-        "up",
-        "-" if math.isnan(each.cpu) else f"{each.cpu:.0%}",
-        size(each.memory_bytes),
-        number(each.in_per_s),
-        number(each.out_per_s),
-        seconds(each.p50_s),
-        seconds(each.p99_s),
-        str(each.in_flight),
-        str(each.serving),
-        str(each.queued),
-        size(each.sent_per_s),
-        size(each.received_per_s),
-        str(each.owned),
-        str(each.held),
-        str(each.contexts),
-        str(each.passes),
-        ", ".join(waits) + (f" and {more} more" if more > 0 else ""),
-    ]
+    return ", ".join(waits) + (f" and {more} more" if more > 0 else "")
+
+
+def _blocked_s(each: WorkerRate) -> float:
+    return max([one.seconds for one in each.blocked], default=0.0)
 
 
 def functions_table(rates: Sequence[FunctionRate]) -> Table:
@@ -87,11 +94,18 @@ def functions_table(rates: Sequence[FunctionRate]) -> Table:
     return Table("functions", "function dir calls/s calls errors p50 p99".split(), rows, 2)
 
 
-def worker_tables(report: Report) -> list[Table]:
-    """Returns the tables of one worker: peers, calls, references, events."""
-    peers = [
-        [each.worker, size(each.sent), size(each.received), _channels(each.by_channel)]
-        for each in report.traffic
+def worker_tables(report: Report, peers: Iterable[PeerRate]) -> list[Table]:
+    """Returns the tables of one worker: bytes by peer and channel, calls, references, events."""
+    moved = [
+        [
+            each.worker,
+            each.channel,
+            size(each.sent_per_s),
+            size(each.received_per_s),
+            size(each.sent),
+            size(each.received),
+        ]
+        for each in peers
     ]
     made = [
         [each.function, each.callee, seconds(each.age_s), each.parent]
@@ -107,7 +121,7 @@ def worker_tables(report: Report) -> list[Table]:
     ]
     events = [[f"{each.age_s:.1f} s ago", each.text] for each in report.events]
     tables = [
-        Table("other workers", "worker sent received channels".split(), peers, 1),
+        Table("other workers", "worker channel sent/s recv/s sent received".split(), moved, 2),
         Table("open calls", "function callee age in-call".split(), made, 2),
         Table("served calls", "function caller age state".split(), served, 2),
         Table("references", "reference owner bytes made".split(), references, 2),
@@ -144,10 +158,6 @@ def drawn(table: Table) -> str:
     return "\n".join(lines)
 
 
-def _channels(by_channel: dict[str, int]) -> str:
-    return ", ".join(f"{name} {size(count)}" for name, count in sorted(by_channel.items()))
-
-
 def seconds(value: float) -> str:
     """Returns a time for people; "-" for NaN."""
     if math.isnan(value):
@@ -181,3 +191,32 @@ def number(value: float) -> str:
     if math.isnan(value):
         return "-"
     return f"{value:.0f}" if value >= 10 or value == 0 else f"{value:.1f}"
+
+
+def share(value: float) -> str:
+    """Returns a share of a core for people; "-" for NaN."""
+    return "-" if math.isnan(value) else f"{value:.0%}"
+
+
+WORKER_COLUMNS = (
+    WorkerColumn("worker", lambda each: each.worker, lambda each: each.rank),
+    _numbers("host", "host"),
+    WorkerColumn("state", lambda _: "up", lambda _: "up"),
+    _numbers("cpu", "cpu", share),
+    _numbers("memory", "memory_bytes", size),
+    _numbers("in/s", "in_per_s", number),
+    _numbers("out/s", "out_per_s", number),
+    _numbers("p50", "p50_s", seconds),
+    _numbers("p99", "p99_s", seconds),
+    _numbers("flight", "in_flight"),
+    _numbers("serving", "serving"),
+    _numbers("queued", "queued"),
+    _numbers("sent/s", "sent_per_s", size),
+    _numbers("recv/s", "received_per_s", size),
+    _numbers("owned", "owned"),
+    _numbers("held", "held"),
+    _numbers("ctx", "contexts"),
+    _numbers("passes", "passes"),
+    WorkerColumn("blocked-by", _blocked_text, _blocked_s),
+)
+"""The columns of ``workers_table``."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.protocol.observing.reports import calling, gathering, report, thread
-from torchweft.observe.rates import Blocked, blocked, functions, rate
+from torchweft.observe.rates import Blocked, PeerRate, blocked, functions, peers, rate
 from torchweft.protocol.observing.report import FunctionCounts, Traffic
 
 ONE_MS = "-80"  # 2 ** (-79.5 / 8) s is 1.02 ms
@@ -34,6 +34,23 @@ def test_rates_are_those_of_the_time_between_two_reports() -> None:
     assert (found.cpu, found.out_per_s, found.in_per_s) == (0.5, 10.0, 3.0)
     assert (found.sent_per_s, found.received_per_s) == (1100.0, 500.0)
     assert found.p50_s == found.p99_s == pytest.approx(1e-3, rel=0.05)
+
+
+def test_bytes_are_told_by_other_worker_and_channel() -> None:
+    moved = {"sent shm": 1000, "received cma": 50, "lent": 7}
+    before = report("a", traffic=(Traffic("b", 100, 200, moved),))
+    later = {"sent shm": 3000, "received shm": 10, "received cma": 50, "lent": 7}
+    traffic = (Traffic("b", 110, 260, later), Traffic("c", 1, 2, {}))
+    now = replace(before, clock_s=before.clock_s + 2.0, traffic=traffic)
+    found = {(each.worker, each.channel): each for each in peers(now, before)}
+    assert list(found) == [("b", "shm"), ("b", "messages"), ("b", "cma"), ("b", "lent"),
+                           ("c", "messages")]  # fmt: skip
+    assert found["b", "shm"] == PeerRate("b", "shm", 3000, 10, 1000.0, 5.0)
+    assert found["b", "messages"] == PeerRate("b", "messages", 110, 260, 5.0, 30.0)
+    assert found["c", "messages"] == PeerRate("c", "messages", 1, 2, 0.5, 1.0)
+    assert found["b", "lent"].sent == 7
+    # Memory that is used in place does not move.
+    assert rate(now, before).sent_per_s == (2000 + 10 + 1) / 2.0
 
 
 def test_without_an_earlier_report_rates_are_unknown() -> None:

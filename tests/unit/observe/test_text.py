@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.protocol.observing.reports import calling, made, report, served, thread
 from torchweft.observe import text
-from torchweft.observe.rates import functions, rate
+from torchweft.observe.rates import functions, peers, rate
 from torchweft.protocol.observing.report import Event, FunctionCounts, HeldReference, Traffic
 
 
@@ -53,8 +53,8 @@ def test_an_opened_worker_shows_its_calls_references_and_events() -> None:
         references=(HeldReference("R", "a", "p.py:3 by ones", 4000),),
         events=(Event(2.0, "worker 'b' is lost"),),
     )
-    shown = "\n".join(map(text.drawn, text.worker_tables(opened)))
-    for part in ("program.work", "queued", "sent shm 9 B", "p.py:3 by ones", "4.0 kB", "is lost"):
+    shown = "\n".join(map(text.drawn, text.worker_tables(opened, peers(opened, None))))
+    for part in ("program.work", "queued", "shm", "9 B", "p.py:3 by ones", "4.0 kB", "is lost"):
         assert part in shown
     stacks = text.stacks(opened)
     assert stacks.startswith('MainThread, waits for work (b) for 3.0 s:\n  File "p.py"')

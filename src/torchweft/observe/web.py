@@ -1,0 +1,104 @@
+"""The live display of ``torchweft top`` in a browser, through Textual's web server.
+
+Each page that is opened starts the command once more, as on a terminal. A page is shown only to a
+browser that has the token: it comes in the address that the command prints, and stays as a cookie
+that scripts and other sites cannot use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import shlex
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from aiohttp import web
+from textual_serve.server import Server
+
+from torchweft.errors import ConfigurationError
+
+TOKEN = "token"
+_COOKIE = "torchweft-top"
+_TOKEN_BYTES = 32
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def serve(arguments: Sequence[str], host: str, port: int, say: Callable[[str], object]) -> None:
+    """Serves the display until Ctrl-C.
+
+    Args:
+        arguments: The command line of ``torchweft`` that draws the display.
+        host: The address to listen at.
+        port: The port; 0 for a free one.
+        say: Is told the address of the page, with the token.
+
+    Raises:
+        ConfigurationError: It cannot listen there.
+    """
+    try:
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server(place[:2], family=family)
+    except OSError as error:
+        raise ConfigurationError(
+            f"torchweft top cannot listen at {host}, port {port}: {error}; name another --host or "
+            "--port, or leave --port out for a free one"
+        ) from error
+    with listener:
+        server = _Server(arguments)
+        shown = f"[{host}]" if family is socket.AF_INET6 else host
+        say(f"http://{shown}:{listener.getsockname()[1]}/?{TOKEN}={server.token}")
+        asyncio.run(server.run(listener))
+
+
+class _Server(Server):
+    """Textual's server, for those who have the token."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        command = shlex.join([sys.executable, "-m", "torchweft", *arguments])
+        super().__init__(command, title="torchweft top")
+        self.token = secrets.token_urlsafe(_TOKEN_BYTES)
+
+    async def run(self, listener: socket.socket) -> None:
+        """Serves until it is cancelled."""
+        runner = web.AppRunner(await self._make_app(), handle_signals=False, access_log=None)
+        await runner.setup()
+        try:
+            await web.SockSite(runner, listener).start()
+            await asyncio.Event().wait()
+        finally:
+            await runner.cleanup()
+
+    async def on_startup(self, app: web.Application) -> None:
+        """Says nothing: the command has said the address."""
+
+    async def _make_app(self) -> web.Application:
+        app = await super()._make_app()
+        app.middlewares.append(self._checked)
+        return app
+
+    @property
+    def _checked(self) -> Any:
+        @web.middleware
+        async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if self._is_token(request.query.get(TOKEN, "")):
+                # The token leaves the address bar.
+                answer = web.Response(status=302, headers={"Location": request.path})
+                answer.set_cookie(_COOKIE, self.token, httponly=True, samesite="Strict")
+                return answer
+            if not self._is_token(request.cookies.get(_COOKIE, "")):
+                return web.Response(
+                    status=403, text="open the address that torchweft top printed\n"
+                )
+            # A page may be opened through a tunnel, at another address than that of the server.
+            self.public_url = f"{request.scheme}://{request.host}"
+            return await handler(request)
+
+        return checked
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self.token.encode())

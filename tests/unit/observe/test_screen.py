@@ -1,0 +1,222 @@
+"""The live display, driven by keys and a source without workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("textual")
+
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Static, TabbedContent
+
+from tests.unit.protocol.observing.reports import made, report, thread
+from torchweft.observe import rates, text
+from torchweft.observe.screen import Opened, Overview, TopApp, Waits, fill
+from torchweft.protocol.observing.report import FunctionCounts, Traffic
+
+WORKERS = 24
+LIMIT_S = 50.0
+
+
+class Seen:
+    """A look at many simulated workers.
+
+    Args:
+        number: The number of the look.
+        opened: The opened worker, if any.
+    """
+
+    def __init__(self, number: int, opened: str | None) -> None:
+        self.title = f"group cafe, look {number}"
+        reports = []
+        for rank in range(WORKERS):
+            name = f"worker{rank}"
+            counts = (FunctionCounts("train.step", "out", rank * number, 0, {"-80": 1}),)
+            one = report(
+                name,
+                thread(frames=("  in train.step",)),
+                functions=counts,
+                made=(made(name, 1, "worker0"),),
+                traffic=(Traffic("worker0", 1000 * number, 10, {"sent shm": 5000 * number}),),
+            )
+            identity = replace(one.identity, rank=rank, host=f"host{rank % 4}")
+            reports.append(replace(one, identity=identity, clock_s=float(number), owned=rank % 7))
+        chosen = [each for each in reports if opened in (None, each.worker)]
+        before = [replace(each, clock_s=each.clock_s - 1.0) for each in chosen]
+        earlier = {each.worker: each for each in before}
+        self.rates = [rates.rate(each, earlier[each.worker]) for each in chosen]
+        self.functions = rates.functions(chosen, earlier)
+        self._opened = chosen if opened else []
+
+    def workers_table(self) -> text.Table:
+        return text.workers_table(self.rates, {"gone": "is lost: killed"}, {"gone"})
+
+    def opened_tables(self) -> list[text.Table]:
+        return [
+            table
+            for each in self._opened
+            for table in text.worker_tables(each, rates.peers(each, None))
+        ]
+
+    def notes(self) -> list[str]:
+        return ["gone is lost: killed"]
+
+    def stacks(self) -> str:
+        return "\n".join(map(text.stacks, self._opened))
+
+
+class Source:
+    """Looks when it is told to."""
+
+    def __init__(self) -> None:
+        self.looks: list[str | None] = []
+        self.looked = threading.Semaphore(0)
+
+    def look(self, worker: str | None = None) -> Seen:
+        self.looks.append(worker)
+        return Seen(len(self.looks), worker)
+
+    def waits(self) -> str:
+        return "deadlock: worker1 and worker2 wait for each other"
+
+
+def drive(play: Callable[[TopApp, Pilot[None]], Awaitable[None]], **options: Any) -> Source:
+    """Runs the display without a terminal, and plays keys on it."""
+    source = Source()
+
+    async def run() -> None:
+        app = TopApp(source, options.pop("interval_s", 3600.0), **options)
+        async with app.run_test(size=(150, 40)) as pilot:
+            await play(app, pilot)
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+    return source
+
+
+async def shown(app: TopApp, pilot: Pilot[None], is_so: Callable[[], bool]) -> None:
+    while not is_so():  # Bounded by the limit of the whole run.
+        await pilot.pause(0.01)
+
+
+def table(app: TopApp, name: str) -> DataTable[Any]:
+    return app.screen.query_one(f"#{name}", DataTable)
+
+
+def names(app: TopApp) -> list[str]:
+    return [str(key.value) for key in table(app, "workers").rows]
+
+
+def test_all_workers_are_shown_and_sorted() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: table(app, "workers").row_count == WORKERS + 1)
+        assert names(app)[:2] == ["worker0", "worker1"]
+        assert names(app)[-1] == "gone"
+        owned = [column.head for column in text.WORKER_COLUMNS].index("owned")
+        app.screen.action_sort(owned - 1)  # type: ignore[attr-defined]
+        await pilot.press("s")
+        rows = names(app)
+        ranks = [int(name.removeprefix("worker")) for name in rows[:-1]]
+        assert [rank % 7 for rank in ranks] == sorted([rank % 7 for rank in ranks], reverse=True)
+        assert rows[-1] == "gone"
+        await pilot.press("r")
+        assert names(app)[0] == "worker0"
+        title = str(app.screen.query_one("#title", Static).content)
+        assert "by owned" in title
+        assert "gone is lost" in str(app.screen.query_one("#notes", Static).content)
+
+    drive(play)
+
+
+def test_workers_are_filtered_by_name_and_host() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: bool(names(app)))
+        await pilot.press("slash", *"ker2")
+        assert names(app) == ["worker2", "worker20", "worker21", "worker22", "worker23"]
+        await pilot.press("enter")
+        assert app.focused is table(app, "workers")
+        await pilot.press("escape")
+        assert len(names(app)) == WORKERS + 1
+        await pilot.press("slash", *"host3", "enter")
+        assert len(names(app)) == WORKERS / 4
+
+    drive(play)
+
+
+def test_a_worker_is_opened_and_closed() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: bool(names(app)))
+        await pilot.press("down", "down", "enter")
+        await shown(app, pilot, lambda: isinstance(app.screen, Opened))
+        peers = app.screen.query_one("#table-other-workers", DataTable)
+        await shown(app, pilot, lambda: peers.row_count == 2)
+        assert [str(each) for each in peers.get_row_at(0)][:2] == ["worker0", "shm"]
+        panes = app.screen.query_one(TabbedContent)
+        assert str(panes.get_tab("open-calls").label) == "open calls (1)"
+        stacks = str(app.screen.query_one("#all-stacks", Static).content)
+        assert "in train.step" in stacks
+        await pilot.press("escape")
+        await shown(app, pilot, lambda: isinstance(app.screen, Overview))
+
+    assert set(drive(play).looks) == {None, "worker2"}
+
+
+def test_the_worker_that_was_asked_for_is_open_at_first() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: isinstance(app.screen, Opened))
+        await shown(app, pilot, lambda: "worker7: " in str(title(app).content))
+        await pilot.press("escape")
+        await shown(app, pilot, lambda: isinstance(app.screen, Overview) and bool(names(app)))
+
+    def title(app: TopApp) -> Static:
+        return app.screen.query_one("#title", Static)
+
+    drive(play, worker="worker7")
+
+
+def test_waits_are_shown() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: bool(names(app)))
+        await pilot.press("w")
+        await shown(app, pilot, lambda: isinstance(app.screen, Waits))
+        waits = app.screen.query_one("#waits", Static)
+        await shown(app, pilot, lambda: "deadlock: worker1" in str(waits.content))
+        await pilot.press("escape")
+        assert isinstance(app.screen, Overview)
+
+    drive(play)
+
+
+def test_looks_go_on_and_the_cursor_stays_at_its_worker() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: bool(names(app)))
+        await pilot.press("down", "down", "down")
+        title = app.screen.query_one("#title", Static)
+        await shown(app, pilot, lambda: "look 5" in str(title.content))
+        workers = table(app, "workers")
+        assert names(app)[workers.cursor_row] == "worker3"
+        await pilot.press("r")
+        assert names(app)[workers.cursor_row] == "worker3"
+
+    drive(play, interval_s=0.01)
+
+
+def test_cells_change_in_place() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: bool(names(app)))
+        functions = table(app, "functions")
+        content = text.Table("functions", ("function", "calls"), [["f", "1"], ["g", "2"]], 1)
+        fill(functions, content)
+        functions.move_cursor(row=1)
+        fill(functions, content._replace(rows=[["f", "1"], ["g", "3"]]))
+        assert str(functions.get_cell("1", "calls")) == "3"
+        assert functions.cursor_row == 1
+        fill(functions, content._replace(rows=[]))
+        assert functions.row_count == 0
+
+    drive(play)

@@ -1,0 +1,72 @@
+"""The display in a browser is for those who have the token."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+pytest.importorskip("textual_serve")
+aiohttp = pytest.importorskip("aiohttp")
+
+from torchweft.errors import ConfigurationError  # noqa: E402
+from torchweft.observe.web import _Server, serve  # noqa: E402
+
+LIMIT_S = 30.0
+Session = aiohttp.ClientSession
+
+
+def browse(visit: Callable[[Session, str, str], Awaitable[None]]) -> None:
+    """Serves, and visits the page with its address and its token."""
+
+    async def run() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            server = _Server(["top", "cafe"])
+            serving = asyncio.ensure_future(server.run(listener))
+            try:
+                jar = aiohttp.CookieJar(unsafe=True)  # Cookies of an IP address.
+                async with Session(cookie_jar=jar) as session:
+                    port = listener.getsockname()[1]
+                    await visit(session, f"http://127.0.0.1:{port}", server.token)
+            finally:
+                serving.cancel()
+                await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_S))
+
+
+@pytest.mark.parametrize("path", ["/", "/?token=wrong", "/ws", "/static/js/textual.js"])
+def test_nothing_is_shown_without_the_token(path: str) -> None:
+    async def visit(session: Session, address: str, token: str) -> None:
+        async with session.get(address + path, cookies={"torchweft-top": "wrong"}) as answer:
+            assert answer.status == 403
+            assert token not in await answer.text()
+
+    browse(visit)
+
+
+def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_have() -> None:
+    async def visit(session: Session, address: str, token: str) -> None:
+        first = f"{address}/?token={token}"
+        async with session.get(first, allow_redirects=False) as answer:
+            assert (answer.status, answer.headers["Location"]) == (302, "/")
+            cookie = answer.headers["Set-Cookie"]
+            assert "HttpOnly" in cookie
+            assert "SameSite=Strict" in cookie
+        async with session.get(address) as answer:
+            assert answer.status == 200
+            page = await answer.text()
+        assert token not in page
+        # The page connects to the address at which it was opened, as through a tunnel.
+        assert f"ws{address.removeprefix('http')}/ws" in page
+
+    browse(visit)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"port {port}.*leave --port out"):
+            serve(["top"], "127.0.0.1", port, print)
