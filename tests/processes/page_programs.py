@@ -1,0 +1,106 @@
+"""Programs of documentation pages: each is run as it is printed, with workers from a warm process.
+
+A program is a block of Python whose first line is a comment with its file's name. A block of
+``text`` that follows it, before another block, is what it prints.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import torchweft
+from torchweft.launch import Nursery, cluster
+
+ROOT = Path(__file__).parents[2]
+
+_BLOCK = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.M | re.S)
+_NAME = re.compile(r"# (\w+\.py)\n")
+_MOMENTS = re.compile(r"\d\d:\d\d:\d\d|\b\d+(?:\.\d+)? m?s\b|\b(?:pid|process) \d+|RRef\(\d+\.\d+ ")
+_FLOAT = re.compile(r"\d+\.\d+")
+_TOLERANCE = 2e-4
+"""That of the printed digits: processors add in different orders."""
+
+
+class Program(NamedTuple):
+    """A program of a page.
+
+    Attributes:
+        name: The name of its file.
+        source: Its text.
+        printed: What the page says that it prints; None if the page does not show it.
+    """
+
+    name: str
+    source: str
+    printed: str | None
+
+
+def programs_of(page: str) -> list[Program]:
+    """Returns the programs of a page, in order."""
+    blocks = _BLOCK.findall((ROOT / page).read_text())
+    following = [*blocks[1:], ("", "")]
+    found = []
+    for (language, source), (kind, text) in zip(blocks, following, strict=True):
+        named = _NAME.match(source) if language == "python" else None
+        if named:
+            found.append(Program(named[1], source, text if kind == "text" else None))
+    return found
+
+
+@contextlib.contextmanager
+def runner_of(
+    page: str, folder: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], str]]:
+    """Yields a function that runs a program of a page by its name; it returns the output.
+
+    The programs are files of ``folder``, which is the current folder, and may import each other.
+    """
+    programs = programs_of(page)
+    for each in programs:
+        (folder / each.name).write_text(each.source)
+    modules = {each.name.removesuffix(".py") for each in programs}
+    assert not modules.intersection(sys.modules), "a module of a page hides another"
+    look = functools.partial(look_in, str(folder))
+    with monkeypatch.context() as patch:
+        patch.chdir(folder)
+        patch.syspath_prepend(str(folder))
+        made = functools.partial(cluster, nursery=nursery, setup=look)
+        patch.setattr(torchweft, "cluster", made, raising=False)
+        try:
+            yield _run
+        finally:
+            for module in modules:
+                sys.modules.pop(module, None)
+
+
+def _run(name: str) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(name, run_name="__main__")
+    return printed.getvalue()
+
+
+def look_in(folder: str) -> None:
+    """Has a worker import the programs of a page; those of pages before are forgotten."""
+    sys.path.insert(0, folder)
+
+
+def assert_alike(found: str, shown: str) -> None:
+    """Compares what a program printed with what its page shows.
+
+    Times, and numbers of processes, differ from run to run.
+    """
+    found, shown = _MOMENTS.sub("...", found), _MOMENTS.sub("...", shown)
+    assert _FLOAT.sub("0.0", found) == _FLOAT.sub("0.0", shown)
+    numbers = [[float(text) for text in _FLOAT.findall(each)] for each in (found, shown)]
+    assert numbers[0] == pytest.approx(numbers[1], abs=_TOLERANCE)
