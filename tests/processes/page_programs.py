@@ -25,7 +25,11 @@ ROOT = Path(__file__).parents[2]
 
 _BLOCK = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.M | re.S)
 _NAME = re.compile(r"# (\w+\.py)\n")
-_MOMENTS = re.compile(r"\d\d:\d\d:\d\d|\b\d+(?:\.\d+)? m?s\b|\b(?:pid|process) \d+|RRef\(\d+\.\d+ ")
+_VARYING = re.compile(
+    r"(?<=lost since )\d\d:\d\d:\d\d: [\w (]+\)?"  # Busy machines learn the reason too late.
+    r"|\b\d+(?:\.\d+)? s\b|\b(?:pid|process) \d+|/\S+/(?=\w+\.py)"
+)
+_OF_WORKER = re.compile(r"\[\w+\] ")
 _FLOAT = re.compile(r"\d+\.\d+")
 _TOLERANCE = 2e-4
 """That of the printed digits: processors add in different orders."""
@@ -98,9 +102,16 @@ def look_in(folder: str) -> None:
 def assert_alike(found: str, shown: str) -> None:
     """Compares what a program printed with what its page shows.
 
-    Times, and numbers of processes, differ from run to run.
+    Times, folders and numbers of processes differ from run to run. Lines of workers come at their
+    own times.
     """
-    found, shown = _MOMENTS.sub("...", found), _MOMENTS.sub("...", shown)
+    found, shown = (_in_order(_VARYING.sub("...", each)) for each in (found, shown))
     assert _FLOAT.sub("0.0", found) == _FLOAT.sub("0.0", shown)
     numbers = [[float(text) for text in _FLOAT.findall(each)] for each in (found, shown)]
     assert numbers[0] == pytest.approx(numbers[1], abs=_TOLERANCE)
+
+
+def _in_order(text: str) -> str:
+    """Returns a text with the lines of workers last, those of each in their order."""
+    marks = {line: _OF_WORKER.match(line) for line in text.splitlines()}
+    return "\n".join(sorted(text.splitlines(), key=lambda line: (m := marks[line]) and m[0] or ""))
