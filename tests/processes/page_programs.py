@@ -61,6 +61,14 @@ def programs_of(page: str) -> list[Program]:
     return found
 
 
+def write_programs(page: str, folder: Path) -> list[Program]:
+    """Writes the programs of a page into files of a folder; returns them."""
+    programs = programs_of(page)
+    for each in programs:
+        (folder / each.name).write_text(each.source)
+    return programs
+
+
 @contextlib.contextmanager
 def runner_of(
     page: str, folder: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
@@ -69,15 +77,14 @@ def runner_of(
 
     The programs are files of ``folder``, which is the current folder, and may import each other.
     """
-    programs = programs_of(page)
-    for each in programs:
-        (folder / each.name).write_text(each.source)
-    modules = {each.name.removesuffix(".py") for each in programs}
+    modules = {each.name.removesuffix(".py") for each in write_programs(page, folder)}
     assert not modules.intersection(sys.modules), "a module of a page hides another"
     look = functools.partial(look_in, str(folder))
     with monkeypatch.context() as patch:
         patch.chdir(folder)
         patch.syspath_prepend(str(folder))
+        # For commands that a program starts, in its own folder.
+        patch.setenv("PYTHONPATH", str(Path(torchweft.__file__).parents[1]))
         made = functools.partial(cluster, nursery=nursery, setup=look)
         patch.setattr(torchweft, "cluster", made, raising=False)
         try:
