@@ -27,6 +27,7 @@ _BLOCK = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.M | re.S)
 _NAME = re.compile(r"# (\w+\.py)\n")
 _VARYING = re.compile(
     r"(?<=lost since )\d\d:\d\d:\d\d: [\w (]+\)?"  # Busy machines learn the reason too late.
+    r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|(?<=SIGKILL )\([\w ,]+\)"
     r"|\b\d+(?:\.\d+)? s\b|\b(?:pid|process) \d+|/\S+/(?=\w+\.py)"
 )
 _OF_WORKER = re.compile(r"\[\w+\] ")
@@ -120,5 +121,9 @@ def assert_alike(found: str, shown: str) -> None:
 
 def _in_order(text: str) -> str:
     """Returns a text with the lines of workers last, those of each in their order."""
-    marks = {line: _OF_WORKER.match(line) for line in text.splitlines()}
-    return "\n".join(sorted(text.splitlines(), key=lambda line: (m := marks[line]) and m[0] or ""))
+
+    def worker_of(line: str) -> str:
+        found = _OF_WORKER.match(line)
+        return found[0] if found else ""
+
+    return "\n".join(sorted(text.splitlines(), key=worker_of))
