@@ -11,6 +11,7 @@ from tests.processes.page_programs import ROOT, Program, assert_alike, programs_
 from torchweft.launch import Nursery
 
 PAGES = [
+    "docs/index.md",
     "docs/parameter-server.md",
     "docs/model-parallel.md",
     "docs/map-reduce.md",
