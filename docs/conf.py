@@ -31,6 +31,8 @@ napoleon_use_ivar = True
 
 html_theme = "furo"
 html_title = "Weft"
+html_static_path = ["_static"]
+html_css_files = ["output.css"]
 
 
 def setup(app: Sphinx) -> None:

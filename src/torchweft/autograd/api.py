@@ -183,7 +183,7 @@ def grad(
         allow_unused: Whether an input that no output depends on gets None instead of an error.
 
     Returns:
-        A gradient for each input.
+        A gradient for each input, of its shape, dtype and device; None for an unused input.
 
     Raises:
         ArgumentTypeError: An argument is of the wrong type.
@@ -241,6 +241,10 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
     Args:
         context_id: An open context.
+
+    Returns:
+        Each gradient has the shape, the dtype and the device of its leaf. A leaf that got none is
+        not in the dict. Leaves of other workers are in the dicts there.
 
     Raises:
         AutogradError: There is no such context here.

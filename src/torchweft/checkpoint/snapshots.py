@@ -51,6 +51,9 @@ def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """Returns the snapshots in a directory in the order in which they were written.
 
     Reads names only; ``restore`` checks the content.
+
+    Args:
+        directory: Where snapshots are kept; there are none in a directory that does not exist.
     """
     return [
         snapshot

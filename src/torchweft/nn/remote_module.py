@@ -313,7 +313,18 @@ class RemoteModule(nn.Module):
     # Calls
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module on its owner and returns its result. Blocks."""
+        """Calls the module on its owner and returns its result. Blocks.
+
+        Args:
+            args: Arguments of the module. Tensors on the CPU are moved to ``device``.
+            kwargs: Keyword arguments of the module, likewise.
+
+        Raises:
+            CallTimeout: There was no result within the default timeout of calls.
+            WorkerLost: The owner is lost.
+            SerializationError: An argument or the result cannot be sent.
+            Exception: The error of the module.
+        """
         try:
             return self._chain(*args, **kwargs)
         except Exception as error:
@@ -321,11 +332,17 @@ class RemoteModule(nn.Module):
             raise
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Starts a call of the module on its owner and returns a future of its result."""
+        """Starts a call of the module on its owner and returns a future of its result.
+
+        Arguments are those of ``forward``; the future's ``wait`` raises its errors.
+        """
         return self._chain.forward_async(*args, **kwargs)
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Starts a call of the module; returns a reference to its result, which stays there."""
+        """Starts a call of the module; returns a reference to its result, which stays there.
+
+        Arguments are those of ``forward``; the reference's ``to_here`` raises its errors.
+        """
         return self._chain.forward_remote(*args, **kwargs)
 
     def then(self, function: Callable[..., Any] | RRef[Any], /, *args: Any, **kwargs: Any) -> Chain:
@@ -361,17 +378,35 @@ class RemoteModule(nn.Module):
 
         Args:
             recurse: Whether to include parameters of submodules.
+
+        Raises:
+            WorkerLost: The owner is lost.
         """
         return self._ask(owner.parameters, recurse)  # type: ignore[no-any-return]
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Switches the module to training, or evaluation, on its owner. Blocks."""
+        """Switches the module to training, or evaluation, on its owner. Blocks.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Raises:
+            WorkerLost: The owner is lost.
+        """
         self._ask(owner.set_training, mode)
         self.training = mode
         return self
 
     def apply(self, fn: Callable[[nn.Module], None]) -> RemoteModule:
-        """Applies ``fn`` to the module and its submodules on the owner. Blocks."""
+        """Applies ``fn`` to the module and its submodules on the owner. Blocks.
+
+        Args:
+            fn: A function of a module that can be sent.
+
+        Raises:
+            WorkerLost: The owner is lost.
+            Exception: The error of ``fn``.
+        """
         self._ask(owner.apply, fn)
         return self
 
@@ -386,6 +421,12 @@ class RemoteModule(nn.Module):
             destination: The dict to add the state to; by default a new dict.
             prefix: The prefix of each key.
             keep_vars: Accepted for compatibility; tensors are always detached.
+
+        Returns:
+            The tensors by name, on the devices that device maps name.
+
+        Raises:
+            WorkerLost: The owner is lost.
         """
         state: dict[str, Any] = self._ask(owner.state, prefix)
         if destination is None:

@@ -258,6 +258,10 @@ class DistributedOptimizer(Optimizer):
 
         The parameters must be the same, in the same order; they may have other owners now.
 
+        Args:
+            state_dict: Hyper-parameters in ``param_groups``, and tensors in ``state``, by number of
+                the parameter.
+
         Raises:
             ConfigurationError: It does not fit; names the difference.
             OptimizerError: Some owners could not load it.

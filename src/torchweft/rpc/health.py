@@ -69,8 +69,14 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
     for workers that are lost already. Its errors are logged. It also runs for a worker that leaves
     an open group gracefully: the ``cause`` is ``"left the group"``.
 
+    Args:
+        callback: Is called with a ``WorkerLost``, whose ``worker`` is the name.
+
     Returns:
         A function that removes the callback.
+
+    Raises:
+        NotInitialized: This process is in no group.
     """
     agent = current()
     told: dict[int, object] = {}

@@ -196,12 +196,20 @@ def get_worker_info(worker_name: str | int | WorkerInfo | None = None) -> Worker
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """Returns all workers of the group, by rank."""
+    """Returns all workers of the group, by rank; in an open group, without lost workers.
+
+    Raises:
+        NotInitialized: This process is in no group.
+    """
     return [peer.info for peer in current_agent.current().members.present()]
 
 
 def traffic() -> Traffic:
-    """Returns the bytes that this worker has exchanged with all other workers so far."""
+    """Returns the bytes that this worker has exchanged with all other workers so far.
+
+    Raises:
+        NotInitialized: This process is in no group.
+    """
     return current_agent.current().traffic()
 
 

@@ -131,6 +131,12 @@ class RRef(Handle, Generic[T]):
 
         Args:
             timeout: Seconds for each call; 0 for no limit, by default the ``rpc_timeout``.
+
+        Raises:
+            MethodNotFound: By the proxy: the value is known to have no such method.
+            CallTimeout: By a method: it took longer.
+            OwnerLost: By a method: the owner is lost, and the value with it.
+            Exception: By a method: its own error.
         """
         proxy: T = self._proxy("sync", timeout)
         return proxy
@@ -138,6 +144,7 @@ class RRef(Handle, Generic[T]):
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> AsyncProxy:
         """Returns a proxy: its methods run on the owner, and return futures.
 
+        ``timeout`` and errors are those of ``rpc_sync``; a future's ``wait`` raises them.
         ``torchweft.rpc.on(reference)`` does the same with types.
         """
         proxy: AsyncProxy = self._proxy("async", timeout)
@@ -146,6 +153,7 @@ class RRef(Handle, Generic[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RemoteProxy:
         """Returns a proxy: its methods run on the owner, and return references to the results.
 
+        ``timeout`` and errors are those of ``rpc_sync``; a reference's ``to_here`` raises them.
         ``torchweft.rpc.on(reference)`` does the same with types.
         """
         proxy: RemoteProxy = self._proxy("remote", timeout)
@@ -155,12 +163,16 @@ class RRef(Handle, Generic[T]):
         return Proxy(self, way, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs a backward pass from the value, a scalar tensor, on its owner.
+        """Runs a backward pass from the value, a scalar tensor, on its owner. Blocks.
 
         Args:
             dist_autograd_ctx_id: The autograd context; -1 for a local pass into ``.grad``, on the
                 owner only.
             retain_graph: Whether the graph is kept for another pass.
+
+        Raises:
+            AutogradError: The value requires no grad, the context is not open, or the pass failed.
+            OwnerLost: The owner is lost.
         """
         if self.is_owner():
             worker = self.agent().slots[WORKER]

@@ -1,0 +1,67 @@
+"""The programs of the manual's pages print what the pages show."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.processes.page_programs import ROOT, Program, assert_alike, programs_of, runner_of
+from torchweft.launch import Nursery
+
+PAGES = [
+    "docs/index.md",
+    "docs/parameter-server.md",
+    "docs/model-parallel.md",
+    "docs/map-reduce.md",
+    "docs/restarting.md",
+    "docs/debugging.md",
+    "docs/tuning.md",
+    "docs/securing.md",
+    "docs/api/observe.md",
+]
+PROGRAMS = [(page, program) for page in PAGES for program in programs_of(page)]
+SHOWN = [(page, program) for page, program in PROGRAMS if program.printed is not None]
+OTHERS = {"locking.py", "served.py", "train.py"}
+"""Modules of other programs, and a program that a launcher starts."""
+
+
+@pytest.mark.parametrize(
+    ("page", "program"), SHOWN, ids=[f"{Path(page).stem}-{each.name}" for page, each in SHOWN]
+)
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_program_prints_what_its_page_shows(
+    page: str,
+    program: Program,
+    nursery_with_compiler: Nursery,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with runner_of(page, tmp_path, nursery_with_compiler, monkeypatch) as run:
+        printed = run(program.name)
+    assert_alike(printed, program.printed or "")
+
+
+def test_pages_show_what_their_programs_print() -> None:
+    without = {program.name for _, program in PROGRAMS if program.printed is None}
+    assert without == OTHERS
+
+
+def test_the_variables_that_pages_name_are_in_the_table() -> None:
+    known = variables_of("docs/variables.md")
+    for page in (*PAGES, "docs/install.md", "docs/questions.md"):
+        assert variables_of(page) <= known, page
+
+
+def variables_of(page: str) -> set[str]:
+    return set(re.findall(r"\bWEFT_[A-Z_]*[A-Z]\b", (ROOT / page).read_text()))
+
+
+def test_the_extras_that_the_page_names_exist() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    known = re.findall(r"^([\w-]+) = \[", extras, re.M)
+    named = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(), re.M)
+    assert len(named) == 5
+    assert set(named) <= set(known)
