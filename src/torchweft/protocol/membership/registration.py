@@ -259,7 +259,9 @@ def check_versions(workers: Sequence[Registration]) -> None:
     if len(places) < 2 or not any(each.facts.get(REFUSES_VERSIONS) is True for each in workers):
         return
     found = list(places.values())[:_NAMED]
-    told = ", ".join(f"torch {versions_of(each)['torch']} on worker {_placed(each)}" for each in found)
+    told = ", ".join(
+        f"torch {versions_of(each)['torch']} on worker {_placed(each)}" for each in found
+    )
     raise ConfigurationError(
         f"the workers run different versions of torch: {told}. Install one version on all hosts, "
         f"for instance: pip install torch=={_public(versions_of(found[0])['torch'])}. Workers that "
