@@ -80,13 +80,13 @@ class SlurmCluster(dict[str, str]):
         self._nodes[name] = self._start(slurmd, "-D", "-N", name)
 
     def kill_node(self, name: str, job: str) -> None:
-        """Kills the daemon of a node and the steps of a job there, as if the machine were gone."""
+        """Kills the daemon of a node and the programs of a job there: no step can start again."""
         steps = self.steps(job)
         self._nodes[name].kill()
         self._nodes[name].wait()
         for step, node in steps.items():
             if node == name:
-                for pid in _processes_of(step):
+                for pid in _programs_of(step):
                     os.kill(pid, signal.SIGKILL)
 
     def steps(self, job: str) -> dict[str, str]:
@@ -140,14 +140,15 @@ def running(directory: Path) -> Iterator[SlurmCluster]:
         yield cluster
 
 
-def _processes_of(step: str) -> list[int]:
-    """Returns the processes by which SLURM runs a step."""
+def _programs_of(step: str) -> list[int]:
+    """Returns the processes that SLURM has started for a step."""
     title = f"slurmstepd: [{step}]".encode()
-    found = []
-    for each in Path("/proc").glob("[0-9]*/cmdline"):
+    found: list[int] = []
+    for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if each.read_bytes().startswith(title):
-                found.append(int(each.parent.name))
+            if (each / "cmdline").read_bytes().startswith(title):
+                for children in each.glob("task/*/children"):
+                    found += map(int, children.read_text().split())
     return found
 
 

@@ -10,6 +10,7 @@ from torchweft.protocol.membership.registration import (
     Directory,
     Registration,
     assemble,
+    check_versions,
     differences,
     why_apart,
     why_not_by_value,
@@ -31,6 +32,7 @@ FACTS = {
     "is_far": False,
     "has_secret": True,
     "versions": {"Python": "3.11", "torch": "2.13.0+cpu", "Weft": "0.1.0"},
+    "refuses_versions": True,
 }
 
 
@@ -59,6 +61,12 @@ def say_what_differs(told: Registration) -> None:
     here = Registration("here", 0, (), facts=FACTS)
     for text in (why_apart([here, told]), differences(here, told), why_not_by_value(here, told)):
         assert len(text) < SAID_LIMIT + 2 * len(told.name)
+    said = ""
+    try:
+        check_versions([here, told])
+    except ConfigurationError as error:
+        said = str(error)
+    assert len(said) < SAID_LIMIT + 2 * len(told.name)
     said = ""
     try:
         check_devices({"here": here.devices, told.name: told.devices}, is_open=False)
