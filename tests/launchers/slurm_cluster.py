@@ -76,6 +76,9 @@ class SlurmCluster(dict[str, str]):
         _await(self.is_idle, self._directory)
 
     def start_node(self, name: str) -> None:
+        """Starts the daemon of a node, unless it runs."""
+        if name in self._nodes and self._nodes[name].poll() is None:
+            return
         slurmd = needed("slurmd", "slurm-wlm, munge")
         self._nodes[name] = self._start(slurmd, "-D", "-N", name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import re
 import signal
 import socket
@@ -170,7 +171,11 @@ def test_a_job_whose_node_is_gone_is_put_back_into_the_queue(
             slurm.start_node(NODES[1])
 
     run = command("--restarts", "2", "--backoff", "0.1")
-    found = trained(run, tmp_path, slurm, killed_at=4, kill=kill, look=bring_back)
+    try:
+        found = trained(run, tmp_path, slurm, killed_at=4, kill=kill, look=bring_back)
+    finally:
+        slurm.ask("scancel", "--user", getpass.getuser())
+        slurm.start_node(NODES[1])
     assert "a node does not come back; job " in found.err
     assert [found.begun[0], len(found.begun)] == [0, 2]
     assert found.begun[1] >= 4

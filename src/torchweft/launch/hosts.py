@@ -150,6 +150,7 @@ class HostNurseries:
         lost = self._agents[event["host"]]
         error = lost.error(event.get("reason") or "was asked to end by a signal")
         if not (self.replaces_lost and lost.has_opened):
+            self.is_short = self.replaces_lost
             raise error
         keys = [key for key, agent in self._of_key.items() if agent is lost]
         for key in keys:
