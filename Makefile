@@ -95,10 +95,17 @@ end-to-end: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/conformance
 	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
 
-# Each test is skipped, with the reason, where its system is missing (Debian: openssh-server,
-# slurm-wlm, munge, openmpi-bin; the extra ray; pip install --group kubernetes).
+# Each test is skipped, with the reason, where its system is missing. Pip installs Ray and the
+# client of Kubernetes; the others are the distribution's.
 .PHONY: test-launchers
-test-launchers: $(VENV)/.installed-test
+test-launchers: $(VENV)/.installed-launchers
+	@for command in sshd slurmctld munged mpirun; do \
+	    if ! PATH="$$PATH:/usr/sbin:/sbin" command -v $$command >/dev/null; then \
+	        echo "there is no $$command, so its tests are skipped; on Debian:"; \
+	        echo "    apt-get install --no-install-recommends openssh-server slurm-wlm munge openmpi-bin"; \
+	        break; \
+	    fi; \
+	done
 	@$(PY) -m pytest tests/launchers $(ARGS)
 
 # Every test is skipped, with the reason, where there is no GPU or torch is built without CUDA.
@@ -192,10 +199,11 @@ EXTRAS_meta := [meta]
 EXTRAS_pipeline := [pipeline]
 EXTRAS_embedding := [embedding]
 EXTRAS_demo-rl := [demo-rl]
-EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl,top]
-EXTRAS_fuzz := [demo,meta,pipeline,embedding,demo-rl,top]
-EXTRAS_dev := [demo,meta,pipeline,embedding,demo-rl,top]
-GROUPS := conformance test fuzz docs dev
+EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl,top,torchrl]
+EXTRAS_launchers := $(EXTRAS_test)
+EXTRAS_fuzz := $(EXTRAS_test)
+EXTRAS_dev := $(EXTRAS_test)
+GROUPS := conformance test launchers fuzz docs dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.torch
 	@echo "setting up $(VENV): torchweft$(if $(filter-out core,$*), and what '$*' needs)"

@@ -105,7 +105,8 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         "--on",
         default="local",
         metavar="LAUNCHER",
-        help="where to start the workers, for instance ray (default: %(default)s)",
+        help="where to start the workers, for instance ray, or 'ssh --hosts a,b' "
+        "(default: %(default)s)",
     )
     run.add_argument(
         "--inside",

@@ -21,7 +21,7 @@ def started_workers(trainers: int, on: str) -> Iterator[tuple[str, list[str]]]:
 
     Args:
         trainers: Number of workers that train.
-        on: The launcher that starts them.
+        on: The launcher that starts them, and its options.
     """
     names = [f"trainer{number}" for number in range(trainers)]
     with weft.cluster(names=[SERVER, *names], on=on):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
+import os
+import platform
 import resource
+import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +22,12 @@ LIMIT_S = 90.0
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
-def run(before: Any = None, wrapper: tuple[str, ...] = ()) -> tuple[int, list[dict[str, str]]]:
+def run(
+    before: Any = None, wrapper: tuple[str, ...] = (), more: dict[str, str] | None = None
+) -> tuple[int, list[dict[str, str]]]:
     done = subprocess.run(
         [*wrapper, *COMMAND],
+        env={**os.environ, **(more or {})},
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -63,3 +72,57 @@ def test_64_mib_of_shared_memory_are_named() -> None:
     assert status == 1
     (found,) = [each for each in findings if each["check"] == "/dev/shm"]
     assert "/dev/shm has 64 MiB" in found["text"]
+
+
+# The numbers of process_vm_readv, which a filter refuses as a container's does.
+READING = {"x86_64": 310, "aarch64": 270}
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, FILTER = 22, 38, 2
+LOAD, IS_EQUAL, RETURN = 0x20, 0x15, 0x06
+ALLOW, REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
+
+
+def forbid_reading() -> None:
+    """Has the kernel refuse this process, and its children, to read another's memory."""
+    number = READING[platform.machine()]
+    steps = [(LOAD, 0, 0, 0), (IS_EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    code = b"".join(struct.pack("=HBBI", *step) for step in [*steps, (RETURN, 0, 0, ALLOW)])
+    held = ctypes.create_string_buffer(code, len(code))
+    program = struct.pack("@HP", len(code) // 8, ctypes.addressof(held))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl.argtypes = (ctypes.c_int, *(ctypes.c_ulong,) * 4)
+    told = ctypes.create_string_buffer(program, len(program))
+    for command in (
+        (PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (PR_SET_SECCOMP, FILTER, ctypes.addressof(told), 0, 0),
+    ):
+        if libc.prctl(*command):
+            raise OSError(ctypes.get_errno(), "the kernel takes no filter")
+
+
+@pytest.mark.skipif(platform.machine() not in READING, reason="no number of the system call here")
+def test_memory_that_may_not_be_read_is_named() -> None:
+    try:
+        _, findings = run(forbid_reading)
+    except subprocess.SubprocessError as error:
+        pytest.skip(f"no filter of system calls can be set here: {error}")
+    notes = [each for each in findings if each["check"] == "channel" and "no cma" in each["text"]]
+    assert {each["where"] for each in notes} == {"driver -> worker0", "worker0 -> driver"}
+    for each in notes:
+        assert "ptrace" in each["text"]
+        assert "SYS_PTRACE" in each["fix"]
+
+
+def test_another_torch_in_a_worker_is_named(tmp_path: Path) -> None:
+    # The workers' process is started with -c, the command with -m.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\n"
+        "if '-c' in sys.orig_argv:\n"
+        "    import torch\n"
+        "    torch.__version__ = '1.13.1'\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    status, findings = run(more={"PYTHONPATH": path})
+    assert status == 1
+    (found,) = [each for each in findings if each["level"] == "error"]
+    assert found["check"] == "versions"
+    assert "1.13 on worker0" in found["text"]

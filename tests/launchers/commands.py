@@ -18,6 +18,8 @@ HELLO = str(HERE / "hello.py")
 LONG_TRAINING = str(HERE / "long_training.py")
 SOURCE = str(HERE.parents[1] / "src")
 LIMIT_S = 90.0
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+"""Variables with which mpirun of Open MPI starts for this user."""
 TORCHWEFT = (sys.executable, "-m", "torchweft")
 
 
@@ -53,7 +55,11 @@ def finished(
 
 @contextmanager
 def started(
-    command: Sequence[str], more: Mapping[str, str] | None = None, cwd: Path | None = None
+    command: Sequence[str],
+    more: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    *,
+    new_session: bool = False,
 ) -> Iterator[subprocess.Popen[str]]:
     """Starts a command, and kills it at the end."""
     process = subprocess.Popen(
@@ -64,6 +70,7 @@ def started(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=new_session,
     )
     with process:
         try:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import os
 import secrets
+import signal
 import socket
 import subprocess
 import time
@@ -52,22 +54,105 @@ PartitionName=high Nodes=ALL PriorityTier=10 State=UP
 """
 
 
-@contextlib.contextmanager
-def running(directory: Path) -> Iterator[dict[str, str]]:
-    """Yields the variables by which SLURM's commands find this cluster."""
-    daemons = [needed(name, "slurm-wlm, munge") for name in ("munged", "slurmctld", "slurmd")]
-    needed("srun", "slurm-wlm")
-    _configure(directory)
-    variables = {"SLURM_CONF": str(directory / "slurm.conf")}
-    munged, controller, node = daemons
-    with contextlib.ExitStack() as stack:
-        _start(stack, directory, variables, munged, *_munge(directory))
-        _await((directory / "munge.socket").exists, directory)
-        _start(stack, directory, variables, controller, "-D", "-c")
+class SlurmCluster(dict[str, str]):
+    """The variables by which SLURM's commands find this cluster, and its nodes."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(SLURM_CONF=str(directory / "slurm.conf"))
+        self._directory = directory
+        self._stack = contextlib.ExitStack()
+        self._nodes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        daemons = [needed(name, "slurm-wlm, munge") for name in ("munged", "slurmctld", "slurmd")]
+        needed("srun", "slurm-wlm")
+        _configure(self._directory)
+        munged, controller, _ = daemons
+        self._start(munged, *_munge(self._directory))
+        _await((self._directory / "munge.socket").exists, self._directory)
+        self._start(controller, "-D", "-c")
         for name in NODES:
-            _start(stack, directory, variables, node, "-D", "-N", name)
-        _await(lambda: _idle_nodes(variables) == len(NODES), directory)
-        yield variables
+            self.start_node(name)
+        _await(self.is_idle, self._directory)
+
+    def start_node(self, name: str) -> None:
+        """Starts the daemon of a node, unless it runs."""
+        if name in self._nodes and self._nodes[name].poll() is None:
+            return
+        slurmd = needed("slurmd", "slurm-wlm, munge")
+        self._nodes[name] = self._start(slurmd, "-D", "-N", name)
+
+    def kill_node(self, name: str, job: str) -> None:
+        """Kills the daemon of a node and the programs of a job there: no step can start again."""
+        steps = self.steps(job)
+        self._nodes[name].kill()
+        self._nodes[name].wait()
+        for step, node in steps.items():
+            if node == name:
+                for pid in _programs_of(step):
+                    os.kill(pid, signal.SIGKILL)
+
+    def steps(self, job: str) -> dict[str, str]:
+        """Returns the nodes of the steps of a job."""
+        lines = self.ask("squeue", "--steps", "--noheader", "--format=%i %N").splitlines()
+        found = dict(line.split() for line in lines)
+        return {step: node for step, node in found.items() if step.startswith(f"{job}.")}
+
+    def is_idle(self) -> bool:
+        """Whether all nodes are there and free."""
+        command = ["sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D"]
+        free = sum(int(word) for word in self.ask(*command).split() if word.isdigit())
+        return free == len(NODES)
+
+    def ask(self, *command: str) -> str:
+        """Returns what a command of SLURM prints."""
+        return subprocess.run(
+            command, env=environment(self), capture_output=True, text=True, check=False, timeout=30
+        ).stdout
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def _start(self, *command: str) -> subprocess.Popen[bytes]:
+        output = self._stack.enter_context((self._directory / "daemons.log").open("a"))
+        process = subprocess.Popen(
+            command,
+            env=environment(self),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+
+        def end() -> None:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+        self._stack.callback(end)
+        return process
+
+
+@contextlib.contextmanager
+def running(directory: Path) -> Iterator[SlurmCluster]:
+    with contextlib.closing(SlurmCluster(directory)) as cluster:
+        cluster.start()
+        yield cluster
+
+
+def _programs_of(step: str) -> list[int]:
+    """Returns the processes that SLURM has started for a step."""
+    title = f"slurmstepd: [{step}]".encode()
+    found: list[int] = []
+    for each in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (each / "cmdline").read_bytes().startswith(title):
+                for children in each.glob("task/*/children"):
+                    found += map(int, children.read_text().split())
+    return found
 
 
 def _configure(directory: Path) -> None:
@@ -93,30 +178,6 @@ def _munge(directory: Path) -> list[str]:
     return ["--foreground", "--force", *options]
 
 
-def _start(
-    stack: contextlib.ExitStack, directory: Path, variables: dict[str, str], *command: str
-) -> None:
-    output = stack.enter_context((directory / "daemons.log").open("a"))
-    process = subprocess.Popen(
-        command,
-        env=environment(variables),
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=output,
-        start_new_session=True,
-    )
-
-    def end() -> None:
-        process.terminate()
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-    stack.callback(end)
-
-
 def _await(is_so: object, directory: Path) -> None:
     begin_s = time.monotonic()
     try:
@@ -125,11 +186,3 @@ def _await(is_so: object, directory: Path) -> None:
         said = (directory / "daemons.log").read_text()[-2000:]
         waited_s = time.monotonic() - begin_s
         pytest.skip(f"SLURM does not start here within {waited_s:.0f} s: {said}")
-
-
-def _idle_nodes(variables: dict[str, str]) -> int:
-    command = ["sinfo", "--noheader", "--partition=low", "--states=idle", "--format=%D"]
-    done = subprocess.run(
-        command, env=environment(variables), capture_output=True, text=True, check=False, timeout=30
-    )
-    return sum(int(word) for word in done.stdout.split() if word.isdigit())

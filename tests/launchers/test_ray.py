@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -16,14 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.launchers import ray_cluster
+from tests.launchers import language_model, ray_cluster
 from tests.launchers.commands import (
     HELLO,
-    HERE,
     TORCHWEFT,
     finished,
     greetings,
@@ -31,23 +28,17 @@ from tests.launchers.commands import (
     started,
     wait_until,
 )
+from tests.launchers.language_model import LANGUAGE_MODEL
 from tests.launchers.ray_cluster import NODES, RayCluster
+from tests.launchers.resuming import trained
 from tests.processes.weft_run import read_pids, wait_until_gone
 
 pytestmark = pytest.mark.timeout(180)
 
 LIMIT_S = 60.0
-RESUMED_TRAINING = str(HERE / "resumed_training.py")
 
 WAITING = "import os, signal; print(os.getpid(), flush=True); signal.pause()"
 DYING = "import os, signal; os.environ['RANK'] == '1' and 1 / 0; signal.pause()"
-
-LANGUAGE_MODEL = str(HERE.parents[1] / "examples" / "language_model" / "train.py")
-TEXT = "".join(
-    f"the {i % 7} cat {i % 11} sat on {i % 13} mats and {i % 5} dogs ran. " for i in range(500)
-)
-# No dropout: its random numbers on the server are drawn in the order in which trainers call.
-SMALL_MODEL = "--dropout 0 --batch 4 --window 8 --embedding 16 --hidden 16".split()
 
 RESERVED = """
 import os
@@ -288,43 +279,29 @@ def test_an_interpreter_that_is_not_there(ray: RayCluster) -> None:
     assert re.search(r"host 'bundle \d' cannot be reached: Ray: .*/no/such/python", done.stderr)
 
 
-def trained(
-    ray: RayCluster, directory: Path, *options: str, pause_s: float, killed_at: str = ""
-) -> tuple[list[str], dict[str, Any]]:
-    """Trains, and kills a node at a step; returns where each life began, and the result."""
-    directory.mkdir()
-    given = [str(directory / "snapshots"), str(directory / "result"), str(pause_s)]
-    begun: list[str] = []
-    with started(command(ray, *options, RESUMED_TRAINING, *given)) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            assert line.startswith("["), line  # Nothing but what workers write.
-            begun += re.findall(r"life \d+ begins with step (\d+)", line)
-            if killed_at and line.rstrip().endswith(killed_at):
-                killed_at = ""
-                ray.tell("remove")
-        _, err = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, err
-    if len(begun) > 1:
-        assert "was lost" in err, err
-        assert "the group was started again once" in err
-    return begun, json.loads((directory / "result").read_text())
-
-
 def test_a_killed_node_is_replaced_and_the_result_is_the_same(
     ray: RayCluster, tmp_path: Path
 ) -> None:
-    begun, expected = trained(ray, tmp_path / "whole", pause_s=0.0)
-    assert begun == ["0"]
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    whole = trained(command(ray), tmp_path / "whole")
+    assert whole.begun == [0]
     options = ("--restarts", "2", "--backoff", "0.1")
     try:
-        begun, found = trained(ray, tmp_path / "killed", *options, pause_s=0.3, killed_at="step 4")
+        found = trained(
+            command(ray, *options),
+            tmp_path / "killed",
+            killed_at=4,
+            kill=lambda: ray.tell("remove"),
+        )
     finally:
         ray.tell("add")
-    assert [begun[0], len(begun)] == ["0", 2]
-    assert int(begun[1]) >= 4
-    assert found == expected
-    assert len(found["losses"]) == 60
+    assert [found.begun[0], len(found.begun)] == [0, 2]
+    assert found.begun[1] >= 4
+    assert found.result == whole.result
+    assert len(found.result["losses"]) == 60
+    assert "was lost" in found.err
+    assert "the group was started again once" in found.err
     wait_until_given_back(ray)
 
 
@@ -385,27 +362,15 @@ def test_a_cluster(ray: RayCluster) -> None:
     wait_until_given_back(ray)
 
 
-def perplexities(
-    command: list[str], directory: Path, more: dict[str, str] | None = None
-) -> list[float]:
-    """Runs the language model's example; returns the perplexities of held-out text."""
-    (directory / "text").write_text(TEXT)
-    options = ["--epochs", "2", "--data", str(directory / "text"), "--out", str(directory / "out")]
-    done = finished([*command, *options, *SMALL_MODEL], more)
-    assert done.returncode == 0, done.stderr
-    figures = json.loads((directory / "out" / "figures.json").read_text())
-    return [each["perplexity"] for each in figures["held_out"]]
-
-
 def test_the_language_model_ends_as_on_one_machine(ray: RayCluster, tmp_path: Path) -> None:
     local = [sys.executable, LANGUAGE_MODEL]
-    expected = perplexities(local, tmp_path)
-    assert expected[1] < expected[0] < 20
+    expected = language_model.trained(local, tmp_path)
     inside = [*command(ray, count=4), LANGUAGE_MODEL, "--inside"]
-    assert perplexities(inside, tmp_path) == pytest.approx(expected, rel=1e-4)
+    found = language_model.trained(inside, tmp_path)
+    assert found == pytest.approx(expected, rel=language_model.NOISE)
     around = [*local, "--on", "ray"]
-    address = {"RAY_ADDRESS": ray.address}
-    assert perplexities(around, tmp_path, address) == pytest.approx(expected, rel=1e-4)
+    found = language_model.trained(around, tmp_path, {"RAY_ADDRESS": ray.address})
+    assert found == pytest.approx(expected, rel=language_model.NOISE)
 
 
 def test_the_language_model_with_too_few_workers(ray: RayCluster) -> None:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import torchweft
-from tests.launchers import sshd
 from tests.launchers.commands import (
     HELLO,
     TORCHWEFT,
@@ -40,12 +39,6 @@ secret = Path(os.environ["WEFT_SECRET_FILE"]).read_bytes()
 shown = b"".join(path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline"))
 print(secret.decode(), secret in shown)
 """
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sshd]:
-    with sshd.running(tmp_path_factory.mktemp("sshd")) as server:
-        yield server
 
 
 def command(server: Sshd, hosts: str, program: str, *options: str) -> list[str]:

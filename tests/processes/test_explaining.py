@@ -22,6 +22,7 @@ from torchweft.agent.current import current
 from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
 from torchweft.errors import GroupNotFound, ObserverRefused, ShutdownError
 from torchweft.launch import Cluster, Nursery
+from torchweft.observe import files
 from torchweft.observe.files import read_folder
 from torchweft.observe.group import Group, find
 from torchweft.observe.session import Access
@@ -219,6 +220,86 @@ def test_a_wait_that_takes_too_long_has_all_workers_write(nursery: Nursery, tmp_
         assert status == DEADLOCK_STATUS
         assert "deadlock, perhaps: worker0 and worker1 wait for each other" in said
         assert said.count(deadlocks.line_of("takes the lock") + "update") == 2
+
+
+@pytest.fixture
+def stuck_with_files(nursery: Nursery, tmp_path: Path) -> Iterator[tuple[Cluster, Path]]:
+    """Three workers that a test leaves stuck, and the folder of their files."""
+    folder = tmp_path / "reports"
+    group = torchweft.cluster(
+        workers=3,
+        nursery=nursery,
+        env={"WEFT_DUMP_DIR": str(folder)},
+        rpc_backend_options=options(num_worker_threads=1, rpc_timeout=60.0),
+        check=False,
+        leave_timeout=0.5,
+    )
+    with contextlib.suppress(ShutdownError), group:
+        yield group, folder
+
+
+def dump(group: Cluster, folder: Path, *names: str) -> None:
+    """Has workers write their files, and waits for these."""
+    former = {name: last_written(folder, name) for name in names}
+    for name in names:
+        os.kill(group.pids[name], signal.SIGQUIT)
+    wait_until(
+        lambda: all(last_written(folder, name) > former[name] for name in names),
+        lambda: str(former),
+    )
+
+
+def last_written(folder: Path, name: str) -> int:
+    path = folder / f"{name}.weft.json"
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_files_name_the_lines_of_a_barrier_that_one_worker_never_reaches(
+    stuck_with_files: tuple[Cluster, Path], tmp_path: Path
+) -> None:
+    group, folder = stuck_with_files
+    everybody = ["worker0", "worker1", "worker2"]
+    for worker in everybody[:2]:
+        rpc.rpc_async(worker, deadlocks.synchronize, args=(everybody,))
+    os.mkfifo(tmp_path / "pipe")
+    rpc.rpc_async("worker2", deadlocks.read, args=(str(tmp_path / "pipe"),))
+    explained_when(group_of(group), "worker0 and worker1 wait, in the end, for")
+    dump(group, folder, *everybody)
+    status, said, _ = said_by("explain", str(folder))
+    assert status == 0  # The function of worker2 may return at any moment.
+    assert "worker0 and worker1 wait, in the end, for\n  worker2: tests.processes" in said
+    assert said.count(deadlocks.line_of("comes to the barrier") + "synchronize") == 2
+    assert deadlocks.line_of("waits for a writer") + "read" in said
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
+def test_files_name_the_lines_of_a_backward_pass_whose_worker_is_stopped(
+    stuck_with_files: tuple[Cluster, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, folder = stuck_with_files
+    monkeypatch.setattr(files, "_APART_S", 0.0)
+    path, pid = tmp_path / "pipe", group.pids["worker1"]
+    os.mkfifo(path)
+    rpc.rpc_async("worker0", deadlocks.train_until_it_halts, args=("worker1", str(path)))
+    wait_until((tmp_path / "pipe.begun").exists, lambda: "there was no backward pass")
+    dump(group, folder, "worker1")  # As on an earlier look.
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_until(lambda: is_stopped(pid), lambda: "it does not stop")
+        explained_when(group_of(group), "a backward pass", STOPPED_S)
+        dump(group, folder, "worker0")
+        _, said, _ = said_by("explain", str(folder))
+        (folder / "worker1.weft.json").unlink()
+        _, said_without, _ = said_by("explain", str(folder))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    for text in (said, said_without):
+        assert f"its process {pid} is stopped by a signal; kill -CONT {pid} lets it go on" in text
+        assert deadlocks.line_of("runs the pass that halts") + "train_until_it_halts" in text
+    assert "worker 'worker1', which has written no file since " in said
+    assert deadlocks.line_of("is in the backward pass") + "backward" in said
+    assert "worker 'worker1', which has written no file here: its process" in said_without
 
 
 def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.processes import functions
 from tests.processes.weft_run import is_running, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, HostError, LaunchError
+from torchweft.launch import host_link
 from torchweft.launch.console import BinarySink, Console
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts import HostNurseries
@@ -188,8 +189,8 @@ def test_text_before_the_agent_is_skipped() -> None:
 class Followed:
     """Workers whose events are read by hand."""
 
-    def __init__(self) -> None:
-        self.hosts = Here().hosts(2)
+    def __init__(self, agent: Sequence[str] = AGENT) -> None:
+        self.hosts = Here(agent, agent).hosts(2)
         self.nurseries = HostNurseries(
             self.hosts,
             {"a": self.hosts[0], "b": self.hosts[1]},
@@ -239,13 +240,24 @@ def test_a_lost_host_is_named_and_all_workers_end() -> None:
     wait_until_gone(list(followed.pids.values()), LIMIT_S)
 
 
+def variable_of(pid: int, name: str) -> str:
+    """Waits until a worker is the program that it becomes, and returns a variable of it."""
+    found: dict[str, str] = {}
+
+    def look() -> bool:
+        pairs = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        found.update(os.fsdecode(each).partition("=")[::2] for each in pairs if each)
+        return name in found
+
+    functions.wait_until(look, lambda: str(found))
+    return found[name]
+
+
 def test_a_signal_to_an_agent_is_told_and_is_a_notice() -> None:
     followed = Followed()
     try:
         followed.start("a")
-        environment = Path(f"/proc/{followed.pids['a']}/environ").read_bytes().split(b"\0")
-        notice = next(each for each in environment if each.startswith(b"WEFT_NOTICE_FILE="))
-        path = Path(os.fsdecode(notice.partition(b"=")[2]))
+        path = Path(variable_of(followed.pids["a"], "WEFT_NOTICE_FILE"))
         assert not path.exists()
         os.kill(followed.agents[0], signal.SIGTERM)
         with pytest.raises(HostError, match="host 'host0' was asked to end by a signal"):
@@ -305,6 +317,23 @@ def test_a_silent_launcher_is_taken_for_gone() -> None:
     )
     with agent:
         assert agent.wait(LIMIT_S) == 0
+
+
+def test_a_silent_agent_is_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "from torchweft.launch import host_agent; host_agent.ALIVE_S = 0.1; host_agent.main()"
+    talkative = (sys.executable, "-c", body, "host_agent")
+    monkeypatch.setattr(host_link, "SILENCE_S", 2.0)
+    followed = Followed(talkative)
+    try:
+        followed.start("b")  # Meanwhile, both agents are heard.
+        os.kill(followed.agents[1], signal.SIGSTOP)
+        with pytest.raises(
+            HostError, match=r"'host1' was lost: its agent ended \(nothing was heard of it for 2 s"
+        ):
+            followed.receive()
+        wait_until_gone([followed.pids["b"]], LIMIT_S)
+    finally:
+        followed.nurseries.close()
 
 
 @pytest.mark.keeps("descriptors")  # The first TCP store of a process leaves a pipe open.

@@ -63,7 +63,7 @@ def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     run.add_parser(subcommands, arguments)
     top.add_parsers(subcommands)
     doctor.add_parser(subcommands)
-    manifest.add_parser(subcommands)
+    manifest.add_parser(subcommands, arguments)
     probe.add_parser(subcommands)
     _add_secret_parser(subcommands)
     return parser

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchweft.cli.run import add_program, add_workers, job_of, names_of
-from torchweft.launch.kubernetes import Kubernetes
-from torchweft.launch.kubernetes_manifest import JOB_SET, KINDS, as_yaml, documents
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,8 +23,13 @@ examples:
   torchweft manifest --kind trainjob --image registry.example/train:1 -n 8 -m package.train"""
 
 
-def add_parser(subcommands: Subparsers) -> None:
-    """Adds the command line of ``torchweft manifest``."""
+def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
+    """Adds the command line of ``torchweft manifest``.
+
+    Args:
+        subcommands: Where it is added.
+        arguments: The arguments of ``torchweft``; only those of this command need its options.
+    """
     parser = subcommands.add_parser(
         "manifest",
         help="print a run on Kubernetes as YAML",
@@ -35,6 +39,16 @@ def add_parser(subcommands: Subparsers) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    if arguments[:1] == ["manifest"]:
+        _add_options(parser)
+    parser.set_defaults(execute=run, warm=False)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    # Other commands must not import it.
+    from torchweft.launch.kubernetes import Kubernetes
+    from torchweft.launch.kubernetes_manifest import JOB_SET, KINDS
+
     parser.add_argument(
         "--kind", choices=KINDS, default=JOB_SET, help=f"which objects (default: {JOB_SET})"
     )
@@ -48,11 +62,13 @@ def add_parser(subcommands: Subparsers) -> None:
     )
     Kubernetes.add_manifest_options(parser)
     add_program(parser)
-    parser.set_defaults(execute=run, warm=False)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the objects, and returns the exit status."""
+    from torchweft.launch.kubernetes import Kubernetes
+    from torchweft.launch.kubernetes_manifest import as_yaml, documents
+
     launcher = Kubernetes.from_manifest_options(options)
     names = names_of(options, options.workers)
     job = job_of(options, is_here=False)

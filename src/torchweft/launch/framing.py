@@ -15,9 +15,9 @@ from torchweft.launch.control import Message
 
 MARK = b"torchweft host agent 1\n"
 ALIVE_S = 5.0
-"""Seconds between the frames by which the launcher shows that it is there."""
+"""Seconds between the frames by which launcher and agent show that they are there."""
 SILENCE_S = 30.0
-"""Seconds without a frame after which the launcher is gone, although nothing said so."""
+"""Seconds without a frame after which the other side is gone, although nothing said so."""
 
 READ_BYTES = 1 << 16
 _LENGTH = struct.Struct("!I")

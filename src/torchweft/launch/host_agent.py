@@ -54,7 +54,7 @@ class _Agent:
         self._port: socket.socket | None = None
         self._streams: dict[int, tuple[str, str]] = {}
         self._is_over = False
-        self._heard_s = time.monotonic()
+        self._heard_s = self._shown_s = time.monotonic()
         self._requests: dict[str, Callable[[Message], None]] = {
             "open": self._open,
             "port": self._reserve_port,
@@ -84,6 +84,9 @@ class _Agent:
         while self._received and not self._is_over:
             request = self._received.popleft()
             self._requests[request["request"]](request)
+        if time.monotonic() - self._shown_s >= ALIVE_S:
+            self._shown_s = time.monotonic()
+            self._tell({"event": "alive"})
         self._is_over = self._is_over or self._is_forsaken()
 
     def _is_forsaken(self) -> bool:

@@ -225,6 +225,8 @@ class HostConnection:
             return str(message["reason"])
         elif kind == "signal":
             self._post({**message, "host": self.host.name})
+        elif kind == "alive":
+            pass
         else:
             self._post({**message, "is_far": True})
         return ""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 from collections.abc import Iterator
 from typing import Protocol
 
-from torchweft.launch.framing import READ_BYTES, write_all
+from torchweft.launch.framing import READ_BYTES, SILENCE_S, write_all
 
 
 class Link(Protocol):
@@ -54,6 +55,9 @@ class Link(Protocol):
 class CommandLink:
     """A command of this host, such as ``ssh``, that connects with the agent.
 
+    A command may not notice that the other machine is gone: ``srun`` waits until SLURM says so. The
+    agent writes now and then, so its silence is the end.
+
     Raises:
         FileNotFoundError: There is no such command here.
     """
@@ -62,6 +66,7 @@ class CommandLink:
 
     def __init__(self, command: tuple[str, ...]) -> None:
         self._name = command[0]
+        self._has_spoken = self._is_silent = False
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -82,7 +87,13 @@ class CommandLink:
         write_all(self._stdin.fileno(), data)
 
     def receive(self) -> bytes:
-        """Blocks until the agent has written; returns nothing at the end."""
+        """Blocks until the agent has written; returns nothing at the end, or after a silence."""
+        limit_s = SILENCE_S if self._has_spoken else None  # the launcher limits the first wait
+        if not select.select([self._stdout], [], [], limit_s)[0]:
+            self._is_silent = True
+            self._process.kill()
+            return b""
+        self._has_spoken = True
         return os.read(self._stdout.fileno(), READ_BYTES)
 
     def said(self) -> Iterator[bytes]:
@@ -95,6 +106,8 @@ class CommandLink:
 
     def why_ended(self) -> str:
         """Returns the command's exit code; waits for a moment, as the command ends at once."""
+        if self._is_silent:
+            return f"nothing was heard of it for {SILENCE_S:g} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode

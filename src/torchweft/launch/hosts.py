@@ -14,6 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Mapping, Sequence
 
+from torchweft.errors import HostError
 from torchweft.launch.control import Ladder, Message
 from torchweft.launch.framing import READ_BYTES
 from torchweft.launch.host_connection import Host, HostConnection
@@ -34,6 +35,7 @@ class HostNurseries:
     Attributes:
         replaces_lost: Whether a host that is lost during the run is asked for again. Its workers
             count as killed, and ``is_ready`` tells when they can be restarted.
+        is_short: Whether a lost host has not come back in time.
 
     Raises:
         HostError: A host cannot be reached, or cannot start workers; names it.
@@ -57,7 +59,7 @@ class HostNurseries:
         self._agents: dict[str, HostConnection] = {}
         self._of_key: dict[str, HostConnection] = {}
         self.secret = secrets.token_hex(32)
-        self.replaces_lost = False
+        self.replaces_lost = self.is_short = False
         self._opening: Message = {
             "request": "open",
             "directory": os.getcwd(),
@@ -88,7 +90,11 @@ class HostNurseries:
         Raises:
             HostError: A lost host is not replaced in time.
         """
-        return all(agent.is_ready() for agent in self._agents.values())
+        try:
+            return all(agent.is_ready() for agent in self._agents.values())
+        except HostError:
+            self.is_short = True
+            raise
 
     def fileno(self) -> int:
         """Returns the descriptor that is readable when there are events."""
@@ -144,6 +150,7 @@ class HostNurseries:
         lost = self._agents[event["host"]]
         error = lost.error(event.get("reason") or "was asked to end by a signal")
         if not (self.replaces_lost and lost.has_opened):
+            self.is_short = self.replaces_lost
             raise error
         keys = [key for key, agent in self._of_key.items() if agent is lost]
         for key in keys:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import shlex
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
+from typing import NoReturn
 
 from torchweft.arguments import did_you_mean
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -134,11 +136,14 @@ def load(name: str) -> type[Launcher]:
 
 
 def launcher_of(on: str | Launcher) -> Launcher:
-    """Returns the launcher that ``on=`` means: an object as it is, or one without options.
+    """Returns the launcher that ``on=`` means.
+
+    Args:
+        on: A launcher; or its name, with options as on the command line: ``"ssh --hosts a:4,b:4"``.
 
     Raises:
-        ArgumentTypeError: It is neither a name nor a launcher.
-        ConfigurationError: There is no such launcher, or it needs options.
+        ArgumentTypeError: It is neither a text nor a launcher.
+        ConfigurationError: There is no such launcher, or its options are wrong.
     """
     if isinstance(on, Launcher):
         return on
@@ -147,7 +152,25 @@ def launcher_of(on: str | Launcher) -> Launcher:
             f"on is a {type(on).__name__}, {on!r}; pass a name like 'local', or a launcher like "
             "torchweft.launch.Ssh('a,b:4')"
         )
-    parser = argparse.ArgumentParser(add_help=False)
-    kind = load(on)
+    try:
+        name, *options = shlex.split(on) or [""]
+    except ValueError as error:
+        raise ConfigurationError(f"on is {on!r}, which cannot be read: {error}") from None
+    kind = load(name)
+    parser = _OptionsParser(name)
     kind.add_options(parser.add_argument_group())
-    return kind.from_options(parser.parse_args([]))
+    return kind.from_options(parser.parse_args(options))
+
+
+class _OptionsParser(argparse.ArgumentParser):
+    """Reads the options in ``on=``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self._name = name
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(
+            f"options of launcher {self._name!r}: {message}; 'torchweft run --on {self._name} "
+            "--help' lists them"
+        )

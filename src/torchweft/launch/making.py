@@ -50,7 +50,8 @@ def cluster(
     Args:
         workers: How many workers; by default as many as ``names``, or as the launcher says.
         on: Where they start: ``"local"``, this machine; or a launcher like
-            ``torchweft.launch.Ssh("a,b:4")``; or the name of a launcher that needs no options.
+            ``torchweft.launch.Ssh("a,b:4")``; or its name, with the options of the command line:
+            ``"ssh --hosts a,b:4"``.
         names: Their names; by default ``worker0``, ``worker1``, and so on.
         name: The caller's own name.
         rpc_backend_options: Options for every worker and the caller. The init method, the secret

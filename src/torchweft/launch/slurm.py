@@ -8,25 +8,32 @@ by ``salloc``, which ends with this process, however it ends.
 SLURM sends ``SIGTERM`` to the agents, or to the batch script, before it takes the nodes away. The
 workers get notice: ``torchweft.checkpoint.resumable`` saves and ends its program, and the job is
 put back into the queue, unless it was cancelled.
+
+A step that is lost, such as one that ran out of memory, is a death of its workers. The restarts of
+the run cover it: the agent starts again in a new step on the same node. If it does not, the job is
+put back into the queue, to get other nodes. SLURM itself does that with a node that it knows to be
+lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torchweft.errors import ConfigurationError, LaunchError
+from torchweft.launch.console import session_console
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts import HostNurseries
 from torchweft.launch.hosts_launcher import HostsLauncher
 from torchweft.launch.launchers import Order
-from torchweft.launch.slurm_job import BatchJob, ask, state_of
+from torchweft.launch.slurm_allocation import Allocation
+from torchweft.launch.slurm_job import BatchJob, ask, fields_of, state_of
 
 if TYPE_CHECKING:
     from torchweft.launch.local_cluster import Cluster
@@ -34,7 +41,8 @@ if TYPE_CHECKING:
     from torchweft.launch.terms import Terms
 
 _ANSWER_S = 60.0
-_RELEASE_S = 15.0
+TIMEOUT_S = 3600.0
+"""Seconds in the queue, within which a cluster must have its allocation."""
 _COMMANDS = ("sbatch", "srun", "salloc", "scontrol", "scancel")
 
 
@@ -46,10 +54,14 @@ class Slurm(HostsLauncher):
         workers_per_node: How many workers on each node.
         options: Further options of ``sbatch`` or ``salloc``, such as ``"--partition=gpu"``.
         python: The interpreter on the nodes; by default the path of this one.
+        timeout: Seconds within which a cluster must have its allocation, if it takes one; infinite
+            for no limit.
 
     Raises:
         ConfigurationError: A number is invalid, or SLURM's commands are missing here.
     """
+
+    replaces_hosts = True
 
     def __init__(
         self,
@@ -58,10 +70,13 @@ class Slurm(HostsLauncher):
         *,
         options: str = "",
         python: str = sys.executable,
+        timeout: float = TIMEOUT_S,
     ) -> None:
         for name, number in (("nodes", nodes), ("workers_per_node", workers_per_node)):
             if number is not None and number < 1:
                 raise ConfigurationError(f"{name} is {number}; it must be at least 1")
+        if math.isnan(timeout) or timeout <= 0:
+            raise ConfigurationError(f"timeout is {timeout}; it must be more than 0 seconds")
         missing = [command for command in _COMMANDS if shutil.which(command) is None]
         if missing:
             raise ConfigurationError(
@@ -75,6 +90,7 @@ class Slurm(HostsLauncher):
         self._workers_per_node = workers_per_node
         self._options = shlex.split(options)
         self.python = python
+        self._timeout_s = timeout
         self._nurseries: HostNurseries | None = None
         self._is_given_up = False
         if self._job and self._nodes > len(allocated):
@@ -153,13 +169,17 @@ class Slurm(HostsLauncher):
         return nurseries
 
     def follow(self, run: Run, nurseries: HostNurseries, order: Order) -> int:
-        """Follows a run to its end; a job that is pre-empted goes back into the queue."""
+        """Follows a run to its end; a job that loses its nodes goes back into the queue."""
         run.on_terminate = self._give_up
         status = run.to_the_end()
-        if status and self._is_given_up and state_of(self._job) != "CANCELLED":
+        if not status:
+            return status
+        why = "SLURM takes the nodes away" if self._is_given_up else ""
+        if nurseries.is_short and _requeues(os.environ) < order.restarts.limit:
+            why = why or "a node does not come back"
+        if why and _may_requeue(self._job):
             order.console.announce(
-                f"torchweft run: SLURM takes the nodes away; job {self._job} goes back into the "
-                "queue"
+                f"torchweft run: {why}; job {self._job} goes back into the queue"
             )
             ask("scontrol", "requeue", self._job)
         return status
@@ -170,6 +190,7 @@ class Slurm(HostsLauncher):
             return False
         self._is_given_up = True
         if self._nurseries is not None:
+            self._nurseries.replaces_lost = False
             self._nurseries.notify()
         return True
 
@@ -201,42 +222,22 @@ class _Allocating(Slurm):
 
     def __init__(self, asked: Slurm) -> None:
         self.__dict__.update(asked.__dict__)
-        self._salloc: subprocess.Popen[str] | None = None
-        self._is_granted = False
+        self._allocation: Allocation | None = None
 
     def hosts(self, workers: int) -> Sequence[Host]:
         """Waits for an allocation, and returns its nodes."""
-        # The command in the allocation ends with its input, so with this process.
-        tell = 'echo "$SLURM_JOB_ID $SLURM_JOB_NODELIST"; exec cat'
-        self._salloc = subprocess.Popen(
-            ["salloc", "--job-name=torchweft", *self._requirements(), "sh", "-c", tell],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
+        self._allocation = Allocation(self._requirements())
+        console = session_console()
+        job, nodes = self._allocation.wait(
+            self._timeout_s, lambda text: console.announce(f"weft: {text}")
         )
-        assert self._salloc.stdout is not None
-        job, _, nodes = self._salloc.stdout.readline().strip().partition(" ")
-        if not nodes:
-            _, said = self._salloc.communicate()
-            self._salloc = None
-            raise LaunchError(f"SLURM refuses the allocation: {' / '.join(said.split(chr(10)))}")
-        self._is_granted = True
         return self._hosts_of(job, _nodes(nodes))
 
     def release(self) -> None:
         """Gives the allocation back, and waits."""
-        salloc, self._salloc = self._salloc, None
-        if salloc is None:
-            return
-        if not self._is_granted:
-            salloc.terminate()  # it still waits in the queue
-        try:
-            salloc.communicate(timeout=_RELEASE_S)
-        except subprocess.TimeoutExpired:
-            salloc.kill()
-            salloc.communicate()
+        allocation, self._allocation = self._allocation, None
+        if allocation is not None:
+            allocation.release()
 
 
 def _job_here(variables: Mapping[str, str]) -> str:
@@ -244,6 +245,21 @@ def _job_here(variables: Mapping[str, str]) -> str:
     step = variables.get("SLURM_STEP_ID", "")
     is_task = step.isdigit() and variables.get("SLURM_STEP_NUM_TASKS", "1") != "1"
     return "" if is_task else variables.get("SLURM_JOB_ID", "")
+
+
+def _requeues(variables: Mapping[str, str]) -> int:
+    """Returns how often the job of this process has been put back into the queue."""
+    count = variables.get("SLURM_RESTART_COUNT", "")
+    return int(count) if count.isdigit() else 0
+
+
+def _may_requeue(job: str) -> bool:
+    """Whether a job can go back into the queue: a batch job that nobody has cancelled."""
+    try:
+        fields = fields_of(job)
+    except LaunchError:
+        return False
+    return fields.get("BatchFlag") != "0" and fields.get("JobState") != "CANCELLED"
 
 
 def _nodes(text: str) -> list[str]:

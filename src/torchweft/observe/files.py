@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
 
 from torchweft.errors import ConfigurationError, GroupNotFound, ProtocolError
 from torchweft.observe.group import Answers
-from torchweft.protocol.observing.report import FILE_SUFFIX, decode_report
+from torchweft.observe.processes import is_stopped, told_of
+from torchweft.observe.session import process_at
+from torchweft.protocol.observing.report import FILE_SUFFIX, Member, Report, decode_report
 
 _LONG_S = 60.0
+_APART_S = 1.0
+"""Reports of one moment are not further apart."""
 _NO_FILE = (
     "has written no file here: it is stopped, or has ended, or code in C keeps its interpreter "
     "busy, or its host has another folder"
@@ -17,6 +23,8 @@ _NO_FILE = (
 
 def read_folder(folder: str) -> Answers:
     """Returns the reports in a folder; workers that they name and that wrote none are silent.
+
+    So are those that are stopped on this host, and whose report is older than that of another.
 
     Raises:
         ConfigurationError: The folder cannot be read.
@@ -47,10 +55,43 @@ def read_folder(folder: str) -> Answers:
             f"the folder {folder!r} has reports of several groups ({', '.join(groups)}); move "
             "those of one group into a folder of its own"
         )
-    members = {member.name for report in answers.reports for member in report.identity.members}
-    there = {report.worker for report in answers.reports}
-    answers.silent = dict.fromkeys(sorted(members - there), _NO_FILE)
+    members = {each.name: each for report in answers.reports for each in report.identity.members}
+    there = {report.worker: report for report in answers.reports}
+    latest = max(report.time for report in answers.reports)
+    for name, member in sorted(members.items()):
+        report = there.get(name)
+        if report is None:
+            answers.silent[name] = _why_no_file(member)
+        elif latest - report.time > _APART_S and (pid := _stopped_process(member)) is not None:
+            answers.silent[name] = _why_old(report, pid, latest)
+            answers.reports.remove(report)
     return answers
+
+
+def _why_no_file(member: Member) -> str:
+    pid = _stopped_process(member)
+    return _NO_FILE if pid is None else f"has written no file here: {told_of(pid)}"
+
+
+def _stopped_process(member: Member) -> int | None:
+    """Returns the process of a worker of this host that is stopped now."""
+    pid = next(filter(None, map(process_at, member.addresses)), None)
+    return pid if pid is not None and is_stopped(pid) else None
+
+
+def _why_old(report: Report, pid: int, latest: float) -> str:
+    written = time.strftime("%H:%M:%S", time.localtime(report.time))
+    places = "".join(f"\n    {place}" for place in _places(report))
+    told = f", when it was at{places}" if places else ""
+    return (
+        f"has written no file since {written}: {told_of(pid)}. Its last file is "
+        f"{latest - report.time:.0f} s older than that of another worker{told}"
+    )
+
+
+def _places(report: Report) -> Iterable[str]:
+    """Returns the lines of the program at which a worker was."""
+    return (each.place for each in report.threads if each.place and not each.is_idle)
 
 
 def age_note(answers: Answers) -> str:

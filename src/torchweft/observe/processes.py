@@ -27,13 +27,23 @@ def why_silent(failure: object, pid: int | None, timeout_s: float) -> str:
     told = f"does not answer within {timeout_s:g} s"
     if pid is None:
         return told
+    return f"{told}: {told_of(pid)}"
+
+
+def told_of(pid: int) -> str:
+    """Returns why a process does not answer, as a sentence."""
     state = _state_of(pid)
     if state in _STATES:
-        return f"{told}: its process {pid} {_STATES[state].format(pid=pid)}"
+        return f"its process {pid} {_STATES[state].format(pid=pid)}"
     return (
-        f"{told}: code in C keeps the interpreter of process {pid} busy; kill -USR1 {pid} has it "
-        "write its stacks to its standard error"
+        f"code in C keeps the interpreter of process {pid} busy; kill -USR1 {pid} has it write its "
+        "stacks to its standard error"
     )
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process of this host is stopped, by a signal or a debugger."""
+    return _state_of(pid) in ("T", "t")
 
 
 def _state_of(pid: int) -> str:

@@ -47,9 +47,11 @@ from torchweft.protocol.membership.registration import (
     IS_FAR,
     NETWORK,
     PYTHON,
+    REFUSES_VERSIONS,
     STRICT,
     VERSIONS,
     Registration,
+    check_versions,
     differences,
 )
 from torchweft.rpc.node import Node
@@ -84,7 +86,7 @@ def enter_closed(
 
     Raises:
         RendezvousError: The group could not be formed; gives the reason.
-        ConfigurationError: The device maps of the workers do not fit together.
+        ConfigurationError: The device maps, or versions, of the workers do not fit together.
     """
     with _listening(options, store) as (listeners, addresses):
         registration = _registration(name, rank, addresses, options)
@@ -104,7 +106,8 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
 
     Raises:
         DuplicateName: A present worker has the name or the rank.
-        ConfigurationError: Its device maps and those of the present workers do not fit together.
+        ConfigurationError: Its device maps, or versions, and those of the present workers do not
+            fit together.
         RendezvousError: The group is closed, the store does not answer, or a present worker
             cannot be reached, as it is on another host.
     """
@@ -120,8 +123,9 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
     node.start()
     try:
         _introduce(node, signed, admission, start_s + options.init_timeout)
-        present = members.present()
-        check_devices({each.name: each.registration.devices for each in present}, is_open=True)
+        present = [each.registration for each in members.present()]
+        check_devices({each.name: each.devices for each in present}, is_open=True)
+        check_versions(present)
     except BaseException:
         note_left(store, admission.place)
         node.end()
@@ -336,6 +340,7 @@ def _registration(
             "torch": str(torch.__version__),
             "Weft": VERSION,
         },
+        REFUSES_VERSIONS: options.other_versions == "refuse",
         **options.device_settings().as_facts(),
         **deaths.own_facts(),
     }

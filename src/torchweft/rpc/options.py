@@ -91,6 +91,10 @@ class RpcBackendOptions:
         unmapped_devices: Where a tensor on a GPU goes if there is no device map. ``"same"``: to
             the device of the same name. ``"refuse"``: nowhere, sending it raises a
             ``SerializationError``, as in ``torch.distributed.rpc``.
+        other_versions: Effect of a worker that runs another minor version of torch. ``"refuse"``:
+            none of the workers joins, and ``init_rpc`` raises a ``ConfigurationError``.
+            ``"warn"``, if all workers have it: they join, and warn, as in
+            ``torch.distributed.rpc``.
     """
 
     num_worker_threads: int = field(default_factory=knobs.WORKER_THREADS.get)
@@ -112,6 +116,7 @@ class RpcBackendOptions:
     device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] = field(default_factory=dict)
     devices: Sequence[DeviceType] = ()
     unmapped_devices: Literal["same", "refuse"] = "same"
+    other_versions: Literal["refuse", "warn"] = "refuse"
 
     @property
     def default_timeout_s(self) -> float:
@@ -153,6 +158,10 @@ class RpcBackendOptions:
         if self.unmapped_devices not in ("same", "refuse"):
             raise ConfigurationError(
                 f"unmapped_devices is {self.unmapped_devices!r}; it must be 'same' or 'refuse'"
+            )
+        if self.other_versions not in ("refuse", "warn"):
+            raise ConfigurationError(
+                f"other_versions is {self.other_versions!r}; it must be 'refuse' or 'warn'"
             )
         self._named_devices()
 

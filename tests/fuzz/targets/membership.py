@@ -10,6 +10,7 @@ from torchweft.protocol.membership.registration import (
     Directory,
     Registration,
     assemble,
+    check_versions,
     differences,
     why_apart,
     why_not_by_value,
@@ -18,7 +19,7 @@ from torchweft.protocol.membership.registration import (
 _WORDS_OF_JSON = (
     b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '
     b'"has_duplicates" null true false [] {} "" 0 -1 1e999 NaN [[ ]] {"a": "\\ud800" '
-    b'"has_wrong_devices" "devices" "maps" "listed" "count" "cpu" "cuda:0" "cuda:999" "here" "w" '
+    b'"is_misconfigured" "devices" "maps" "listed" "count" "cpu" "cuda:0" "cuda:999" "here" "w" '
     b'99999999999999999999 "network" "versions" "Python" "torch" "Weft" "is_far" "host"'
 )
 WORDS = (b": ", b", ", *_WORDS_OF_JSON.split())
@@ -31,6 +32,7 @@ FACTS = {
     "is_far": False,
     "has_secret": True,
     "versions": {"Python": "3.11", "torch": "2.13.0+cpu", "Weft": "0.1.0"},
+    "refuses_versions": True,
 }
 
 
@@ -61,6 +63,12 @@ def say_what_differs(told: Registration) -> None:
         assert len(text) < SAID_LIMIT + 2 * len(told.name)
     said = ""
     try:
+        check_versions([here, told])
+    except ConfigurationError as error:
+        said = str(error)
+    assert len(said) < SAID_LIMIT + 2 * len(told.name)
+    said = ""
+    try:
         check_devices({"here": here.devices, told.name: told.devices}, is_open=False)
     except ConfigurationError as error:
         said = str(error)
@@ -72,7 +80,7 @@ def _read_directory(data: bytes) -> None:
     assert type(directory.token) is str
     assert type(directory.refusal) is str
     assert type(directory.has_duplicates) is bool
-    assert type(directory.has_wrong_devices) is bool
+    assert type(directory.is_misconfigured) is bool
     assert all(type(rank) is int for rank in directory.missing)
     for registration in directory.workers:
         assert_sound(registration)

@@ -101,12 +101,34 @@ def test_what_on_may_be() -> None:
         launcher_of("ssh")
 
 
+def test_options_in_a_text() -> None:
+    launcher = launcher_of("ssh --hosts a:2,b --ssh-options '-p 22 -q' --connect-timeout 5")
+    hosts = launcher.hosts(3)  # type: ignore[attr-defined]
+    assert [(host.name, host.workers) for host in hosts] == [("a", 2), ("b", 1)]
+    assert " -p 22 -q a " in " ".join(hosts[0].command)
+
+
+@pytest.mark.parametrize(
+    ("on", "message"),
+    [
+        ("ssh --host a", "options of launcher 'ssh': unrecognized arguments: --host a; 'torchweft"),
+        ("ssh --hosts 'a", r"on is \"ssh --hosts 'a\", which cannot be read: No closing quotation"),
+        ("slurm --nodes many", "options of launcher 'slurm': argument --nodes: invalid int value"),
+        ("", "there is no launcher ''"),
+    ],
+)
+def test_texts_that_are_no_launcher(on: str, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        launcher_of(on)
+
+
 def test_a_launcher_is_imported_only_when_used() -> None:
     body = (
         "import sys; from torchweft.cli.main import main; import torchweft.launch; "
         "main(['run', '-n', '1', '--on', 'local', '-m', 'this']); "
         "print([name for name in sys.modules if name.startswith('torchweft.launch.') "
-        "and name.rpartition('.')[2] in ('ssh', 'slurm', 'ray', 'hosts')], 'torch' in sys.modules)"
+        "and name.rpartition('.')[2].partition('_')[0] in "
+        "('ssh', 'slurm', 'ray', 'kubernetes', 'hosts')], 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", body], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[] False"

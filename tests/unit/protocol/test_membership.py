@@ -152,6 +152,28 @@ def test_functions_by_value_stay_within_one_minor_version_of_python() -> None:
     assert said.startswith("worker 'worker1' runs Python 3.12, this one 3.11: functions do not")
 
 
+def strict_about_versions(rank: int, torch: str, *, refuses: bool = True) -> Registration:
+    facts = {"versions": {**HERE, "torch": torch}, "refuses_versions": refuses, "host": f"h{rank}"}
+    return Registration(f"worker{rank}", rank, (), facts=facts)
+
+
+def test_another_minor_version_of_torch_is_refused_to_all() -> None:
+    first, alike = strict_about_versions(0, "2.13.0+cpu"), strict_about_versions(1, "2.13.1")
+    assert not assemble({0: first, 1: alike}, 2, "token", 0.5).refusal
+    other = strict_about_versions(1, "2.7.1", refuses=False)
+    directory = assemble({0: first, 1: other}, 2, "token", 0.5)
+    assert directory.is_misconfigured
+    assert directory.refusal.startswith(
+        "the workers run different versions of torch: torch 2.13.0+cpu on worker 'worker0' "
+        "(rank 0, host h0), torch 2.7.1 on worker 'worker1' (rank 1, host h1). Install one "
+        "version on all hosts, for instance: pip install torch==2.13.0."
+    )
+    allowed = strict_about_versions(0, "2.13.0", refuses=False)
+    assert not assemble({0: allowed, 1: other}, 2, "token", 0.5).refusal
+    untold = Registration("worker1", 1, (), facts={"versions": {"torch": 2}})
+    assert not assemble({0: first, 1: untold}, 2, "token", 0.5).refusal
+
+
 def test_two_workers_of_one_name_are_both_named() -> None:
     workers = {0: registration(0), 1: registration(1, "twin"), 2: registration(2, "twin")}
     directory = assemble(workers, 3, "token", 1.0)
@@ -166,7 +188,7 @@ def test_devices_that_do_not_fit_are_refused_to_all() -> None:
     assert not assemble({**group(0), 1: wrong}, 2, "token", 0.5).refusal
     counted = Registration("worker0", 0, (), facts=Devices({}, ("cuda:0",), 1).as_facts())
     directory = assemble({0: counted, 1: wrong}, 2, "token", 0.5)
-    assert directory.has_wrong_devices
+    assert directory.is_misconfigured
     assert directory.workers == ()
     assert directory.refusal.startswith("Node worker1 has unexpected target devices")
     assert Directory.decode(directory.encode()) == directory
@@ -224,7 +246,7 @@ def test_a_registration_with_a_field_of_another_type_is_refused(field: str, valu
         ("refusal", None),
         ("missing", ["1"]),
         ("has_duplicates", 0),
-        ("has_wrong_devices", 1),
+        ("is_misconfigured", 1),
         ("workers", [1]),
     ],
 )

@@ -150,6 +150,7 @@ def _tensorpipe_init(
         copy_to_self=True,
         lost_gradients="warn",
         unmapped_devices="refuse",
+        other_versions="warn",
     )
     # Whatever size the environment names.
     join_group(name, rank, world_size or None, options)

@@ -34,7 +34,7 @@ def check_pair(pair: PairFacts) -> Iterator[Finding]:
         used.append(f"{_REMOTE} from {_size(knobs.RDMA_FROM_BYTES.get())}")
     text = (
         f"{pair.latency_s * 1e6:.0f} us a call, {pair.bytes_per_s / 1e9:.1f} GB/s of a tensor "
-        f"({pair.memory_bytes_per_s / 1e9:.1f} GB/s is a copy in memory); "
+        f"({_limit(pair)}); "
         f"channels: {', '.join(['inline', *used])}"
     )
     yield Finding(Level.GOOD, "pair", where, text)
@@ -47,6 +47,16 @@ def check_pair(pair: PairFacts) -> Iterator[Finding]:
         reason = obstacles.get(name, "")
         if reason and NO_CUDA not in reason:
             yield Finding(Level.NOTE, "channel", where, f"no {name}: {reason}", _fix(name, reason))
+
+
+def _limit(pair: PairFacts) -> str:
+    """Returns what limits the rate of a pair: memory, or the network between its hosts."""
+    if pair.is_one_network:
+        return f"{pair.memory_bytes_per_s / 1e9:.1f} GB/s is a copy in memory"
+    interface, speed = pair.link
+    if speed:
+        return f"{speed / 1e9:.3g} GB/s is the speed of {interface}"
+    return f"{interface or 'the network between'} does not tell its speed"
 
 
 def _fix(name: str, reason: str) -> str:

@@ -17,7 +17,8 @@ import torch
 from torchweft.agent.current import current
 from torchweft.hybrid import Facts as Devices
 from torchweft.hybrid import gather_facts
-from torchweft.protocol.membership.registration import HOST
+from torchweft.observe.doctor.links import UNKNOWN, NetworkLink, link_towards
+from torchweft.protocol.membership.registration import HOST, NETWORK
 from torchweft.rpc import get_worker_info, rpc_sync
 from torchweft.version import VERSION
 
@@ -72,6 +73,8 @@ class PairFacts:
         obstacles: Why each channel is not used for sending; empty where it is.
         is_one_host: Whether both are on one host.
         clock_s: By how much the clock of the other is ahead.
+        is_one_network: Whether both are in one network namespace, so that no network is between.
+        link: The interface of this host on the way to the other, if there is a network between.
     """
 
     caller: str
@@ -83,6 +86,8 @@ class PairFacts:
     obstacles: tuple[tuple[str, str], ...] = ()
     is_one_host: bool = True
     clock_s: float = 0.0
+    is_one_network: bool = True
+    link: NetworkLink = UNKNOWN
 
 
 def gather(sys: str = "/sys", shm: str = "/dev/shm") -> HostFacts:
@@ -123,7 +128,9 @@ def measure(callee: str) -> PairFacts:
         return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
     peer = current().members.find(callee)
     obstacles = tuple((kind.name.lower(), why) for kind, why in peer.channels.obstacles().items())
-    hosts = [each.registration.facts.get(HOST) for each in (current().me, peer)]
+    both = [each.registration for each in (current().me, peer)]
+    hosts, networks = ({each.facts.get(fact) for each in both} for fact in (HOST, NETWORK))
+    is_one_network = len(hosts) == len(networks) == 1
     return PairFacts(
         caller,
         callee,
@@ -132,8 +139,10 @@ def measure(callee: str) -> PairFacts:
         _LARGE_BYTES / sent,
         _LARGE_BYTES / copied,
         obstacles,
-        hosts[0] == hosts[1],
+        len(hosts) == 1,
         statistics.median(clocks),
+        is_one_network,
+        UNKNOWN if is_one_network else link_towards(peer.registration.addresses),
     )
 
 

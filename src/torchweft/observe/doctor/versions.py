@@ -24,5 +24,5 @@ def check_versions(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 
 
 def _compared(name: str, version: str) -> str:
-    """Returns the part of a version that must be equal: of Python, without the patch."""
-    return ".".join(version.split(".")[:2]) if name == "python" else version
+    """Returns the part of a version that must be equal: of Python and torch, without the patch."""
+    return version if name == "weft" else ".".join(version.split(".")[:2])

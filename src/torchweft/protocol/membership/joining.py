@@ -162,7 +162,7 @@ def join_closed(
     Raises:
         RendezvousTimeout: A worker did not come; the error names it.
         DuplicateName: Two workers chose the same name.
-        ConfigurationError: The device maps of the workers do not fit together.
+        ConfigurationError: The device maps, or versions, of the workers do not fit together.
         RendezvousError: The leader was told another number of workers, or the group is open.
     """
     start_s = clock()
@@ -178,7 +178,7 @@ def join_closed(
         raise RendezvousTimeout(directory.refusal, directory.missing, clock() - start_s)
     if directory.has_duplicates:
         raise DuplicateName(directory.refusal)
-    if directory.has_wrong_devices:
+    if directory.is_misconfigured:
         raise ConfigurationError(directory.refusal)
     raise RendezvousError(directory.refusal)
 

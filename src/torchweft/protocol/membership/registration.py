@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -26,6 +26,8 @@ whether other hosts can reach the worker; and whether it has a secret."""
 
 VERSIONS, PYTHON = "versions", "Python"
 """Fact: the versions that a worker runs; and in it, the version of Python, like 3.11."""
+REFUSES_VERSIONS = "refuses_versions"
+"""Fact: whether the worker joins no group in which others have another minor version of torch."""
 
 ENDED_LIMIT = 256
 """How many lives that are over a worker of an open group remembers in full."""
@@ -116,7 +118,7 @@ class Directory:
         refusal: Why there is no group; empty if there is one.
         missing: Ranks that never came, if that is the reason.
         has_duplicates: Whether the reason is that two workers chose the same name.
-        has_wrong_devices: Whether the reason is that the device maps do not fit together.
+        is_misconfigured: Whether the reason is that device maps, or versions, do not fit together.
     """
 
     token: str
@@ -124,7 +126,7 @@ class Directory:
     refusal: str = ""
     missing: tuple[int, ...] = ()
     has_duplicates: bool = False
-    has_wrong_devices: bool = False
+    is_misconfigured: bool = False
 
     def encode(self) -> bytes:
         """Returns the directory as JSON."""
@@ -141,7 +143,7 @@ class Directory:
             _check_all((directory.token, directory.refusal), str)
             _check_all(missing, int)
             _check(directory.has_duplicates, bool)
-            _check(directory.has_wrong_devices, bool)
+            _check(directory.is_misconfigured, bool)
             return directory
         except _NONSENSE as error:
             raise ProtocolError(f"the group's directory is malformed: {error}") from error
@@ -192,8 +194,9 @@ def assemble(
     workers = tuple(registrations[rank] for rank in range(world_size))
     try:
         check_devices({each.name: each.devices for each in workers}, is_open=False)
+        check_versions(workers)
     except ConfigurationError as error:
-        return Directory(token, (), refusal=str(error), has_wrong_devices=True)
+        return Directory(token, (), refusal=str(error), is_misconfigured=True)
     return Directory(token, workers)
 
 
@@ -239,6 +242,31 @@ def differences(me: Registration, other: Registration) -> str:
         f"{name} {theirs[name]} (here {mine[name]})"
         for name in mine
         if name in theirs and _public(theirs[name]) != _public(mine[name])
+    )
+
+
+def check_versions(workers: Sequence[Registration]) -> None:
+    """Checks that workers run one minor version of torch, if one of them asks for that.
+
+    Raises:
+        ConfigurationError: Two of them do not; names them, their hosts and versions.
+    """
+    places: dict[tuple[str, ...], Registration] = {}
+    for each in workers:
+        version = versions_of(each).get("torch")
+        if version:
+            places.setdefault(tuple(version.split(".")[:2]), each)
+    if len(places) < 2 or not any(each.facts.get(REFUSES_VERSIONS) is True for each in workers):
+        return
+    found = list(places.values())[:_NAMED]
+    told = ", ".join(
+        f"torch {versions_of(each)['torch']} on worker {_placed(each)}" for each in found
+    )
+    raise ConfigurationError(
+        f"the workers run different versions of torch: {told}. Install one version on all hosts, "
+        f"for instance: pip install torch=={_public(versions_of(found[0])['torch'])}. Workers that "
+        "only exchange tensors may work together nevertheless: give all of them the option "
+        "other_versions='warn'"
     )
 
 

@@ -13,6 +13,7 @@ from torchweft.hybrid import Facts as Devices
 from torchweft.observe.doctor.examining import diagnose
 from torchweft.observe.doctor.facts import HostFacts, PairFacts
 from torchweft.observe.doctor.findings import Diagnosis, Level
+from torchweft.observe.doctor.links import NetworkLink
 
 WELL = HostFacts(
     "worker0",
@@ -37,7 +38,7 @@ def found(*facts: HostFacts, pairs: Any = (PAIR,)) -> Diagnosis:
 
 
 def test_a_group_that_is_well_has_no_error() -> None:
-    diagnosis = found(WELL, replace(OTHER, python="3.11.2"))
+    diagnosis = found(WELL, replace(OTHER, python="3.11.2", torch="2.13.1+cu126"))
     assert diagnosis.is_well
     text = str(diagnosis)
     assert text.endswith("\nall is well")
@@ -50,7 +51,7 @@ def test_a_group_that_is_well_has_no_error() -> None:
     ("facts", "pair", "check", "where", "text", "fix"),
     [
         ({"shm_bytes": 64 << 20}, {}, "/dev/shm", "host1", "has 64 MiB", "--shm-size"),
-        ({"torch": "2.6.0"}, {}, "versions", "workers", "2.6.0 on worker1", "same torch"),
+        ({"torch": "2.6.0"}, {}, "versions", "workers", "2.6 on worker1", "same torch"),
         (
             {},
             {"error": "CallTimeout: no answer"},
@@ -90,6 +91,20 @@ def test_a_worse_channel_is_a_note_with_its_reason_and_the_command() -> None:
     # Between hosts there is no such channel, so nothing is missing.
     between = replace(pair, is_one_host=False)
     assert not [e for e in found(WELL, OTHER, pairs=[between]).findings if e.level is Level.NOTE]
+
+
+def test_the_limit_between_hosts_is_the_network() -> None:
+    def rates(link: NetworkLink) -> str:
+        pair = replace(PAIR, is_one_host=False, is_one_network=False, link=link)
+        return next(
+            each.text for each in found(WELL, OTHER, pairs=[pair]).findings if each.check == "pair"
+        )
+
+    assert "5.0 GB/s of a tensor (1.25 GB/s is the speed of eth0);" in rates(
+        NetworkLink("eth0", 1.25e9)
+    )
+    assert "(eth0 does not tell its speed);" in rates(NetworkLink("eth0"))
+    assert "(the network between does not tell its speed);" in rates(NetworkLink())
 
 
 def test_rdma_between_hosts_is_listed_or_its_obstacle_is_a_note() -> None:
