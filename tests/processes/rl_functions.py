@@ -76,7 +76,19 @@ class OneShort(WalkPolicy):
 class Patient(Agent):
     """An agent whose batches wait until they are full, also on a busy machine."""
 
-    @functions.batched(largest=2, longest_wait=LIMIT_S)
+    @functions.batched(longest_wait=LIMIT_S)
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        found: Decision = Agent.act.__wrapped__(self, observations, environments)  # type: ignore[attr-defined]
+        return found
+
+
+LONGEST_WAIT_S = 0.4
+
+
+class Limited(Agent):
+    """An agent whose batches wait for long enough on a busy machine, but not for ever."""
+
+    @functions.batched(longest_wait=LONGEST_WAIT_S)
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
         found: Decision = Agent.act.__wrapped__(self, observations, environments)  # type: ignore[attr-defined]
         return found

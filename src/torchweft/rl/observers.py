@@ -153,6 +153,7 @@ class Observers:
         Raises:
             NoObservers: No trajectory has come, and all observers are late or lost.
         """
+        self._expected = 0  # The agent awaits all again, also those that it has given up.
         self._start_ready()
         found: dict[int, Trajectory] = {}
         while any(seat.state == BUSY for seat in self._seats):
