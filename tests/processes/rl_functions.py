@@ -185,3 +185,15 @@ def small_walk_policy() -> WalkPolicy:
 
 def make_agent() -> Agent:
     return Agent(walk_policy())
+
+
+_made: list[int] = []
+
+
+def make_counted() -> Walk:
+    _made.append(1)
+    return Walk()
+
+
+def count_made() -> int:
+    return len(_made)

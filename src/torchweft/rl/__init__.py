@@ -4,6 +4,7 @@ from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.draws import categorical, epsilon_greedy, uniform
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import (
+    AgentLost,
     BadPriority,
     ColumnsMismatch,
     NoObservers,
@@ -32,6 +33,7 @@ or a replay buffer, or to be told the errors of those of others."""
 __all__ = [
     "CALLABLES",
     "Agent",
+    "AgentLost",
     "BadPriority",
     "ColumnsMismatch",
     "Decision",

@@ -1,4 +1,4 @@
-"""Errors of reinforcement learning: environments, agents and observers that do not fit together.
+"""Errors of reinforcement learning: parts that do not fit together, or that are lost.
 
 ::
 
@@ -12,13 +12,15 @@
         ├── ColumnsMismatch             rows have other columns than those that are stored
         ├── NotEnough (LookupError)     fewer rows are stored than must be sampled
         └── BadPriority                 a priority is negative or not finite
+    WorkerLost
+    └── AgentLost                       the agent's worker was lost; its observers follow another
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, WorkerLost
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
@@ -92,6 +94,13 @@ class NoObservers(ConfigurationError, RuntimeError):
     """
 
     causes: dict[str, str] = field(default_factory=dict)
+
+
+class AgentLost(WorkerLost):
+    """The worker of the agent, or of the publisher that policies follow, was lost.
+
+    The observers keep their environments: make the agent anew and have them ``follow`` it.
+    """
 
 
 class ReplayError(ConfigurationError):

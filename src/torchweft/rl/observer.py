@@ -116,6 +116,13 @@ class Observer:
         return Collected(int(made.versions.min()), size_bytes, held)
 
     @expose
+    def follow(self, policy: Policy) -> None:
+        """From the next step on asks another policy; the environments stay."""
+        former, self._policy = self._policy, policy
+        if isinstance(former, FollowingPolicy):
+            former.close()
+
+    @expose
     def close(self) -> None:
         """Closes the environments; ends what a copy of a policy follows."""
         for half in self._halves:
