@@ -12,6 +12,7 @@ from torchweft.rl.errors import (
     ProgramMismatch,
     ReplayError,
     SpacesMismatch,
+    TooStale,
     WrongActions,
     WrongObservations,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "Sample",
     "SpacesMismatch",
     "SumTree",
+    "TooStale",
     "Trajectory",
     "VTrace",
     "WrongActions",

@@ -8,6 +8,7 @@
     ├── WrongActions                    an agent returned actions that do not fit
     ├── WrongObservations               observations do not fit the policy, or one another
     ├── NoObservers (RuntimeError)      all observers are left out; names them and the causes
+    ├── TooStale (RuntimeError)         all trajectories of a round were refused as too old
     └── ReplayError                     a replay buffer cannot do as asked
         ├── ColumnsMismatch             rows have other columns than those that are stored
         ├── NotEnough (LookupError)     fewer rows are stored than must be sampled
@@ -94,6 +95,19 @@ class NoObservers(ConfigurationError, RuntimeError):
     """
 
     causes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class TooStale(ConfigurationError, RuntimeError):
+    """All trajectories were too old, until the time was up: the policy changes too fast.
+
+    Attributes:
+        most_stale: How many updates were allowed since the oldest action of a trajectory.
+        refused: How many trajectories were refused in this round.
+    """
+
+    most_stale: int = 0
+    refused: int = 0
 
 
 class AgentLost(WorkerLost):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
-from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch
+from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
 from torchweft.rl.following import FollowingPolicy
 from torchweft.rl.observer import Introduction, Observer
 from torchweft.rl.places import Here, InThread, OnWorker, Place
@@ -154,15 +154,27 @@ class Observers:
         """Collects a trajectory of each observer; blocks until all are there, or the time is up.
 
         All actions are of one version of the policy, if the learner learns between the rounds.
-        Those of observers that were late in an earlier round are among the trajectories.
+        Those of observers that were late in an earlier round are among the trajectories. If all are
+        refused as too old, the observers make new ones, until the time is up.
 
         Returns:
-            The trajectories in the order of the observers, without those that are late or lost.
+            The trajectories in the order of the observers, without those that are late or lost; at
+            least one.
 
         Raises:
             AgentLost: The agent's worker was lost, and the round with it; see ``follow``.
             NoObservers: No trajectory has come, and all observers are late or lost.
+            TooStale: All trajectories were refused as too old, until the time was up.
         """
+        before = self.refused
+        deadline_s = time.monotonic() + self._time_limit_s
+        while not (found := self._collected()):
+            self._check_any()
+            if self.refused > before and time.monotonic() > deadline_s:
+                raise _too_stale(self._most_stale or 0, self.refused - before)
+        return [found[number] for number in sorted(found)]
+
+    def _collected(self) -> dict[int, Trajectory]:
         self._expected = 0  # The agent awaits all again, also those that it has given up.
         self._start_ready()
         found: dict[int, Trajectory] = {}
@@ -171,9 +183,7 @@ class Observers:
             self._check_agent()
         while not self._done.empty():
             self._take(found)
-        if not found:
-            self._check_any()
-        return [found[number] for number in sorted(found)]
+        return found
 
     def stream(self) -> Iterator[Trajectory]:
         """Yields trajectories as they come, without end; each observer begins its next meanwhile.
@@ -501,6 +511,16 @@ def _check_agent(agent: Any) -> None:
             f"agent is a {type(agent).__name__}, which observers cannot ask: pass an Agent, a "
             "reference to one, or a policy with the method act"
         )
+
+
+def _too_stale(most_stale: int, refused: int) -> TooStale:
+    return TooStale(
+        f"all {refused} trajectories of a round were refused: the policy had more than most_stale="
+        f"{most_stale} updates since the oldest of their actions. Update it less often while "
+        "observers act, take fewer steps, or allow for older trajectories",
+        most_stale=most_stale,
+        refused=refused,
+    )
 
 
 def _late(seat: _Seat, limit_s: float) -> TimeoutError:
