@@ -13,6 +13,7 @@ from torchweft.rl.errors import (
     ReplayError,
     SpacesMismatch,
     TooStale,
+    UnservedSpace,
     WrongActions,
     WrongObservations,
 )
@@ -26,7 +27,7 @@ from torchweft.rl.vtrace import VTrace, v_trace
 
 CALLABLES = (
     *(Observer, ReplayBuffer, BadPriority, ColumnsMismatch, NotEnough, ReplayError),
-    *(WrongActions, WrongObservations),
+    *(UnservedSpace, WrongActions, WrongObservations),
 )
 """The classes that a strict worker names in ``RpcBackendOptions(callables=...)`` to run observers
 or a replay buffer, or to be told the errors of those of others."""
@@ -56,6 +57,7 @@ __all__ = [
     "SumTree",
     "TooStale",
     "Trajectory",
+    "UnservedSpace",
     "VTrace",
     "WrongActions",
     "WrongObservations",

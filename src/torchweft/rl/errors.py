@@ -4,6 +4,7 @@
 
     ConfigurationError
     ├── SpacesMismatch                  an observer's environments have other spaces
+    ├── UnservedSpace                   a space has no one shape and dtype, such as a dict
     ├── ProgramMismatch                 an observer runs another version of the program
     ├── WrongActions                    an agent returned actions that do not fit
     ├── WrongObservations               observations do not fit the policy, or one another
@@ -37,6 +38,21 @@ class SpacesMismatch(ConfigurationError):
     observer: str = ""
     expected: str = ""
     found: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class UnservedSpace(ConfigurationError):
+    """A space of an environment has no one shape and numeric dtype; the observer is left out.
+
+    Attributes:
+        observer: Name of the observer.
+        kind: Which space: ``"observation"`` or ``"action"``.
+        space: The space, as text.
+    """
+
+    observer: str = ""
+    kind: str = ""
+    space: str = ""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)

@@ -121,7 +121,7 @@ class Observers:
         self._full_batches = full_batches
         self._by_reference_bytes = by_reference_bytes
         self._expected = 0
-        self._program = program_of(environments.make)
+        self._program = program_of(environments.make, self._agent)
         self._spaces: tuple[str, str] | None = None
         self._introduced: dict[int, Introduction] | None = None
         self._done: queue.SimpleQueue[tuple[int, int, Any, BaseException | None, Mark | None]]
@@ -239,6 +239,7 @@ class Observers:
         """
         _check_agent(agent)
         self._agent, self._agent_lost = agent, None
+        self._program = program_of(self._environments.make, agent)
         self._agent_number += 1
         self._expected = 0
         while any(seat.state == BUSY for seat in self._seats):
@@ -341,6 +342,8 @@ class Observers:
 
     def _meet(self, seat: _Seat, found: Introduction) -> None:
         """Compares what an observer runs with the others; one that differs is left out."""
+        if not self._program:  # The learner itself has no gymnasium.
+            self._program = found.program
         if found.program != self._program:
             self._lose(seat, _other_program(seat.name, self._program, found.program))
             return
@@ -529,8 +532,8 @@ def _late(seat: _Seat, limit_s: float) -> TimeoutError:
 
 def _other_program(observer: str, expected: str, found: str) -> ProgramMismatch:
     return ProgramMismatch(
-        f"observer {observer!r} runs version {found} of the module that makes its environments, "
-        f"the learner version {expected}; restart the worker with the program of the learner",
+        f"observer {observer!r} makes its environments and its policy by version {found}, the "
+        f"learner has version {expected}; restart the worker with the program of the learner",
         observer=observer,
         expected=expected,
         found=found,
