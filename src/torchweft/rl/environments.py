@@ -88,7 +88,8 @@ def check_spaces(spaces: tuple[Any, Any], observer: str) -> None:
             raise UnservedSpace(
                 f"observer {observer!r}: the {kind} space of its environments is {text}. Served "
                 "are spaces of one shape and a numeric dtype: Box, Discrete, MultiDiscrete and "
-                "MultiBinary; gymnasium.wrappers.FlattenObservation makes a Box of other observations",
+                "MultiBinary; gymnasium.wrappers.FlattenObservation makes a Box of other "
+                "observations",
                 observer=observer,
                 kind=kind,
                 space=text,

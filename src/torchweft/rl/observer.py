@@ -97,6 +97,8 @@ class Observer:
             Exception: The policy or an environment failed. The next call begins new episodes.
         """
         try:
+            if isinstance(self._policy, FollowingPolicy):
+                self._policy.begin_trajectory()
             for half in self._halves:
                 half.begin(steps)
                 half.ask(self._policy)

@@ -7,6 +7,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from types import CodeType
 from typing import Any
 
@@ -39,10 +40,9 @@ def program_of(make: str | Callable[..., Any], asked: Any = None) -> str:
 
 def _version_of_name(name: str) -> str:
     try:
-        import gymnasium
-    except ImportError:
+        return f"{name} of gymnasium {metadata.version('gymnasium')}"
+    except metadata.PackageNotFoundError:
         return ""
-    return f"{name} of gymnasium {gymnasium.__version__}"
 
 
 def _digest(function: Callable[..., Any]) -> str:

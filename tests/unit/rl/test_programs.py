@@ -3,8 +3,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
+from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -134,7 +134,11 @@ def test_names_and_functions_that_travel_by_value() -> None:
 
 def test_the_version_of_gymnasium_counts_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
     for version in ("1.2.0", "1.3.0"):
-        monkeypatch.setitem(sys.modules, "gymnasium", SimpleNamespace(__version__=version))
+        monkeypatch.setattr(metadata, "version", {"gymnasium": version}.__getitem__)
         assert program_of("CartPole-v1") == f"CartPole-v1 of gymnasium {version}"
-    monkeypatch.setitem(sys.modules, "gymnasium", None)
+
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
     assert program_of("CartPole-v1") == ""
