@@ -13,10 +13,12 @@ from tests.processes.functions import wait_until
 from tests.processes.rl_functions import (
     LONGEST_WAIT_S,
     Gated,
+    Holding,
     Limited,
     Lying,
     OneShort,
     Patient,
+    Telling,
     learn,
     make_walk,
     rows_of,
@@ -120,6 +122,17 @@ def test_an_observer_that_pauses_costs_one_wait_and_the_forward_passes_that_it_m
         observers.round()
         assert agent.statistics().sizes == {3: 3 + 6, 2: 3, 1: 3}
     assert agent.policy.forwards == 2 * 6 + 3
+
+
+def test_one_half_steps_while_the_agent_is_held_with_the_other(group: Cluster) -> None:
+    functions.forget_steps()
+    agent = Holding(walk_policy())
+    environments = Environments(Telling, 2, halves=2)
+    with Observers(
+        WORKERS[:1], environments, agent, steps=5, time_limit_s=LIMIT_S, full_batches=False
+    ) as observers:
+        (found,) = observers.round()
+    assert found.steps == agent.policy.decisions == 2 * 5
 
 
 def test_without_a_group_threads_do_as_one_process() -> None:
