@@ -23,14 +23,14 @@ def policy() -> nn.Module:
     return nn.Sequential(nn.Linear(STATE, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, ACTIONS))
 
 
-def observers_of(names: list[str]) -> Any:
+def observers_of(names: list[str], halves: int = 1) -> Any:
     """Returns observers on workers, which ask an agent of this process."""
     from benchmarks.reinforcement.policies import Sampling
     from torchweft import rpc
     from torchweft.rl import Agent, Environments, Observers
 
     agent = Agent(Sampling(policy(), (STATE,)))
-    vector = Environments("CartPole-v1", NATIVE, vectorized=True)
+    vector = Environments("CartPole-v1", NATIVE, halves=halves, vectorized=True)
     for name in names:
         rpc.rpc_sync(name, torch.set_num_threads, (1,))
     return Observers(names, vector, agent, steps=STEPS)

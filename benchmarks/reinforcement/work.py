@@ -118,13 +118,13 @@ def _order(function: Callable[..., Any], count: int) -> Work:
 
 
 @functools.cache
-def _native() -> Any:
-    return observers_of(_names())
+def _native(halves: int) -> Any:
+    return observers_of(_names(), halves)
 
 
-def _rounds() -> None:
+def _rounds(halves: int) -> None:
     torch.set_num_threads(1)
-    _native().round()
+    _native(halves).round()
 
 
 def works(api: Api) -> dict[str, Work]:
@@ -132,7 +132,9 @@ def works(api: Api) -> dict[str, Work]:
     found = {"unbatched": _order(decide, 1)}
     if api.package == "torchweft":
         found["batched"], found["16 environments"] = _order(batched, 1), _order(batched, MANY)
-        found["native vectors"] = Work(_rounds, OBSERVERS * NATIVE * STEPS)
+        for name, halves in (("native vectors", 1), ("two halves", 2)):
+            run = functools.partial(_rounds, halves)
+            found[name] = Work(run, OBSERVERS * NATIVE * STEPS)
     else:
         found["batched"], found["16 environments"] = _order(by_hand, 1), _order(by_hand, MANY)
     return found

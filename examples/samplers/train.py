@@ -1,17 +1,19 @@
 """Trains a small language model by reinforcement learning: ``python examples/samplers/train.py``.
 
 Two samplers of different speed generate texts, and this program, the learner, takes them as they
-come and publishes its weights after each step. Nobody waits for weights.
+come and publishes its weights after each step. Nobody waits for weights. A sampler that is lost is
+left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import queue
-import threading
+import sys
 import time
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from samplers import Model, Sampler, Samples, reward_of
 
 import torchweft as weft
 from torchweft import rpc
-from torchweft.errors import WeftError
+from torchweft.errors import WorkerLost
 from torchweft.weights import Publisher
 
 WORKERS = ["worker0", "worker1"]
@@ -56,45 +58,35 @@ class Learner:
         return float(rewards.mean())
 
 
-def pass_on(stream: rpc.Stream[Samples], place: int, into: queue.Queue[Any]) -> None:
-    """Puts the samples of one sampler where the learner takes them as they come."""
-    try:
-        for samples in stream:
-            into.put((place, samples))
-    except WeftError as error:
-        into.put((place, error))
-
-
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """Trains, prints the progress, and returns the figures."""
     learner = Learner(options.learning_rate)
     reference = rpc.RRef(learner.publisher)
     samplers = [rpc.remote(name, Sampler, (reference, n)) for n, name in enumerate(WORKERS)]
-    arrived: queue.Queue[Any] = queue.Queue(maxsize=2)
     pauses = [0.0, options.pause]
     streams = [
-        rpc.stream(each, Sampler.samples, (options.batch, pause_s), ahead=1)
+        rpc.stream(each, Sampler.samples, (options.batch, pause_s), ahead=1, timeout=60.0)
         for each, pause_s in zip(samplers, pauses, strict=True)
     ]
-    threads = [
-        threading.Thread(target=pass_on, args=(stream, place, arrived), daemon=True)
-        for place, stream in enumerate(streams)
-    ]
-    for thread in threads:
-        thread.start()
     rewards: list[float] = []
     ages: list[int] = []
     updates: list[float] = []
     batches: list[float] = []
     counts: Counter[str] = Counter()
+    lost: list[str] = []
+
+    def leave_out(stream: rpc.Stream[Samples], error: Exception) -> None:
+        if not isinstance(error, WorkerLost):
+            raise error
+        lost.append(stream.worker_name)
+        print(f"{stream.worker_name} is left out: {error}", file=sys.stderr)
+
     began_s = time.monotonic()
-    for step in range(1, options.steps + 1):
-        place, samples = arrived.get(timeout=60.0)
-        if isinstance(samples, WeftError):
-            raise samples
+    arrived = rpc.merged(streams, failed=leave_out)
+    for step, (stream, samples) in enumerate(islice(arrived, options.steps), 1):
         ages.append(learner.publisher.version - samples.version)
         rewards.append(learner.learn(samples))
-        counts[WORKERS[place]] += 1
+        counts[stream.worker_name] += 1
         updates.append(samples.update_s)
         batches.append(samples.seconds)
         if step % max(1, options.steps // 10) == 0:
@@ -104,31 +96,23 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
                 flush=True,
             )
     seconds = time.monotonic() - began_s
-    for stream in streams:
-        stream.close()
+    arrived.close()
+    if not rewards:
+        raise SystemExit("no sampler is left")
     for each in samplers:
-        each.rpc_sync().close()
-    drain(threads, arrived)
+        with contextlib.suppress(WorkerLost):
+            each.rpc_sync().close()
     published = learner.publisher.statistics()
     return {
         "rewards": rewards,
         "ages": ages,
         "batches": dict(counts),
-        "texts_per_s": options.batch * options.steps / seconds,
+        "lost": lost,
+        "texts_per_s": options.batch * len(rewards) / seconds,
         "longest_update_s": max(updates),
         "median_batch_s": sorted(batches)[len(batches) // 2],
         "published": published._asdict(),
     }
-
-
-def drain(threads: list[threading.Thread], arrived: queue.Queue[Any]) -> None:
-    """Lets the threads end, which may wait for room."""
-    for thread in threads:
-        while thread.is_alive():
-            try:
-                arrived.get(timeout=0.05)
-            except queue.Empty:
-                pass
 
 
 def main() -> None:
@@ -141,7 +125,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for figures.json; default: runs/TIME")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with weft.cluster(workers=2, name="learner"):
+    with weft.cluster(workers=2, name="learner", check=False) as group:
+        print("samplers:", ", ".join(f"{name} (process {pid})" for name, pid in group.pids.items()))
         figures = train(options)
     folder = options.out or Path("runs") / time.strftime("%Y-%m-%d-%H-%M-%S")
     folder.mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from typing import Any
 
 import torch
@@ -76,7 +77,19 @@ class OneShort(WalkPolicy):
 class Patient(Agent):
     """An agent whose batches wait until they are full, also on a busy machine."""
 
-    @functions.batched(largest=2, longest_wait=LIMIT_S)
+    @functions.batched(longest_wait=LIMIT_S)
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        found: Decision = Agent.act.__wrapped__(self, observations, environments)  # type: ignore[attr-defined]
+        return found
+
+
+LONGEST_WAIT_S = 0.4
+
+
+class Limited(Agent):
+    """An agent whose batches wait for long enough on a busy machine, but not for ever."""
+
+    @functions.batched(longest_wait=LONGEST_WAIT_S)
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
         found: Decision = Agent.act.__wrapped__(self, observations, environments)  # type: ignore[attr-defined]
         return found
@@ -173,3 +186,56 @@ def small_walk_policy() -> WalkPolicy:
 
 def make_agent() -> Agent:
     return Agent(walk_policy())
+
+
+class Telling(Walk):
+    """A walk that tells the agent's worker of its steps before it returns."""
+
+    def reset(self, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
+        if seed is not None:
+            self._number = seed
+        return super().reset(seed)
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        rpc.rpc_sync("driver", note_step, args=(self._number,))
+        return super().step(action)
+
+
+_steps = Counter[int]()
+_stepped = threading.Condition()
+
+
+def note_step(number: int) -> None:
+    with _stepped:
+        _steps[number] += 1
+        _stepped.notify_all()
+
+
+def forget_steps() -> None:
+    _steps.clear()
+
+
+class Holding(Agent):
+    """An agent that answers one of two environments only when the other has stepped meanwhile."""
+
+    @functions.batched(largest=1)
+    def act(self, observations: Tensor, environments: Tensor) -> Decision:
+        number, decisions, _ = environments[0, 0].tolist()
+        # Environment 0 is asked about first.
+        needed = decisions + (1 if number else 0)
+        with _stepped:
+            assert _stepped.wait_for(lambda: _steps[1 - number] >= needed, LIMIT_S / 2)
+        found: Decision = Agent.act.__wrapped__(self, observations, environments)  # type: ignore[attr-defined]
+        return found
+
+
+_made: list[int] = []
+
+
+def make_counted() -> Walk:
+    _made.append(1)
+    return Walk()
+
+
+def count_made() -> int:
+    return len(_made)

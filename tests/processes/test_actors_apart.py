@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,28 @@ def test_a_lost_actor_is_replaced_with_its_state(nursery: Nursery, tmp_path: Pat
         )
         assert counters[1].rpc_sync().add() == 6
         assert counters.rpc_sync(Counter.where) == ["worker0", "worker0"]
+
+
+def test_the_loss_of_a_stream_is_told_apart_and_the_others_go_on(nursery: Nursery) -> None:
+    with torchweft.cluster(
+        workers=2, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        streams = [rpc.stream(name, functions.count_on, (10**9,)) for name in group.names]
+        lost: list[tuple[str, Exception]] = []
+        with rpc.merged(
+            streams, failed=lambda stream, error: lost.append((stream.worker_name, error))
+        ) as found:
+            assert {stream.worker_name for stream, _ in islice(found, 6)} == set(group.names)
+            os.kill(group.pids["worker1"], signal.SIGKILL)
+            wait_until(lambda: bool(next(found)) and bool(lost), lambda: "nothing is lost")
+            ((name, error),) = lost
+            assert (name, type(error)) == ("worker1", WorkerLost)
+            assert found.streams == streams[:1]
+            numbers = [value for _, value in islice(found, 5)]
+            assert numbers == list(range(numbers[0], numbers[0] + 5))
+            again = rpc.stream("worker0", functions.count_on, (3,))
+            found.add(again)
+            wait_until(lambda: next(found)[0] is again, lambda: "it is not among them")
 
 
 def test_a_generator_ends_with_its_consumer(nursery: Nursery) -> None:

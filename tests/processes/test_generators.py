@@ -53,6 +53,27 @@ def test_a_generator_is_no_further_ahead_than_it_may_be() -> None:
     assert seen() == [0, 1, 2, 3, "closed"]
 
 
+def test_values_of_several_streams_as_they_come() -> None:
+    held = rpc.stream("worker0", functions.wait_before, (100,), ahead=2)
+    free = rpc.stream("worker1", functions.count_on, (6,), ahead=2)
+    with rpc.merged([held, free]) as found:
+        # The one that is held keeps no value of the other waiting.
+        taken = [next(found) for _ in range(7)]
+        assert [value for stream, value in taken if stream is free] == list(range(6))
+        assert [value for stream, value in taken if stream is held] == [100]
+        rpc.rpc_sync("worker0", functions.go_on)
+        assert list(found) == [(held, 101)]
+
+
+def test_merged_streams_are_no_further_ahead_than_they_may_be() -> None:
+    numbers = rpc.stream("worker0", functions.count_to, (100,), ahead=2)
+    with rpc.merged([numbers, rpc.stream("worker1", functions.count_on, (0,))]) as found:
+        assert next(found) == (numbers, 0)
+        await_seen(2)
+        assert seen() == [0, 1, 2]
+    await_seen("closed")
+
+
 def test_a_stream_that_is_dropped_is_closed() -> None:
     numbers = rpc.stream("worker0", functions.count_to, (100,))
     assert next(numbers) == 0

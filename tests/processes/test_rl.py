@@ -10,7 +10,19 @@ from torch import nn
 
 from tests.processes import rl_functions as functions
 from tests.processes.functions import wait_until
-from tests.processes.rl_functions import Gated, Lying, OneShort, Patient, learn, make_walk, rows_of
+from tests.processes.rl_functions import (
+    LONGEST_WAIT_S,
+    Gated,
+    Holding,
+    Limited,
+    Lying,
+    OneShort,
+    Patient,
+    Telling,
+    learn,
+    make_walk,
+    rows_of,
+)
 from tests.rl_environments import Walk, walk_policy
 from torchweft import rpc
 from torchweft.errors import BatchError, ConfigurationError, UnknownWorker
@@ -66,15 +78,61 @@ def test_the_same_program_gives_the_same_bits_everywhere(group: Cluster) -> None
     assert equal(trained("threads")[0], expected)
 
 
-def test_a_full_batch_is_one_forward_pass_for_all_environments(group: Cluster) -> None:
+@pytest.mark.parametrize("where", [[*WORKERS, "worker0"], "threads"], ids=["workers", "threads"])
+def test_a_full_batch_is_one_forward_pass_for_all_environments(group: Cluster, where: Any) -> None:
     agent = Patient(walk_policy())
     with Observers(
-        WORKERS, Environments(make_walk, 4), agent, steps=9, time_limit_s=LIMIT_S
+        where, Environments(make_walk, 4), agent, count=3, steps=9, time_limit_s=LIMIT_S
     ) as observers:
-        for _ in range(3):
-            observers.round()
-    assert agent.statistics().sizes == {2: 3 * 9}
-    assert agent.policy.forwards == agent.policy.decisions / (2 * 4) == 3 * 9
+        steps = sum(each.steps for _ in range(3) for each in observers.round())
+    assert steps == 3 * 9 * 3 * 4
+    assert agent.policy.forwards == steps / (3 * 4)
+    assert agent.statistics().sizes == {3: 3 * 9}
+
+
+def test_an_observer_that_pauses_costs_one_wait_and_the_forward_passes_that_it_missed(
+    group: Cluster,
+) -> None:
+    agent = Limited(walk_policy())
+
+    class Pausing(Walk):
+        """A walk that takes its third step when the others have taken all of theirs."""
+
+        def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+            taken.append(1)
+            if len(taken) == 3:
+                wait_until(
+                    lambda: agent.policy.decisions == 3 * 3 + 2 * 3, lambda: "the others stopped"
+                )
+            return super().step(action)
+
+    def make() -> Walk:
+        made.append(1)
+        return Pausing() if len(made) == 2 else Walk()
+
+    made: list[int] = []
+    taken: list[int] = []
+    with Observers(
+        "threads", Environments(make), agent, count=3, steps=6, time_limit_s=LIMIT_S
+    ) as observers:
+        assert sum(each.steps for each in observers.round()) == 3 * 6
+        # Three steps of all; three of two, which waited once; three of the one, alone.
+        assert agent.statistics().sizes == {3: 3, 2: 3, 1: 3}
+        assert agent.statistics().wait_s < 2 * 3 * LONGEST_WAIT_S
+        observers.round()
+        assert agent.statistics().sizes == {3: 3 + 6, 2: 3, 1: 3}
+    assert agent.policy.forwards == 2 * 6 + 3
+
+
+def test_one_half_steps_while_the_agent_is_held_with_the_other(group: Cluster) -> None:
+    functions.forget_steps()
+    agent = Holding(walk_policy())
+    environments = Environments(Telling, 2, halves=2)
+    with Observers(
+        WORKERS[:1], environments, agent, steps=5, time_limit_s=LIMIT_S, full_batches=False
+    ) as observers:
+        (found,) = observers.round()
+    assert found.steps == agent.policy.decisions == 2 * 5
 
 
 def test_without_a_group_threads_do_as_one_process() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -69,6 +71,24 @@ def test_copies_take_over_what_the_learner_publishes(group: Cluster) -> None:
         logits = own.network(trajectory.observations.flatten(0, 1)).log_softmax(dim=1)
         logs = logits.gather(1, trajectory.actions.flatten()[:, None]).view_as(trajectory.rewards)
         assert torch.allclose(logs, trajectory.outputs["logs"], atol=1e-6)
+
+
+@pytest.mark.parametrize("where", [WORKERS, "threads"], ids=["workers", "threads"])
+def test_rounds_with_copies_are_by_the_newest_version_if_that_is_awaited(
+    group: Cluster, where: Any
+) -> None:
+    publisher = weights.Publisher(small_walk_policy().network)
+    publisher.publish()
+    following = FollowingPolicy(small_walk_policy, publisher, timeout_s=LIMIT_S, awaits_newest=True)
+    with Observers(
+        where, ENVIRONMENTS, following, count=2, steps=2, time_limit_s=LIMIT_S
+    ) as observers:
+        for version in range(1, 6):
+            found = observers.round()
+            assert len(found) == 2
+            assert all((each.versions == version).all() for each in found)
+            publisher.publish()
+        assert observers.staleness == {0: 10}
 
 
 def test_mistakes(group: Cluster) -> None:

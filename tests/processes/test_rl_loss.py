@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,10 @@ from tests.processes.functions import wait_until
 from tests.processes.open_workers import OpenWorkers
 from tests.processes.rl_functions import (
     LIMIT_S,
+    count_made,
     join,
+    make_agent,
+    make_counted,
     make_walk,
     open_observers,
     resume,
@@ -23,8 +27,10 @@ from tests.processes.rl_functions import (
     train,
 )
 from tests.rl_environments import walk_policy
+from torchweft import rpc
+from torchweft.errors import ConfigurationError
 from torchweft.launch import Cluster, Nursery
-from torchweft.rl import Agent, Environments, Observers, Trajectory
+from torchweft.rl import Agent, AgentLost, Environments, Observers, Trajectory
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 
@@ -85,6 +91,42 @@ def test_a_killed_agent_goes_on_from_its_snapshot(warm: OpenWorkers, tmp_path: P
             warm.kill(name)
     assert version == 3
     assert found == expected
+
+
+@pytest.mark.parametrize("way", ["rounds", "stream"])
+def test_observers_follow_a_new_agent_after_the_loss_of_theirs(three: Cluster, way: str) -> None:
+    agent = rpc.remote("worker2", make_agent)
+    environments = Environments(make_counted, 2)
+    with Observers(
+        ["worker0", "worker1"], environments, agent, steps=4, time_limit_s=LIMIT_S
+    ) as observers:
+
+        def collected(rounds: int = 1) -> list[Trajectory]:
+            if way == "rounds":
+                return [each for _ in range(rounds) for each in observers.round()]
+            return list(islice(observers.stream(), 3 * rounds))
+
+        assert {each.observer for each in collected()} == {"worker0", "worker1"}
+        state = agent.rpc_sync().state_dict()
+        made = [rpc.rpc_sync(f"worker{k}", count_made) for k in (0, 1)]
+        os.kill(three.pids["worker2"], signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(AgentLost, match=r"'worker2' was lost, .* call follow") as caught:
+                collected(rounds=5)  # A stream has trajectories from before.
+            assert caught.value.worker == "worker2"
+        assert observers.left_out == {}
+        restored = Agent(walk_policy())
+        restored.load_state_dict({**state, "version": 7})
+        observers.follow(restored)
+        found = collected()
+        assert {each.observer for each in found} == {"worker0", "worker1"}
+        assert all((each.versions == 7).all() for each in found)
+        assert [rpc.rpc_sync(f"worker{k}", count_made) for k in (0, 1)] == made == [2, 2]
+        # From one agent to another that lives, on the worker of an observer.
+        observers.follow(rpc.remote("worker0", make_agent))
+        assert all((each.versions == 0).all() for each in collected())
+        with pytest.raises(ConfigurationError, match="agent is a str, which observers cannot ask"):
+            observers.follow("worker0")  # type: ignore[arg-type]
 
 
 def test_an_observer_whose_worker_came_back_takes_part_again(

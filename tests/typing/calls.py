@@ -182,3 +182,7 @@ def batched_calls_actors_and_streams(x: Tensor) -> None:
     samplers.rpc_sync(Sampler.act, 5)  # type: ignore[arg-type]
     for value in rpc.stream(samplers[0], Sampler.samples, (3,)):
         assert_type(value, Tensor)
+    streams = [rpc.stream(each, Sampler.samples, (3,)) for each in samplers]
+    for stream, value in rpc.merged(streams):
+        assert_type(stream, rpc.Stream[Tensor])
+        assert_type(value, Tensor)

@@ -4,6 +4,7 @@ from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.draws import categorical, epsilon_greedy, uniform
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import (
+    AgentLost,
     BadPriority,
     ColumnsMismatch,
     NoObservers,
@@ -11,6 +12,8 @@ from torchweft.rl.errors import (
     ProgramMismatch,
     ReplayError,
     SpacesMismatch,
+    TooStale,
+    UnservedSpace,
     WrongActions,
     WrongObservations,
 )
@@ -24,7 +27,7 @@ from torchweft.rl.vtrace import VTrace, v_trace
 
 CALLABLES = (
     *(Observer, ReplayBuffer, BadPriority, ColumnsMismatch, NotEnough, ReplayError),
-    *(WrongActions, WrongObservations),
+    *(UnservedSpace, WrongActions, WrongObservations),
 )
 """The classes that a strict worker names in ``RpcBackendOptions(callables=...)`` to run observers
 or a replay buffer, or to be told the errors of those of others."""
@@ -32,6 +35,7 @@ or a replay buffer, or to be told the errors of those of others."""
 __all__ = [
     "CALLABLES",
     "Agent",
+    "AgentLost",
     "BadPriority",
     "ColumnsMismatch",
     "Decision",
@@ -51,7 +55,9 @@ __all__ = [
     "Sample",
     "SpacesMismatch",
     "SumTree",
+    "TooStale",
     "Trajectory",
+    "UnservedSpace",
     "VTrace",
     "WrongActions",
     "WrongObservations",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,17 +10,21 @@ import torch
 from torch import Tensor
 
 from torchweft.rl.errors import WrongActions
-from torchweft.rl.policies import Decision, LocalPolicy
+from torchweft.rl.policies import NUMBER, Decision, LocalPolicy
 from torchweft.rpc import RRef, expose, functions
 from torchweft.rpc.futures import Future
 from torchweft.serialize.registry import rebuilds_plain
 
-LONGEST_WAIT_S = 0.01
-"""How long a call waits at most for those of the other observers."""
+LONGEST_WAIT_S = 0.1
+"""How long a batch waits at most for an observer that is slower than the others."""
 
 
 class Agent:
     """Serves a policy; its calls are batched: see ``torchweft.rpc.functions.batched``.
+
+    A batch waits for all observers that take part, see ``expect``. One that keeps a batch waiting
+    for the longest wait is not waited for again until it has asked. So a forward pass is for all
+    observers that keep up, and an observer that hangs delays the others once.
 
     Observers that ask together must have equally many environments; a call of another shape fails
     with ``BatchError``, which names the worker and the shapes. Subclasses may override ``act`` with
@@ -31,6 +36,10 @@ class Agent:
 
     def __init__(self, policy: LocalPolicy) -> None:
         self.policy = policy
+        self._lock = threading.Lock()
+        self._observers = self._awaited = 1
+        self._punctual: frozenset[int] = frozenset()
+        """While fewer are awaited than take part: the first environments of those that came."""
 
     @expose
     @functions.batched(largest=256, longest_wait=LONGEST_WAIT_S)
@@ -41,6 +50,7 @@ class Agent:
             WrongActions: The policy did not return a row for each environment.
         """
         calls = environments.shape[:2]  # calls, environments of each
+        self._adapt(environments)
         made = self.policy.act(observations.flatten(0, 1), environments.flatten(0, 1))
         for name, rows in {"actions": made.actions, **made.outputs}.items():
             _check_rows(name, rows, calls)
@@ -59,8 +69,28 @@ class Agent:
 
     @expose
     def expect(self, observers: int) -> None:
-        """Has batches wait for the calls of so many observers, for a limited time."""
-        functions.expect_calls(self.act, max(observers, 1))
+        """Has batches wait for the calls of so many observers, for at most the longest wait."""
+        with self._lock:
+            self._observers = self._awaited = max(observers, 1)
+            functions.expect_calls(self.act, self._awaited)
+
+    def _adapt(self, environments: Tensor) -> None:
+        """After a batch that lacked calls awaits only its own; and all again, once another comes.
+
+        Args:
+            environments: Those of a batch, int64 ``(calls, n, 3)``.
+        """
+        if len(environments) >= self._awaited == self._observers:
+            return
+        came = frozenset(environments[:, 0, NUMBER].tolist())
+        with self._lock:
+            if len(environments) < self._awaited:
+                self._awaited, self._punctual = len(environments), came
+            elif came <= self._punctual:
+                return
+            else:
+                self._awaited = self._observers
+            functions.expect_calls(self.act, self._awaited)
 
     def statistics(self) -> functions.BatchStatistics:
         """Returns what the batches have been so far."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchweft.errors import ConfigurationError
-from torchweft.rl.errors import WrongObservations
+from torchweft.rl.errors import UnservedSpace, WrongObservations
 from torchweft.serialize.registry import rebuilds_plain
 
 Array = NDArray[Any]
@@ -62,7 +62,7 @@ class Environments:
         size = self.count // self.halves
         first = self.seed + place * self.count + half * size
         if self.vectorized:
-            return _Native(self._made(size), first)
+            return _Native(self._made(size), first, size)
         return _List([self._made() for _ in range(size)], first)
 
     def _made(self, size: int = 0) -> Any:
@@ -77,6 +77,23 @@ class Environments:
         if not size:
             return gymnasium.make(self.make)
         return gymnasium.make_vec(self.make, size, vectorization_mode="vector_entry_point")
+
+
+def check_spaces(spaces: tuple[Any, Any], observer: str) -> None:
+    """Raises UnservedSpace unless observations and actions are arrays of numbers of one shape."""
+    for kind, space in zip(("observation", "action"), spaces, strict=True):
+        dtype = getattr(space, "dtype", np.float32)
+        if getattr(space, "shape", None) is None or np.dtype(dtype).kind not in "biuf":
+            text = described(space)
+            raise UnservedSpace(
+                f"observer {observer!r}: the {kind} space of its environments is {text}. Served "
+                "are spaces of one shape and a numeric dtype: Box, Discrete, MultiDiscrete and "
+                "MultiBinary; gymnasium.wrappers.FlattenObservation makes a Box of other "
+                "observations",
+                observer=observer,
+                kind=kind,
+                space=text,
+            )
 
 
 def described(space: Any) -> str:
@@ -140,7 +157,7 @@ class _List:
         self.numbers = np.arange(first, first + len(environments))
         one = environments[0]
         self.spaces = one.observation_space, one.action_space
-        self._dtype = one.observation_space.dtype
+        self._dtype = getattr(one.observation_space, "dtype", None)
 
     def reset(self) -> Array:
         return self._stacked(
@@ -197,7 +214,13 @@ class _List:
 class _Native:
     """A native vector environment."""
 
-    def __init__(self, environment: Any, first: int) -> None:
+    def __init__(self, environment: Any, first: int, size: int) -> None:
+        found = getattr(environment, "num_envs", None)
+        if found != size:
+            raise ConfigurationError(
+                f"{environment} has {'no number' if found is None else found} of environments "
+                f"(num_envs); the function was asked for a native vector of {size}"
+            )
         mode = str(getattr(environment, "metadata", {}).get("autoreset_mode", ""))
         if not mode.lower().replace("_", "").endswith("nextstep"):
             raise ConfigurationError(
@@ -205,9 +228,9 @@ class _Native:
                 "environment must have gymnasium's NEXT_STEP"
             )
         self._environment = environment
-        self.numbers = np.arange(first, first + environment.num_envs)
+        self.numbers = np.arange(first, first + size)
         self.spaces = environment.single_observation_space, environment.single_action_space
-        self._has_ended = np.zeros(environment.num_envs, np.bool_)
+        self._has_ended = np.zeros(size, np.bool_)
 
     def reset(self) -> Array:
         self._has_ended[:] = False

@@ -1,24 +1,28 @@
-"""Errors of reinforcement learning: environments, agents and observers that do not fit together.
+"""Errors of reinforcement learning: parts that do not fit together, or that are lost.
 
 ::
 
     ConfigurationError
     ├── SpacesMismatch                  an observer's environments have other spaces
+    ├── UnservedSpace                   a space has no one shape and dtype, such as a dict
     ├── ProgramMismatch                 an observer runs another version of the program
     ├── WrongActions                    an agent returned actions that do not fit
     ├── WrongObservations               observations do not fit the policy, or one another
     ├── NoObservers (RuntimeError)      all observers are left out; names them and the causes
+    ├── TooStale (RuntimeError)         all trajectories of a round were refused as too old
     └── ReplayError                     a replay buffer cannot do as asked
         ├── ColumnsMismatch             rows have other columns than those that are stored
         ├── NotEnough (LookupError)     fewer rows are stored than must be sampled
         └── BadPriority                 a priority is negative or not finite
+    WorkerLost
+    └── AgentLost                       the agent's worker was lost; its observers follow another
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, WorkerLost
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
@@ -34,6 +38,21 @@ class SpacesMismatch(ConfigurationError):
     observer: str = ""
     expected: str = ""
     found: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class UnservedSpace(ConfigurationError):
+    """A space of an environment has no one shape and numeric dtype; the observer is left out.
+
+    Attributes:
+        observer: Name of the observer.
+        kind: Which space: ``"observation"`` or ``"action"``.
+        space: The space, as text.
+    """
+
+    observer: str = ""
+    kind: str = ""
+    space: str = ""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)
@@ -92,6 +111,26 @@ class NoObservers(ConfigurationError, RuntimeError):
     """
 
     causes: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class TooStale(ConfigurationError, RuntimeError):
+    """All trajectories were too old, until the time was up: the policy changes too fast.
+
+    Attributes:
+        most_stale: How many updates were allowed since the oldest action of a trajectory.
+        refused: How many trajectories were refused in this round.
+    """
+
+    most_stale: int = 0
+    refused: int = 0
+
+
+class AgentLost(WorkerLost):
+    """The worker of the agent, or of the publisher that policies follow, was lost.
+
+    The observers keep their environments: make the agent anew and have them ``follow`` it.
+    """
 
 
 class ReplayError(ConfigurationError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +31,9 @@ class FollowingPolicy:
         publisher: What publishes the weights of the learner's network, under the names of
             ``LocalPolicy.network``. It must have published a version before observers begin.
         timeout_s: How long an observer waits for its first version, in seconds.
+        awaits_newest: Whether an observer begins a trajectory only with the newest version that is
+            published by then; it waits for it, for at most ``timeout_s``. Then all actions of a
+            round are by one version, the learner's, as with an agent. It costs a call.
 
     Raises:
         NotInitialized: This process is not a worker.
@@ -47,19 +51,21 @@ class FollowingPolicy:
                 publisher.publish()
     """
 
-    __match_args__ = ("make", "publisher", "timeout_s")
+    __match_args__ = ("make", "publisher", "timeout_s", "awaits_newest")
 
     def __init__(
         self,
         make: Callable[[], LocalPolicy],
         publisher: Publisher | RRef[Publisher],
         timeout_s: float = 30.0,
+        awaits_newest: bool = False,
     ) -> None:
         if not timeout_s > 0:
             raise ConfigurationError(f"timeout_s={timeout_s!r}: pass a positive time, in seconds")
         self.make = make
         self.publisher = RRef(publisher) if isinstance(publisher, Publisher) else publisher
         self.timeout_s = timeout_s
+        self.awaits_newest = awaits_newest
         self._prepare()
 
     def _prepare(self) -> None:
@@ -79,6 +85,24 @@ class FollowingPolicy:
         """Number of the newest version that was published; asks the publisher, elsewhere."""
         return self.publisher.rpc_sync(self.timeout_s).get_version()
 
+    def begin_trajectory(self) -> None:
+        """With ``awaits_newest``, waits for the newest version, and takes it over.
+
+        Raises:
+            CallTimeout: It has not arrived in time.
+            WeightsMismatch: As ``act``.
+            WorkerLost: The publisher was lost.
+        """
+        if not self.awaits_newest:
+            return
+        newest = self.version
+        deadline_s = time.monotonic() + self.timeout_s
+        with self._lock:
+            policy, subscriber = self._followed()
+            while policy.version < newest:
+                left_s = max(deadline_s - time.monotonic(), 0.001)
+                policy.version = subscriber.update(timeout=left_s)
+
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
         """Chooses actions; see ``Policy``.
 
@@ -88,14 +112,18 @@ class FollowingPolicy:
             WorkerLost: The publisher was lost before the first version had arrived.
         """
         with self._lock:
-            policy = self._policy
-            if policy is None:
-                policy = self._policy = self.make()
-            if self._subscriber is None:
-                self._subscriber = self._subscribe(policy)
             # Under the lock: a version is put in while no other observer decides.
-            policy.version = self._subscriber.update()
+            policy, subscriber = self._followed()
+            policy.version = subscriber.update()
             return policy.act(observations, environments)
+
+    def _followed(self) -> tuple[LocalPolicy, Subscriber]:
+        if self._policy is None:
+            self._policy = self.make()
+        if self._subscriber is None:
+            self._subscriber = self._subscribe(self._policy)
+            self._policy.version = self._subscriber.version
+        return self._policy, self._subscriber
 
     def close(self) -> None:
         """Stops following in this process; the next ``act`` follows again."""

@@ -11,7 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweft.rl.environments import Array, Environments, Group, Stepped, described
+from torchweft.rl.environments import (
+    Array,
+    Environments,
+    Group,
+    Stepped,
+    check_spaces,
+    described,
+)
 from torchweft.rl.errors import WrongActions, WrongObservations
 from torchweft.rl.following import FollowingPolicy
 from torchweft.rl.policies import DECISIONS, NUMBER, STARTS, Decision, Policy
@@ -28,7 +35,7 @@ class Introduction(NamedTuple):
 
     Attributes:
         name: Its name.
-        program: Version of the program that makes its environments.
+        program: Version of the program that makes its environments and its policy.
         observations: Description of the observation space of one environment.
         actions: That of its action space.
     """
@@ -64,8 +71,9 @@ class Observer:
         self._name = name or f"observer{place}"
         self._policy = policy
         self._by_reference_bytes = by_reference_bytes
-        self._program = program_of(environments.make)
+        self._program = program_of(environments.make, policy)
         groups = [environments.group(place, half) for half in range(environments.halves)]
+        check_spaces(groups[0].spaces, self._name)
         self._halves = [_Half(group, self._name) for group in groups]
         self._made = 0
 
@@ -89,6 +97,8 @@ class Observer:
             Exception: The policy or an environment failed. The next call begins new episodes.
         """
         try:
+            if isinstance(self._policy, FollowingPolicy):
+                self._policy.begin_trajectory()
             for half in self._halves:
                 half.begin(steps)
                 half.ask(self._policy)
@@ -114,6 +124,13 @@ class Observer:
         if may_stay and size_bytes > self._by_reference_bytes:
             held = RRef(made)
         return Collected(int(made.versions.min()), size_bytes, held)
+
+    @expose
+    def follow(self, policy: Policy) -> None:
+        """From the next step on asks another policy; the environments stay."""
+        former, self._policy = self._policy, policy
+        if isinstance(former, FollowingPolicy):
+            former.close()
 
     @expose
     def close(self) -> None:

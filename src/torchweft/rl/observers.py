@@ -7,21 +7,25 @@ Rules of the file:
 - An observer is *ready* (may begin), *busy*, *late* (busy beyond the time limit), or *lost* (its
   worker died, or it failed). Nobody waits for those that are late or lost. A late one takes part
   again when its trajectory comes, a lost one when ``replace`` or ``take_back`` made it anew.
+- The loss of the agent is no fault of the observers that it leaves without an answer: they are
+  ready again, and go on when they ``follow`` another.
 - Results come from any thread into one queue; everything else happens in the learner's thread.
 """
 
 from __future__ import annotations
 
+import copy
 import queue
 import time
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
-from torchweft.rl.errors import NoObservers, ProgramMismatch, SpacesMismatch
+from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
+from torchweft.rl.following import FollowingPolicy
 from torchweft.rl.observer import Introduction, Observer
 from torchweft.rl.places import Here, InThread, OnWorker, Place
 from torchweft.rl.policies import Policy
@@ -49,6 +53,8 @@ class _Seat:
         self.generation = 0
         """How often the observer has been made; results of former ones do not count."""
         self.since_s = 0.0
+        self.agent_number = 0
+        """Which agent, of those that were followed one after the other, the trajectory is of."""
 
 
 class Observers:
@@ -101,18 +107,21 @@ class Observers:
                 f"{len(where)} places, count={count}, steps={steps}, time_limit_s={time_limit_s}: "
                 "pass 1 or more, and a positive time"
             )
+        _check_agent(agent)
         self.refused = 0
         self.staleness: dict[int, int] = {}
         self._where = where
         self._environments = environments
         self._agent = agent
+        self._agent_number = 0
+        self._agent_lost: AgentLost | None = None
         self._steps = steps
         self._time_limit_s = time_limit_s
         self._most_stale = most_stale
         self._full_batches = full_batches
         self._by_reference_bytes = by_reference_bytes
         self._expected = 0
-        self._program = program_of(environments.make)
+        self._program = program_of(environments.make, self._agent)
         self._spaces: tuple[str, str] | None = None
         self._introduced: dict[int, Introduction] | None = None
         self._done: queue.SimpleQueue[tuple[int, int, Any, BaseException | None, Mark | None]]
@@ -145,34 +154,50 @@ class Observers:
         """Collects a trajectory of each observer; blocks until all are there, or the time is up.
 
         All actions are of one version of the policy, if the learner learns between the rounds.
-        Those of observers that were late in an earlier round are among the trajectories.
+        Those of observers that were late in an earlier round are among the trajectories. If all are
+        refused as too old, the observers make new ones, until the time is up.
 
         Returns:
-            The trajectories in the order of the observers, without those that are late or lost.
+            The trajectories in the order of the observers, without those that are late or lost; at
+            least one.
 
         Raises:
+            AgentLost: The agent's worker was lost, and the round with it; see ``follow``.
             NoObservers: No trajectory has come, and all observers are late or lost.
+            TooStale: All trajectories were refused as too old, until the time was up.
         """
+        before = self.refused
+        deadline_s = time.monotonic() + self._time_limit_s
+        while not (found := self._collected()):
+            self._check_any()
+            if self.refused > before and time.monotonic() > deadline_s:
+                raise _too_stale(self._most_stale or 0, self.refused - before)
+        return [found[number] for number in sorted(found)]
+
+    def _collected(self) -> dict[int, Trajectory]:
+        self._expected = 0  # The agent awaits all again, also those that it has given up.
         self._start_ready()
         found: dict[int, Trajectory] = {}
         while any(seat.state == BUSY for seat in self._seats):
             self._take(found)
+            self._check_agent()
         while not self._done.empty():
             self._take(found)
-        if not found:
-            self._check_any()
-        return [found[number] for number in sorted(found)]
+        return found
 
     def stream(self) -> Iterator[Trajectory]:
         """Yields trajectories as they come, without end; each observer begins its next meanwhile.
 
         Raises:
+            AgentLost: The agent's worker was lost; raised by the iterator. After ``follow``, begin
+                another stream.
             NoObservers: All observers are late or lost; raised by the iterator.
         """
         while True:
             self._start_ready()
             found: dict[int, Trajectory] = {}
             self._take(found)
+            self._check_agent()
             if found:
                 self._start_ready()
                 yield from found.values()
@@ -201,6 +226,45 @@ class Observers:
         self._open([seat])
         if seat.cause is not None:
             raise seat.cause
+
+    def follow(self, agent: Agent | RRef[Agent] | Policy) -> None:
+        """Has all observers ask another agent, for instance after ``AgentLost``.
+
+        Their environments stay. Trajectories that are under way are dropped; an observer whose
+        trajectory has failed begins new episodes. Blocks until the observers know the agent, at
+        most for the time limit; those that do not answer are left out.
+
+        Args:
+            agent: As for the constructor.
+        """
+        _check_agent(agent)
+        self._agent, self._agent_lost = agent, None
+        self._program = program_of(self._environments.make, agent)
+        self._agent_number += 1
+        self._expected = 0
+        while any(seat.state == BUSY for seat in self._seats):
+            self._take({})
+        told: queue.SimpleQueue[tuple[_Seat, BaseException | None]] = queue.SimpleQueue()
+        for seat in self._seats:
+            if seat.place is not None and seat.state != LOST:
+                seat.place.start(
+                    "follow",
+                    (self._policy(),),
+                    lambda _, error, seat=seat: told.put((seat, error)),  # type: ignore[misc]
+                )
+        # Those that are late may hang: they are told, but nobody waits for them.
+        untold = {seat for seat in self._seats if seat.state == READY}
+        deadline_s = time.monotonic() + self._time_limit_s
+        while untold:
+            try:
+                seat, error = told.get(timeout=max(deadline_s - time.monotonic(), 0.001))
+            except queue.Empty:
+                break
+            untold.discard(seat)
+            if error is not None:
+                self._lose(seat, error)
+        for seat in untold:
+            self._lose(seat, _late(seat, self._time_limit_s))
 
     def take_back(self) -> list[str]:
         """Tries to make all lost observers anew; returns the names of those that take part again.
@@ -278,6 +342,8 @@ class Observers:
 
     def _meet(self, seat: _Seat, found: Introduction) -> None:
         """Compares what an observer runs with the others; one that differs is left out."""
+        if not self._program:  # The learner itself has no gymnasium.
+            self._program = found.program
         if found.program != self._program:
             self._lose(seat, _other_program(seat.name, self._program, found.program))
             return
@@ -290,16 +356,19 @@ class Observers:
     # Results
 
     def _start_ready(self) -> None:
+        self._check_agent()
         ready = [seat for seat in self._seats if seat.state == READY]
         is_alone = isinstance(self._where, str) and self._where == "process"
         active = len(ready) + sum(seat.state == BUSY for seat in self._seats)
         self._expect(1 if is_alone else active)
+        self._check_agent()
         for seat in ready:
             self._start(seat, "collect", (self._steps, not isinstance(self._where, str)))
 
     def _start(self, seat: _Seat, method: str, args: tuple[Any, ...]) -> None:
         assert seat.place is not None
         seat.state, seat.since_s = BUSY, time.monotonic()
+        seat.agent_number = self._agent_number
         number, generation = seat.number, seat.generation
 
         def done(result: Any, error: BaseException | None) -> None:
@@ -329,6 +398,8 @@ class Observers:
             return
         seat.state = READY
         if error is not None:
+            if isinstance(error, WorkerLost) and self._is_by_agent(seat, error):
+                return
             self._lose(seat, error)
         elif isinstance(result, Introduction):
             if self._introduced is None:  # It is late.
@@ -339,7 +410,12 @@ class Observers:
             self._receive(seat, result, found)
 
     def _receive(self, seat: _Seat, sent: Collected, found: dict[int, Trajectory]) -> None:
-        staleness = self._version() - sent.oldest
+        if seat.agent_number != self._agent_number:
+            return  # It was chosen by a former agent.
+        version = self._version()
+        if version is None:
+            return
+        staleness = version - sent.oldest
         if self._most_stale is not None and staleness > self._most_stale:
             self.refused += 1
             return
@@ -350,12 +426,46 @@ class Observers:
         else:
             self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
 
-    def _version(self) -> int:
+    def _version(self) -> int | None:
+        """Returns the version of the agent's policy; None if the agent is lost."""
         agent: Any = self._agent
-        if isinstance(agent, RRef):
-            version: int = agent.rpc_sync(self._time_limit_s).get_version()
-            return version
-        return int(getattr(agent, "version", 0))
+        try:
+            if isinstance(agent, RRef):
+                version: int = agent.rpc_sync(self._time_limit_s).get_version()
+                return version
+            return int(getattr(agent, "version", 0))
+        except WorkerLost as error:
+            self._note_agent_lost(error)
+            return None
+
+    def _is_by_agent(self, seat: _Seat, error: WorkerLost) -> bool:
+        """Whether an observer failed as it had lost its agent; notes the loss."""
+        if seat.agent_number != self._agent_number:
+            return error.worker != seat.name
+        if isinstance(self._where, str) or error.worker != seat.name:
+            agent = (
+                self._agent.publisher if isinstance(self._agent, FollowingPolicy) else self._agent
+            )
+            if isinstance(agent, RRef) and agent.owner_name() == error.worker:
+                self._note_agent_lost(error)
+                return True
+        return False
+
+    def _note_agent_lost(self, error: WorkerLost) -> None:
+        if self._agent_lost is None:
+            self._agent_lost = AgentLost(
+                f"worker {error.worker!r} was lost, and the agent of the observers with it. They "
+                f"keep their environments: make the agent anew, for instance from a snapshot, and "
+                f"call follow(agent). {error}",
+                worker=error.worker,
+                since=error.since,
+                cause=error.cause,
+            )
+            self._agent_lost.__cause__ = error
+
+    def _check_agent(self) -> None:
+        if self._agent_lost is not None:
+            raise copy.copy(self._agent_lost)
 
     def _lose(self, seat: _Seat, cause: BaseException) -> None:
         seat.state, seat.cause = LOST, cause
@@ -381,7 +491,10 @@ class Observers:
         if isinstance(self._agent, Agent):
             self._agent.expect(count)
         elif isinstance(self._agent, RRef):
-            self._agent.rpc_sync(self._time_limit_s).expect(count)
+            try:
+                self._agent.rpc_sync(self._time_limit_s).expect(count)
+            except WorkerLost as error:
+                self._note_agent_lost(error)
 
     def _check_any(self) -> None:
         if any(seat.state in (READY, BUSY) for seat in self._seats):
@@ -395,14 +508,32 @@ class Observers:
         ) from next(iter(errors.values()))
 
 
+def _check_agent(agent: Any) -> None:
+    if not isinstance(agent, RRef) and not callable(getattr(agent, "act", None)):
+        raise ConfigurationError(
+            f"agent is a {type(agent).__name__}, which observers cannot ask: pass an Agent, a "
+            "reference to one, or a policy with the method act"
+        )
+
+
+def _too_stale(most_stale: int, refused: int) -> TooStale:
+    return TooStale(
+        f"all {refused} trajectories of a round were refused: the policy had more than most_stale="
+        f"{most_stale} updates since the oldest of their actions. Update it less often while "
+        "observers act, take fewer steps, or allow for older trajectories",
+        most_stale=most_stale,
+        refused=refused,
+    )
+
+
 def _late(seat: _Seat, limit_s: float) -> TimeoutError:
     return TimeoutError(f"observer {seat.name!r} did not answer within {limit_s:g} s")
 
 
 def _other_program(observer: str, expected: str, found: str) -> ProgramMismatch:
     return ProgramMismatch(
-        f"observer {observer!r} runs version {found} of the module that makes its environments, "
-        f"the learner version {expected}; restart the worker with the program of the learner",
+        f"observer {observer!r} makes its environments and its policy by version {found}, the "
+        f"learner has version {expected}; restart the worker with the program of the learner",
         observer=observer,
         expected=expected,
         found=found,

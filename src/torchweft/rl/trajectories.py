@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchweft.errors import ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.serialize.registry import rebuilds_plain
 
@@ -116,7 +117,15 @@ def join(trajectories: list[Trajectory]) -> Trajectory:
     """Puts trajectories of several observers side by side: the columns of all of them.
 
     All must have the same steps. ``observer`` names all of them.
+
+    Raises:
+        ConfigurationError: There is no trajectory, or they differ in their number of steps.
     """
+    if not trajectories:
+        raise ConfigurationError("join was given no trajectory")
+    if len({len(each.rewards) for each in trajectories}) > 1:
+        lengths = ", ".join(f"{each.observer}: {len(each.rewards)}" for each in trajectories)
+        raise ConfigurationError(f"join needs trajectories of equally many steps; given: {lengths}")
     shift, places = 0, []
     for each in trajectories:
         places.append(each.final_places + each.final_places.new_tensor([0, shift]))

@@ -26,6 +26,7 @@ from torchweft.rpc.joining import (
     shutdown,
     traffic,
 )
+from torchweft.rpc.merging import Merged, merged
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.stack_report import CallStatus, ThreadStack, WorkerStacks, stacks
@@ -39,6 +40,7 @@ __all__ = [
     "BackendType",
     "CallStatus",
     "Future",
+    "Merged",
     "OnValue",
     "OnWorker",
     "PyRRef",
@@ -67,6 +69,7 @@ __all__ = [
     "init_rpc",
     "is_available",
     "is_cancelled",
+    "merged",
     "remaining_time",
     "remote",
     "on",

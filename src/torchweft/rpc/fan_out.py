@@ -83,13 +83,14 @@ def _yielded(
     limit_s: float,
 ) -> Iterator[AnyFuture]:
     while pending:
-        future = _next(done, began_s + limit_s)
+        future = next_done(done, began_s + limit_s)
         if future is None:
             raise _timed_out(list(pending.values()), limit_s)
         yield pending.pop(id(future))
 
 
-def _next(done: queue.SimpleQueue[AnyFuture], deadline_s: float) -> AnyFuture | None:
+def next_done(done: queue.SimpleQueue[T], deadline_s: float) -> T | None:
+    """Returns the next of what is done, or None at the deadline. Blocks, and is counted as such."""
     try:
         return done.get_nowait()
     except queue.Empty:

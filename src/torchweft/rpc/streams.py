@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import torch
+
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.arguments import limit_of
@@ -62,6 +64,19 @@ class Stream(Generic[T]):
     def worker_name(self) -> str:
         """Name of the worker that runs the generator."""
         return self._peer.name
+
+    @property
+    def limit_s(self) -> float:
+        """How long a value is waited for at most, in seconds; infinity for no limit."""
+        return self._timeout_s or math.inf
+
+    def tell_next(self, tell: Callable[[], object]) -> None:
+        """Calls ``tell`` from any thread, maybe at once, when ``next`` will not block."""
+        if self._pulled:
+            # Bypasses Weft's class: being told of the end does not count as looking at the error.
+            torch._C.Future.add_done_callback(self._pulled[0], lambda _: tell())
+        else:
+            tell()  # The stream has ended, or its worker is lost.
 
     def _pull(self) -> None:
         args = (self._number, next(self._places))

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -14,8 +14,11 @@ from torchweft.errors import ConfigurationError
 from torchweft.rl import (
     Decision,
     Environments,
+    NoObservers,
     Observer,
+    Observers,
     Trajectory,
+    UnservedSpace,
     WrongActions,
     WrongObservations,
     join,
@@ -229,6 +232,51 @@ def test_a_native_vector_with_another_rule_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Walks, "metadata", {"autoreset_mode": "SameStep"})
     with pytest.raises(ConfigurationError, match=r"'SameStep'.*NEXT_STEP"):
         Observer(0, Environments(Walks, 4, vectorized=True), walk_policy())
+
+
+@pytest.mark.parametrize("size", [3, None])
+def test_a_native_vector_of_another_size_is_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int | None
+) -> None:
+    def make(count: int) -> Any:
+        made = Walks(count)
+        made.num_envs = size  # type: ignore[assignment]
+        return made
+
+    with pytest.raises(ConfigurationError, match=r"has (3|no number) of .* a native vector of 4"):
+        Observer(0, Environments(make, 4, vectorized=True), walk_policy())
+
+
+class Mapping(NamedTuple):
+    """A space of several arrays, as gymnasium's ``Dict``."""
+
+    shape: None = None
+    dtype: None = None
+
+
+class Texts(NamedTuple):
+    shape: tuple[int, ...] = (2,)
+    dtype: Any = str
+
+
+@pytest.mark.parametrize("kind", ["observation", "action"])
+@pytest.mark.parametrize("space", [Mapping(), Texts()])
+def test_spaces_that_are_not_served_are_told_before_the_first_step(kind: str, space: Any) -> None:
+    class Unserved(Walk):
+        def step(self, action: int) -> Any:
+            raise AssertionError("it took a step")
+
+    setattr(Unserved, f"{kind}_space", space)
+    expected = rf"observer 'west': the {kind} space .*{type(space).__name__}\(.*Box, Discrete"
+    with pytest.raises(UnservedSpace, match=expected) as caught:
+        Observer(0, Environments(Unserved, 2), walk_policy(), "west")
+    assert (caught.value.observer, caught.value.kind) == ("west", kind)
+    assert caught.value.space == repr(space)
+    with (
+        pytest.raises(NoObservers, match="observer0: UnservedSpace: "),
+        Observers("process", Environments(Unserved, 2), walk_policy()),
+    ):
+        pass
 
 
 class FromGpu:

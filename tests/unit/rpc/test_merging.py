@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import deque
+from typing import Any
+
+import pytest
+
+from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
+from torchweft.rpc import Merged, Stream, merged
+from torchweft.rpc.ordered_futures import OrderedFuture, fail
+
+LIMIT_S = 20.0
+
+
+class Scripted(Stream[int]):
+    """A stream whose values come when the test says so."""
+
+    def __init__(self, name: str, ahead: int = 1) -> None:
+        self._name = name
+        self._timeout_s = LIMIT_S
+        self._pulled = deque()
+        self._asked: deque[Any] = deque()
+        self._has_ended = False
+        for _ in range(ahead):
+            self._pull()
+
+    def _pull(self) -> None:
+        future: OrderedFuture[Any] = OrderedFuture()
+        self._pulled.append(future)
+        self._asked.append(future)
+
+    def come(self, *values: int) -> Scripted:
+        for value in values:
+            self._asked.popleft().set_result((value,))
+        return self
+
+    def end(self, error: Exception | None = None) -> Scripted:
+        asked = self._asked.popleft()
+        if error is None:
+            asked.set_result(())
+        else:
+            fail(asked, error)
+        return self
+
+    @property
+    def worker_name(self) -> str:
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"Scripted({self._name})"
+
+    def close(self) -> None:
+        self._has_ended = True
+        self._pulled.clear()
+
+    def __del__(self) -> None:
+        pass
+
+
+def named(found: Merged[int], count: int) -> list[tuple[str, int]]:
+    return [(stream.worker_name, value) for stream, value in (next(found) for _ in range(count))]
+
+
+def test_values_come_in_the_order_of_arrival() -> None:
+    slow, fast = Scripted("slow"), Scripted("fast", ahead=3)
+    found = merged([slow, fast])
+    fast.come(10, 11, 12)
+    slow.come(1)
+    # Those that have values take turns, in the order in which they came.
+    assert named(found, 4) == [("fast", 10), ("slow", 1), ("fast", 11), ("fast", 12)]
+    slow.come(2)
+    assert named(found, 1) == [("slow", 2)]
+
+
+def test_a_value_is_asked_for_when_one_is_taken() -> None:
+    stream, other = Scripted("one", ahead=2), Scripted("other")
+    found = merged([stream, other])
+    stream.come(0, 1)
+    assert not stream._asked
+    next(found)
+    assert len(stream._asked) == 1
+    assert len(other._asked) == 1
+
+
+def test_the_others_go_on_after_the_end_of_one() -> None:
+    one, other = Scripted("one"), Scripted("other")
+    found = merged([one.end(), other.come(5)])
+    assert named(found, 1) == [("other", 5)]
+    assert found.streams == [other]
+    other.end()
+    assert list(found) == []
+    found.add(Scripted("third").come(7))
+    assert named(found, 1) == [("third", 7)]
+
+
+def test_a_stream_that_failed_is_reported_apart() -> None:
+    told: list[tuple[str, str]] = []
+    one, other = Scripted("one"), Scripted("other")
+    found = merged(
+        [one, other], failed=lambda stream, error: told.append((stream.worker_name, str(error)))
+    )
+    one.end(WorkerLost("gone", worker="one"))
+    other.come(5)
+    assert named(found, 1) == [("other", 5)]
+    assert told == [("one", "gone")]
+    assert one._has_ended
+    other.end(LookupError("empty"))
+    assert list(found) == []
+    assert told[1:] == [("other", "empty")]
+
+
+def test_without_a_place_for_it_an_error_is_raised_and_the_others_go_on() -> None:
+    one, other = Scripted("one"), Scripted("other")
+    found = merged([one.end(LookupError("empty")), other.come(5)])
+    with pytest.raises(LookupError, match="empty"):
+        next(found)
+    assert named(found, 1) == [("other", 5)]
+
+
+def test_no_value_in_time() -> None:
+    one = Scripted("one")
+    found = merged([one], timeout=0.01)
+    with pytest.raises(CallTimeout, match=r"none of these streams .* 0.0 s: Scripted\(one\)"):
+        next(found)
+    one.come(3)
+    assert named(found, 1) == [("one", 3)]
+
+
+def test_it_closes_its_streams_and_does_not_keep_them() -> None:
+    one, other = Scripted("one"), Scripted("other")
+    with merged([one, other]) as found:
+        other.close()
+        assert "Scripted(one)" in repr(found)
+    assert one._has_ended
+    assert list(found) == []
+    dropped = Scripted("dropped")
+    gone, found = weakref.ref(dropped), merged([dropped])
+    gc.disable()
+    try:
+        del dropped, found
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_mistakes() -> None:
+    one = Scripted("one")
+    with pytest.raises(ConfigurationError, match=r"Scripted\(one\) is merged already"):
+        merged([one, one])
+    with pytest.raises(ArgumentTypeError, match="streams"):
+        merged(one)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="stream"):
+        merged([iter([1])])  # type: ignore[list-item]
+    with pytest.raises(ConfigurationError):
+        merged([one], timeout=-2.0)
