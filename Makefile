@@ -186,15 +186,15 @@ distclean: clean
 .SECONDARY: $(VENV)/.made $(VENV)/.torch
 
 # The examples need extras, which users may install as well; contributors' targets need groups.
-EXTRAS_core :=
+EXTRAS_core := [rl]
 EXTRAS_demo := [demo]
 EXTRAS_meta := [meta]
 EXTRAS_pipeline := [pipeline]
 EXTRAS_embedding := [embedding]
 EXTRAS_demo-rl := [demo-rl]
-EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl]
+EXTRAS_test := [demo,meta,pipeline,embedding,demo-rl,torchrl]
 EXTRAS_fuzz := [demo,meta,pipeline,embedding,demo-rl]
-EXTRAS_dev := [demo,meta,pipeline,embedding,demo-rl]
+EXTRAS_dev := [demo,meta,pipeline,embedding,demo-rl,torchrl]
 GROUPS := conformance test fuzz docs dev
 
 $(VENV)/.installed-%: pyproject.toml $(VENV)/.torch
