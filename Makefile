@@ -193,7 +193,7 @@ distclean: clean
 .SECONDARY: $(VENV)/.made $(VENV)/.torch
 
 # The examples need extras, which users may install as well; contributors' targets need groups.
-EXTRAS_core :=
+EXTRAS_core := [rl]
 EXTRAS_demo := [demo]
 EXTRAS_meta := [meta]
 EXTRAS_pipeline := [pipeline]

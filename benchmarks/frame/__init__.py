@@ -5,7 +5,7 @@ No module here imports torch before a worker process has been pinned to its core
 
 from __future__ import annotations
 
-from benchmarks.frame.question import RAW, TORCH, WEFT, Form, Question, Row, Side
+from benchmarks.frame.question import COMPAT, RAW, TORCH, WEFT, Form, Question, Row, Side
 from benchmarks.frame.run import main
 from benchmarks.frame.targets import (
     Target,
@@ -30,6 +30,7 @@ from benchmarks.frame.units import (
 from benchmarks.frame.work import Numbers, Work
 
 __all__ = [
+    "COMPAT",
     "COUNT",
     "GIGABYTES_PER_S",
     "MEGABYTES",

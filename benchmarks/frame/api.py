@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-PACKAGES = {"torch": "torch.distributed", "weft": "torchweft"}
+# "compat": the modules have torch's names, and are those of ``torchweft.compat``, see ``enter``.
+PACKAGES = {"torch": "torch.distributed", "weft": "torchweft", "compat": "torch.distributed"}
 
 
 class Api:
@@ -44,6 +45,15 @@ class Api:
 def worker_name(rank: int) -> str:
     """Returns the name of a worker in every group of the benchmarks."""
     return f"worker{rank}"
+
+
+def enter(name: str, rank: int, size: int) -> Api:
+    """Makes a library, ``torch``, ``weft`` or ``compat``, the current one of this process."""
+    if name == "compat":
+        from torchweft import compat
+
+        compat.install(in_children=False)
+    return use(Api(PACKAGES[name], rank, size))
 
 
 _current: list[Api] = []

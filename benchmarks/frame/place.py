@@ -16,7 +16,7 @@ class Place:
         folder: Package of the question.
         side: Name of the side.
         runner: How the side's processes connect: ``rpc``, ``raw``, ``alone`` or ``forked``.
-        api: ``torch`` or ``weft``.
+        api: ``torch``, ``weft`` or ``compat``.
         rank: Rank of the worker; worker 0 makes the calls.
         size: Number of workers in the group.
         cores: Cores on which the worker may run.

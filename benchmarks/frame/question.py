@@ -28,7 +28,8 @@ class Side:
             ``work.NAME_works(connections)`` on the first, ``work.serve_NAME(connection)`` on the
             others), ``alone`` (one process; ``work.NAME_works()``) or ``forked`` (``program.py``
             runs as a script and forks the other workers). In NAME, a blank is a "_".
-        api: ``torch`` or ``weft``, for the runners ``rpc`` and ``forked``.
+        api: For the runners ``rpc`` and ``forked``: ``torch``, ``weft``, or ``compat``, which is
+            torch's names with ``torchweft.compat`` behind them, for programs that import them.
         environment: Variables set for its processes only.
         options: Arguments of the backend's options class, for the runner ``rpc``.
         options_by_rank: Further options of each worker, such as its listening address.
@@ -40,7 +41,7 @@ class Side:
 
     name: str
     runner: Literal["rpc", "raw", "alone", "forked"] = "rpc"
-    api: Literal["torch", "weft", ""] = ""
+    api: Literal["torch", "weft", "compat", ""] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     options_by_rank: Sequence[Mapping[str, Any]] = ()
@@ -52,6 +53,7 @@ class Side:
 
 TORCH = Side("torch", api="torch")
 WEFT = Side("weft", api="weft")
+COMPAT = Side("compat", api="compat")
 RAW = Side("raw", runner="raw")
 
 

@@ -37,9 +37,9 @@ def joined_group(place: Place) -> Iterator[api.Api]:
     import torch
 
     torch.set_num_threads(1)
-    library = api.use(api.Api(api.PACKAGES[place.api], place.rank, place.size))
+    library = api.enter(place.api, place.rank, place.size)
     os.environ.update(MASTER_ADDR=place.address, MASTER_PORT=str(place.port))
-    kind = {"torch": "TensorPipeRpcBackendOptions", "weft": "RpcBackendOptions"}[place.api]
+    kind = "RpcBackendOptions" if place.api == "weft" else "TensorPipeRpcBackendOptions"
     library.rpc.init_rpc(
         api.worker_name(place.rank),
         rank=place.rank,

@@ -13,6 +13,8 @@ class Work(NamedTuple):
     Attributes:
         run: The timed function.
         operations: Number of operations in one run, such as the calls of a batch.
+        is_counted: Whether ``run`` returns how many operations it made; ``operations`` is then
+            about that number.
         prepare: Runs before each run, and is not timed.
         finish: Runs after each run that was prepared, and is not timed.
         clock: Times a run, in nanoseconds, in place of ``time.perf_counter_ns``. For the CPU time
@@ -24,6 +26,7 @@ class Work(NamedTuple):
     prepare: Callable[[], object] | None = None
     finish: Callable[[], object] | None = None
     clock: Callable[[], int] | None = None
+    is_counted: bool = False
 
 
 class Numbers(NamedTuple):
@@ -48,42 +51,46 @@ def measure(work: Work | Numbers, operations: int, pids: Sequence[int]) -> dict[
         return {"values": list(work.tell())}
     runs = -(-operations // work.operations)
     timed = _timed if work.prepare is None else _timed_after_preparing
-    seconds, cpu_s = timed(work, runs, [process_clock(pid) for pid in pids])
+    seconds, results, cpu_s = timed(work, runs, [process_clock(pid) for pid in pids])
+    counts = results if work.is_counted else [work.operations] * runs
     return {
-        "values": [second / work.operations for second in seconds],
-        "cpu_s": cpu_s / (runs * work.operations),
+        "values": [second / count for second, count in zip(seconds, counts, strict=True)],
+        "cpu_s": cpu_s / sum(counts),
         "operations": work.operations,
     }
 
 
-def _timed(work: Work, runs: int, clocks: Sequence[int]) -> tuple[list[float], float]:
-    seconds = []
+def _timed(work: Work, runs: int, clocks: Sequence[int]) -> tuple[list[float], list[Any], float]:
+    """Returns the seconds of each run, its results, and the CPU time of all."""
+    seconds, results = [], []
     run, clock = work.run, work.clock or time.perf_counter_ns
     cpu_before = _cpu_s(clocks)
     for _ in range(runs):
         begin = clock()
-        run()
+        result = run()
         seconds.append((clock() - begin) / 1e9)
-    return seconds, _cpu_s(clocks) - cpu_before
+        results.append(result)
+    return seconds, results, _cpu_s(clocks) - cpu_before
 
 
 def _timed_after_preparing(
     work: Work, runs: int, clocks: Sequence[int]
-) -> tuple[list[float], float]:
+) -> tuple[list[float], list[Any], float]:
     assert work.prepare is not None
     clock = work.clock or time.perf_counter_ns
-    seconds = []
+    seconds, results = [], []
     cpu_s = 0.0
     for _ in range(runs):
         work.prepare()
         cpu_before = _cpu_s(clocks)
         begin = clock()
-        work.run()
+        result = work.run()
         seconds.append((clock() - begin) / 1e9)
+        results.append(result)
         cpu_s += _cpu_s(clocks) - cpu_before
         if work.finish is not None:
             work.finish()
-    return seconds, cpu_s
+    return seconds, results, cpu_s
 
 
 def _cpu_s(clocks: Sequence[int]) -> float:

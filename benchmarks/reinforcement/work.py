@@ -1,120 +1,64 @@
-"""Observers that ask an agent for actions, on either RPC library."""
+"""The program of PyTorch's tutorials on either RPC library, and observers of ``torchweft.rl``."""
 
 from __future__ import annotations
 
 import functools
-import threading
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.frame.api import Api, current, worker_name
+from benchmarks.frame.api import Api, worker_name
 from benchmarks.frame.work import Work
-from benchmarks.reinforcement.native import (
-    NATIVE,
-    OBSERVERS,
-    STATE,
-    STEPS,
-    observers_of,
-    policy,
-)
+from benchmarks.reinforcement.native import NATIVE, OBSERVERS, STEPS, observers_of
+from torchweft import compat
+from torchweft.rpc import functions
 
-api = current()
-rpc = api.rpc
-async_execution: Callable[[Callable[..., Any]], Callable[..., Any]] = rpc.functions.async_execution
+# The user's program: the same file on each side, which imports torch.distributed.rpc.
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reinforcement_learning"))
+import tutorial
 
 MANY = 16
 
+IS_WEFT = compat.is_installed()
 
-def decide(states: Tensor) -> Tensor:
-    """Samples an action for each state, ``(..., 4)``."""
-    with torch.no_grad():
-        chances = policy()(states.reshape(-1, STATE)).softmax(dim=1)
-        return torch.multinomial(chances, 1).reshape(states.shape[:-1])
+if IS_WEFT:
 
+    class OwnAgent(tutorial.Agent):
+        """Batches calls by Weft's decorator, in place of the tutorial's pattern."""
 
-class ByHand:
-    """The pattern of PyTorch's tutorial on batched RPC: the last observer runs the policy."""
-
-    def __init__(self, count: int) -> None:
-        self._lock = threading.Lock()
-        self._future: Any = torch.futures.Future()
-        self._states = torch.zeros(OBSERVERS, count, STATE)
-        self._waiting = 0
-
-    def act(self, states: Tensor) -> torch.futures.Future[Tensor]:
-        """Returns a future of the actions of one observer, for states ``(count, 4)``."""
-        with self._lock:
-            place, self._waiting = self._waiting, self._waiting + 1
-            self._states[place].copy_(states)
-            future = self._future
-            actions: torch.futures.Future[Tensor] = future.then(lambda done: done.wait()[place])
-            is_full = self._waiting == OBSERVERS
-            if is_full:
-                self._waiting = 0
-                joined, self._states = self._states, torch.zeros_like(self._states)
-                self._future = torch.futures.Future()
-        if is_full:
-            future.set_result(decide(joined))
-        return actions
+        @functions.batched(largest=OBSERVERS, smallest=OBSERVERS, longest_wait=0.01)
+        def choose(self, observers: list[int], states: Tensor) -> Tensor:
+            """Decides for all observers that ask at this time."""
+            actions, all_logs = self.decide(states)
+            for observer, logs in zip(observers, all_logs.unbind(), strict=True):
+                self.logs[observer].append(logs)
+            return actions
 
 
-_by_hand = {count: ByHand(count) for count in (1, MANY)}
-
-
-@async_execution
-def by_hand(states: Tensor) -> torch.futures.Future[Tensor]:
-    return _by_hand[len(states)].act(states)
-
-
-if api.package == "torchweft":
-    in_batches: Callable[[Callable[..., Any]], Callable[..., Any]]
-    in_batches = rpc.functions.batched(largest=OBSERVERS, smallest=OBSERVERS, longest_wait=0.01)
-
-    @in_batches
-    def batched(states: Tensor) -> Tensor:
-        return decide(states)
-
-
-@functools.cache
-def environments(count: int) -> list[Any]:
-    """Returns the environments of this observer."""
-    import gymnasium
-
-    made = [gymnasium.make("CartPole-v1") for _ in range(count)]
-    for seed, each in enumerate(made):
-        each.reset(seed=seed)
-    return made
-
-
-def observe(function: Callable[..., Any], count: int) -> None:
-    """Takes steps in all environments of this observer."""
-    torch.set_num_threads(1)
-    own = environments(count)
-    states = [each.reset()[0] for each in own]
-    for _ in range(STEPS):
-        asked = torch.from_numpy(np.stack(states))
-        actions = rpc.rpc_sync(worker_name(0), function, (asked,)).tolist()
-        for place, (each, action) in enumerate(zip(own, actions, strict=True)):
-            states[place], _, terminated, truncated, _ = each.step(action)
-            if terminated or truncated:
-                states[place] = each.reset()[0]
+def ask_own(agent: Any, observer: int, states: Tensor) -> Any:
+    return agent.rpc_sync().choose(observer, states)
 
 
 def _names() -> list[str]:
     return [worker_name(rank) for rank in range(1, OBSERVERS + 1)]
 
 
-def _order(function: Callable[..., Any], count: int) -> Work:
+def _episodes(kind: Callable[..., Any], ask: Callable[..., Any], count: int) -> Work:
+    """Returns a work that runs episodes, each with the update of the policy after it."""
+
+    @functools.cache
+    def agent() -> Any:
+        return kind(_names(), count)
+
     def run() -> None:
         torch.set_num_threads(1)
-        for each in [rpc.rpc_async(to, observe, (function, count)) for to in _names()]:
-            each.wait()
+        agent().run_episode(ask, tutorial.STEPS)
 
-    return Work(run, OBSERVERS * count * STEPS)
+    return Work(run, OBSERVERS * count * tutorial.STEPS)
 
 
 @functools.cache
@@ -122,19 +66,24 @@ def _native(halves: int) -> Any:
     return observers_of(_names(), halves)
 
 
-def _rounds(halves: int) -> None:
+def _round(halves: int) -> int:
     torch.set_num_threads(1)
-    _native(halves).round()
+    return sum(each.steps for each in _native(halves).round())
 
 
 def works(api: Api) -> dict[str, Work]:
-    """Returns the works: the agent orders the observers to take steps."""
-    found = {"unbatched": _order(decide, 1)}
-    if api.package == "torchweft":
-        found["batched"], found["16 environments"] = _order(batched, 1), _order(batched, MANY)
+    """Returns the works, each on the first worker, which has the agent."""
+    own, ask = (OwnAgent, ask_own) if IS_WEFT else (tutorial.Agent, tutorial.ask_together)
+    found = {
+        "unbatched": _episodes(tutorial.Agent, tutorial.ask_alone, 1),
+        "batched": _episodes(tutorial.Agent, tutorial.ask_together, 1),
+        "16 environments": _episodes(tutorial.Agent, tutorial.ask_together, MANY),
+        "batched by Weft": _episodes(own, ask, 1),
+        "16 environments by Weft": _episodes(own, ask, MANY),
+    }
+    if IS_WEFT:
+        # Steps that merely reset an environment do not count, as they do not on RLlib's side.
         for name, halves in (("native vectors", 1), ("two halves", 2)):
-            run = functools.partial(_rounds, halves)
-            found[name] = Work(run, OBSERVERS * NATIVE * STEPS)
-    else:
-        found["batched"], found["16 environments"] = _order(by_hand, 1), _order(by_hand, MANY)
+            run = functools.partial(_round, halves)
+            found[name] = Work(run, OBSERVERS * NATIVE * STEPS, is_counted=True)
     return found

@@ -15,8 +15,8 @@ from benchmarks.weights.work import Pauses, Sampler, Trainer, forbid, kill_in_tr
 from torchweft import cluster, knobs, rpc
 
 SAMPLERS = 3
-HEAD = ["| | versions | longest update | a batch | longest batch | publish | bytes sent |"]
-HEAD += ["|---|---|---|---|---|---|---|"]
+HEAD = ["| | versions | longest update | a batch | longest | fetching | publish | bytes sent |"]
+HEAD += ["|---|---|---|---|---|---|---|---|"]
 
 
 def main() -> int:
@@ -41,9 +41,10 @@ def main() -> int:
     found = [_kill(size_bytes, share) for share in shares]
     verdicts.append(
         (
-            f"{len(found)} publishers killed in a transfer: versions "
-            f"{', '.join(str(version) for version, _ in found)} in use, each whole",
-            all(is_whole for _, is_whole in found),
+            f"{len(found)} publishers killed in a transfer to {SAMPLERS} samplers: versions "
+            f"{'; '.join(' '.join(str(number) for number, _ in each) for each in found)} in use, "
+            "each whole",
+            all(is_whole for each in found for _, is_whole in each),
         )
     )
     lines = [f"- {'met' if is_met else 'MISSED'}: {text}" for text, is_met in verdicts]
@@ -96,6 +97,16 @@ def _case(
     verdicts.append(
         (f"{name}: an update takes at most a batch ({update_s / batch_s:.3f})", update_s <= batch_s)
     )
+    # A sampler stops for a fetch as far as its batches take longer than they do without one.
+    fetching = sum(each.fetching for each in found)
+    stop_s = max(each.longest_fetching_s - each.longest_alone_s for each in found)
+    verdicts.append(
+        (
+            f"{name}: a fetch stops a sampler for at most a batch "
+            f"({max(0.0, stop_s) / batch_s:.3f}; {fetching} batches during fetches)",
+            stop_s <= batch_s,
+        )
+    )
     copies = 3 * steps * trainer.size_bytes
     if not is_apart:
         shared = counts.shared - counted.shared
@@ -109,8 +120,8 @@ def _case(
     else:
         verdicts.append((f"{name}: {sent / copies:.4f} of three copies", sent <= 0.05 * copies))
         moved = f"{sent / steps / 1e6:.2f} MB a version"
-    longest_batch_s = _most(found, "longest_batch_s")
-    milliseconds = [update_s, batch_s, longest_batch_s, counts.longest_publish_s]
+    longest = [_most(found, f"longest_{which}_s") for which in ("alone", "fetching")]
+    milliseconds = [update_s, batch_s, *longest, counts.longest_publish_s]
     cells = [f"{1e3 * each:.2f} ms" for each in milliseconds]
     return f"| {' | '.join([name, str(steps), *cells, moved])} |"
 
@@ -120,11 +131,12 @@ def _most(found: list[Pauses], name: str) -> float:
     return min(values) if name == "batch_s" else max(values)
 
 
-def _kill(size_bytes: int, share: float) -> tuple[int, bool]:
-    with cluster(workers=1, check=False) as group:
-        name = group.names[0]
-        rpc.rpc_sync(name, forbid, (rpc.get_worker_info().name,))
-        return kill_in_transfer(name, group.pids[name], size_bytes, share)
+def _kill(size_bytes: int, share: float) -> list[tuple[int, bool]]:
+    with cluster(workers=SAMPLERS, check=False) as group:
+        trainer, *others = group.names
+        for name in (rpc.get_worker_info().name, *others):
+            rpc.rpc_sync(trainer, forbid, (name,))
+        return kill_in_transfer(trainer, others, group.pids[trainer], size_bytes, share)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import threading
 import time
 from typing import NamedTuple
@@ -62,21 +63,66 @@ def _sum(tensor: torch.Tensor) -> int:
     return int(tensor.contiguous().view(torch.int16).to(torch.int64).sum())
 
 
+class Clock:
+    """The time of the thread that makes it, as if no thread of the process had to wait for a core.
+
+    So the load of the machine makes no difference. The thread is stopped while another one of its
+    process has the interpreter's lock, as a fetch might. That one runs meanwhile, or waits for a
+    core itself. So a stop counts as far as other threads of the process have run.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+        self._last = self._now()
+
+    def _now(self) -> tuple[float, float, float]:
+        waited_ns = int(os.pread(self._descriptor, 100, 0).split()[1])
+        return time.perf_counter() - waited_ns / 1e9, time.thread_time(), time.process_time()
+
+    def lap_s(self) -> float:
+        """Returns the seconds since the last call."""
+        now, last = self._now(), self._last
+        self._last = now
+        passed_s, own_s, all_s = (new - old for new, old in zip(now, last, strict=True))
+        return own_s + max(0.0, min(passed_s, all_s) - own_s)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class Batch(NamedTuple):
+    """A batch, by the ``Clock`` of its thread.
+
+    Attributes:
+        seconds: How long it took, without the update.
+        update_s: How long the update before it took, if that put a version in.
+        is_fetching: Whether a version was fetched meanwhile.
+    """
+
+    seconds: float
+    update_s: float
+    is_fetching: bool
+
+
 class Pauses(NamedTuple):
-    """The batches of a sampler since it was asked last.
+    """The batches of a sampler, by its ``Clock``.
 
     Attributes:
         batches: How many.
-        batch_s: Median seconds of one, without the update.
-        longest_batch_s: Seconds of the longest.
+        fetching: During how many of them a version was fetched.
+        batch_s: Median seconds of a batch during which none was.
+        longest_alone_s: The longest of those.
+        longest_fetching_s: The longest of the others.
         longest_update_s: Seconds of the longest update that put a version in.
         versions: Versions that were put in.
         deltas: Those of them that came as deltas.
     """
 
     batches: int
+    fetching: int
     batch_s: float
-    longest_batch_s: float
+    longest_alone_s: float
+    longest_fetching_s: float
     longest_update_s: float
     versions: int
     deltas: int
@@ -91,7 +137,7 @@ class Sampler:
         self.subscriber = Subscriber(publisher, self.model)
         self._inputs = torch.randn(BATCH, WIDTH, dtype=torch.bfloat16)
         self._is_ending = False
-        self._times: list[tuple[float, float]] = []
+        self._batches: list[Batch] = []
         self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
 
     def begin(self) -> int:
@@ -100,15 +146,23 @@ class Sampler:
         return version
 
     def _run(self) -> None:
+        clock = Clock()
         while not self._is_ending:
-            began_s = time.perf_counter()
             before = self.subscriber.version
+            clock.lap_s()
             after = self.subscriber.update()
-            updated_s = time.perf_counter()
+            update_s = clock.lap_s() if after != before else 0.0
+            is_fetching = self._is_fetching()
+            clock.lap_s()
             with torch.no_grad():
                 self.model(self._inputs)
-            update_s = updated_s - began_s if after != before else 0.0
-            self._times.append((update_s, time.perf_counter() - updated_s))
+            seconds = clock.lap_s()
+            self._batches.append(Batch(seconds, update_s, is_fetching or self._is_fetching()))
+        clock.close()
+
+    def _is_fetching(self) -> bool:
+        thread = self.subscriber._thread
+        return thread is not None and thread.is_alive()
 
     def await_version(self, version: int) -> None:
         """Returns when the weights are in use; batches go on."""
@@ -126,13 +180,16 @@ class Sampler:
         return self.subscriber.version, [_sum(each.detach()) for each in self.model.parameters()]
 
     def pauses(self) -> Pauses:
-        times, counts = self._times[:], self.subscriber.statistics()
-        batches = sorted(batch_s for _, batch_s in times)
+        batches, counts = self._batches[:], self.subscriber.statistics()
+        alone = [each.seconds for each in batches if not each.is_fetching]
+        fetching = [each.seconds for each in batches if each.is_fetching]
         return Pauses(
-            len(times),
-            batches[len(batches) // 2],
-            batches[-1],
-            max(update_s for update_s, _ in times),
+            len(batches),
+            len(fetching),
+            statistics.median(alone),
+            max(alone),
+            max(fetching, default=0.0),
+            max(each.update_s for each in batches),
             counts.versions,
             counts.deltas,
         )
@@ -158,17 +215,45 @@ def fill_and_publish(trainer: RRef[Trainer]) -> None:
     found.publisher.publish()
 
 
-def kill_in_transfer(worker: str, pid: int, size_bytes: int, share: float) -> tuple[int, bool]:
-    """Kills a trainer when a share of a version has arrived here.
+class Follower:
+    """Weights of which all values are the number of their version."""
+
+    def __init__(self, publisher: RRef[Publisher], size_bytes: int) -> None:
+        self._model = model_of(size_bytes).to(torch.bfloat16)
+        self._subscriber = Subscriber(publisher, self._model)
+
+    def update(self) -> tuple[int, bool]:
+        """Takes over a version, if the publisher still lives or one has arrived.
+
+        Returns:
+            The version in use, and whether all of the values are its own.
+        """
+        try:
+            self._subscriber.update(LIMIT_S)
+        except WorkerLost:
+            pass
+        version = self._subscriber.version
+        return version, all(bool((each == version).all()) for each in self._model.parameters())
+
+    def close(self) -> None:
+        self._subscriber.close()
+
+
+def kill_in_transfer(
+    worker: str, others: list[str], pid: int, size_bytes: int, share: float
+) -> list[tuple[int, bool]]:
+    """Kills a trainer when a share of a version has arrived here, and about as much at others.
 
     Returns:
-        The version that is in use after that, and whether all of its values are its own.
+        For this worker and each of the others: the version in use after that, and whether all of
+        its values are its own.
     """
     trainer = rpc.remote(worker, Trainer, (size_bytes,))
-    model = model_of(size_bytes).to(torch.bfloat16)
-    subscriber = Subscriber(trainer.rpc_sync().reference(), model)
+    publisher = trainer.rpc_sync().reference()
+    own = Follower(publisher, size_bytes)
+    followers = rpc.actors(others, Follower, publisher, size_bytes)
     rpc.rpc_sync(worker, fill_and_publish, (trainer,))
-    subscriber.update(LIMIT_S)
+    assert [own.update(), *followers.rpc_sync(Follower.update)] == [(1, True)] * (1 + len(others))
     enough = rpc.traffic().bytes_received + share * size_bytes
     publishing = rpc.rpc_async(worker, fill_and_publish, (trainer,))
     end_s = time.monotonic() + LIMIT_S
@@ -179,11 +264,7 @@ def kill_in_transfer(worker: str, pid: int, size_bytes: int, share: float) -> tu
         publishing.wait()
     except WorkerLost:
         pass
-    try:
-        subscriber.update(LIMIT_S)  # The second version, if it has arrived.
-    except WorkerLost:
-        pass
-    version = subscriber.version
-    is_whole = all(bool((each == version).all()) for each in model.parameters())
-    subscriber.close()
-    return version, is_whole
+    found = [own.update(), *followers.rpc_sync(Follower.update)]
+    own.close()
+    followers.rpc_sync(Follower.close)
+    return found

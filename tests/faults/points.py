@@ -119,13 +119,14 @@ def _amid_sending() -> None:
         send = link_class.send
 
         def send_half(link: Any, states: list[Any], *, may_block: bool, send: Any = send) -> None:
-            reach("sending", functools.partial(_send_half, link, states))
+            reach("sending", functools.partial(send_half_of, link, states))
             send(link, states, may_block=may_block)
 
         link_class.send = send_half  # type: ignore[method-assign, assignment]
 
 
-def _send_half(link: Link, states: list[Any]) -> None:
+def send_half_of(link: Any, states: list[Any]) -> None:
+    """Sends the first half of the bytes, and nothing after it."""
     # Held until this process ends: another thread's frame after half a frame would be nonsense.
     link._writing.acquire()
     link._take_begun()

@@ -49,6 +49,7 @@ def begin(trainer_at: str, *, is_apart: bool, size: int = 512, **given: Any) -> 
         ("before the announcement", False, 1),
         ("before the answer", False, 1),
         ("in the middle of a delta", True, 1),
+        ("in the transfer of a delta", True, 1),
         ("before the answer", True, 1),
     ],
 )

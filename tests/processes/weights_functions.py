@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.faults.points import send_half_of
 from torchweft.rpc import RRef
+from torchweft.transport.link import Link
+from torchweft.transport.resumable import ResumableLink
 from torchweft.weights import Published, Publisher, Subscriber, Taken, delta, publisher
 
 LIMIT_S = 20.0
@@ -127,10 +130,34 @@ def die_at(point: str) -> None:
             return encode(*args) if blocks[0] else die()
 
         delta._encode_block = encode_or_die
+    elif point == "in the transfer of a delta":
+        _die_sending_a_delta()
     elif point == "before the answer":
         publisher.Sent = die  # type: ignore[misc, assignment]
     else:
         raise ValueError(point)
+
+
+def _die_sending_a_delta() -> None:
+    """Makes this worker die when half of a delta's bytes, or of what follows it, has left."""
+    sent, sizes = publisher.Sent, []
+
+    def note(offer: Any, is_shared: bool, data: torch.Tensor, *rest: Any) -> Any:
+        if offer.base is not None:
+            sizes.append(data.nbytes)
+        return sent(offer, is_shared, data, *rest)
+
+    publisher.Sent = note  # type: ignore[misc, assignment]
+    for link_class in (Link, ResumableLink):
+        send = link_class.send
+
+        def send_or_die(link: Any, states: list[Any], *, may_block: bool, send: Any = send) -> None:
+            if sizes and sum(map(len, states)) >= sizes[-1]:
+                send_half_of(link, states)
+                die()
+            send(link, states, may_block=may_block)
+
+        link_class.send = send_or_die  # type: ignore[method-assign, assignment]
 
 
 def die_when_switching() -> None:

@@ -66,10 +66,17 @@ def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("way", ["one", "batched"])
-def test_the_programs_of_the_tutorials(way: str) -> None:
+COMPAT = ["-m", "torchweft.compat"]
+
+
+@pytest.mark.parametrize(
+    ("way", "program", "forwards"),
+    [("one", COMPAT, 900), ("batched", COMPAT, 300), ("batched", [], 300)],
+    ids=["one", "batched", "on torch"],
+)
+def test_the_programs_of_the_tutorials(way: str, program: list[str], forwards: int) -> None:
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "tutorial.py"), way, "--episodes", "3"],
+        [sys.executable, *program, str(FOLDER / "tutorial.py"), way, "--episodes", "3"],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -78,4 +85,5 @@ def test_the_programs_of_the_tutorials(way: str) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 4
-    assert "environment steps/s" in lines[-1]
+    library = "torchweft.compat.rpc" if program else "torch.distributed.rpc"
+    assert lines[-1].endswith(f" environment steps/s on {library}, {forwards} forward passes")

@@ -16,6 +16,19 @@ def test_at_least_as_many_operations_as_asked_for() -> None:
     assert len(runs) == len(measured["values"]) == 3
 
 
+def test_a_run_may_count_its_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"ns": 0}
+    counts = iter([4, 2])
+
+    def run() -> int:
+        now["ns"] += 8_000
+        return next(counts)
+
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now["ns"])
+    measured = measure(Work(run, operations=3, is_counted=True), 6, [])
+    assert measured["values"] == pytest.approx([2e-6, 4e-6])
+
+
 def test_preparation_is_neither_timed_nor_charged(monkeypatch: pytest.MonkeyPatch) -> None:
     now = {"ns": 0, "cpu": 0.0}
 

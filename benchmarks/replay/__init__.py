@@ -1,0 +1,1 @@
+"""torchrl's replay buffer on another worker: extended and sampled over RPC."""
