@@ -272,9 +272,9 @@ def occupancy_of(name: str) -> dict[str, Any]:
     return _kept[name][0].occupancy()
 
 
-def save_dynamic(name: str, directory: str, step: int) -> None:
+def save_dynamic(name: str, directory: str, step: int, since: int | None = None) -> None:
     """Saves open tables."""
-    _kept[name][0].save(directory, step=step)
+    _kept[name][0].save(directory, step=step, since=since)
 
 
 def restore_dynamic(name: str, directory: str) -> int:

@@ -272,11 +272,15 @@ class Losses:
         self.found = state["found"]
 
 
-def save_tables(name: str, directory: str, step: int) -> int:
+def save_tables(name: str, directory: str, step: int, since: int | None = None) -> int:
     """Saves open tables, and losses that tell the step."""
     losses = Losses()
     losses.found = [step / 4]
-    return _kept[name][0].save(directory, step=step, state={"losses": losses}).step
+    return (
+        _kept[name][0]
+        .save(directory, step=step, state={"losses": losses}, keep=1, since=since)
+        .step
+    )
 
 
 def restore_tables(name: str, directory: str) -> tuple[int, list[float]]:

@@ -21,6 +21,8 @@ from torchweft.serialize.registry import rebuilds_plain
 ROWS: Final = "rows."
 WAITING: Final = "waiting."
 """How the names of tensors begin in a snapshot: of ids with rows, and of those without."""
+ALL: Final = "all."
+"""How those of all ids begin in an increment, whose other tensors are of changed ones."""
 _VALUE_PARTS: Final = 2
 
 
@@ -203,11 +205,26 @@ class DynamicShard(Shard):
 
     def copied(self, number: int) -> dict[str, Tensor]:
         """Returns copies of all ids, rows and state, in the order of ids."""
-        places = torch.from_numpy(self._held.held())
-        found = {**_described(ROWS, self._held), f"{ROWS}weights": take(self.weights, places)}
+        return self._copies(self._held.held(), self._waiting.held())
+
+    def copied_since(self, number: int, version: int, steps: float) -> dict[str, Tensor]:
+        """Returns those of ids that changed since, and all ids: the others are gone."""
+        held, waiting = self._held.held(), self._waiting.held()
+        return {
+            f"{ALL}{ROWS}ids": torch.from_numpy(self._held.ids[held]),
+            f"{ALL}{WAITING}ids": torch.from_numpy(self._waiting.ids[waiting]),
+            **self._copies(
+                held[self.changed.numpy()[held] > version],
+                waiting[self._waiting.ages[waiting] > steps],
+            ),
+        }
+
+    def _copies(self, held: Ints, waiting: Ints) -> dict[str, Tensor]:
+        places = torch.from_numpy(held)
+        found = {**_described(ROWS, self._held, held), f"{ROWS}weights": take(self.weights, places)}
         for name, values in self.state.items():
             found[f"{ROWS}state.{name}"] = take(values, places)
-        return {**found, **_described(WAITING, self._waiting)}
+        return {**found, **_described(WAITING, self._waiting, waiting)}
 
     def replace(self, content: Mapping[str, Tensor], steps: float) -> None:
         """Sets ids, rows and state: those of a snapshot that belong on this server."""
@@ -270,8 +287,19 @@ def check_capacity(
                     raise beyond_capacity(stack.members[0].config.name, server, count, limit)
 
 
-def _described(prefix: str, roster: Roster) -> dict[str, Tensor]:
-    places = roster.held()
+def overlaid(content: Mapping[str, Tensor], newer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns ids, rows and state with the changes of an increment."""
+    found = {}
+    for prefix in (ROWS, WAITING):
+        ids, changed = content[f"{prefix}ids"], newer[f"{prefix}ids"]
+        stays = torch.isin(ids, newer[f"{ALL}{prefix}ids"]) & ~torch.isin(ids, changed)
+        for name, values in newer.items():
+            if name.startswith(prefix):
+                found[name] = torch.cat([content[name][stays], values])
+    return found
+
+
+def _described(prefix: str, roster: Roster, places: Ints) -> dict[str, Tensor]:
     arrays = {"ids": roster.ids, "counts": roster.counts, "ages": roster.ages}
     return {prefix + name: torch.from_numpy(each[places]) for name, each in arrays.items()}
 

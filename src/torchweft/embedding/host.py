@@ -63,6 +63,18 @@ class Options(NamedTuple):
         return 1 if self.staleness is None else len(self.trainers)
 
 
+class Mark(NamedTuple):
+    """Where the shards stood when a snapshot was taken or restored.
+
+    Attributes:
+        version: The version.
+        steps: The steps of the first table of each stack.
+    """
+
+    version: int
+    steps: dict[int, float]
+
+
 class Lesson(NamedTuple):
     """Gradients of one trainer for one step.
 
@@ -96,6 +108,8 @@ class Host:
         self.rule: Rule | None = None
         self.uses = 0
         """How many workers have made the collection and not closed it."""
+        self.marks: dict[str, Mark] = {}
+        """By the mark of a snapshot whose rows these were: where they stood. The newest ones."""
         self._futures: dict[tuple[int, int], torch.futures.Future[int]] = {}
         self._lost: WorkerLost | None = None
         forget = on_worker_lost(_weak_callback(self))

@@ -17,6 +17,8 @@ from torchweft.embedding.rules import Rule
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 _ENTRY_PARTS: Final = 3
+CHANGED: Final = "changed"
+"""The name of the positions of rows in an increment."""
 _CHUNK_BYTES: Final = 1 << 19
 """Gradients that are applied at a time: they stay in the cache, and malloc keeps their memory."""
 
@@ -88,6 +90,21 @@ class Shard:
     def copied(self, number: int) -> dict[str, Tensor]:
         """Returns copies of the rows of a member and of the state beside them, for a snapshot."""
         return {name: values.clone() for name, values in self.held(number).items()}
+
+    def copied_since(self, number: int, version: int, steps: float) -> dict[str, Tensor]:
+        """Returns copies of the rows of a member that changed since, for an increment.
+
+        Args:
+            number: The member.
+            version: The version that they changed after.
+            steps: The steps of the table at that version.
+
+        Returns:
+            As ``copied``, and the positions of the rows among those of the member.
+        """
+        rows = (self.changed[self.slice_of(number)] > version).nonzero().view(-1)
+        held = {name: take(values, rows) for name, values in self.held(number).items()}
+        return {CHANGED: rows, **held}
 
     def set_rule(self, rule: Rule) -> None:
         """Sets the optimizer, with new state."""

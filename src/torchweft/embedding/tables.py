@@ -333,8 +333,9 @@ class Tables(nn.Module):
         step: int,
         state: dict[str, Any] | None = None,
         keep: int | None = None,
+        since: Snapshot | int | None = None,
     ) -> Snapshot:
-        """Saves all rows, the optimizer's state beside them, and further state. Blocks.
+        """Saves rows, the optimizer's state beside them, and further state. Blocks.
 
         One worker calls it, between two of its steps; each server writes its own rows. With
         ``staleness=0`` the other trainers need not wait, if the caller is a trainer. Otherwise no
@@ -345,15 +346,20 @@ class Tables(nn.Module):
             step: How many steps have been done.
             state: Further state of the program, such as the dense part and its optimizer; see
                 ``torchweft.checkpoint.save``.
-            keep: How many snapshots to keep; None for all.
+            keep: How many snapshots to keep, beside those that they follow; None for all.
+            since: A snapshot of this directory, or its step, that these tables have saved or
+                restored. Only the rows that changed since are written; state and copies as a whole.
 
         Raises:
             StepError: Servers are in the middle of a step, or a trainer has pushed meanwhile. There
                 is no new snapshot.
+            SnapshotNotFound: There is no snapshot of the step ``since``.
+            BrokenChain: The rows of a server do not come from the snapshot ``since``.
+            StateMismatch: It is of other tables or another optimizer.
             CheckpointError: A worker could not write its part.
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
-        return saving.save(self._collection(), directory, step, state, keep)
+        return saving.save(self._collection(), directory, step, state, keep, since)
 
     def restore(
         self,
@@ -379,6 +385,8 @@ class Tables(nn.Module):
 
         Raises:
             SnapshotNotFound: There is none.
+            BrokenChain: A snapshot that it follows is not there, or is another one. Nothing is
+                changed.
             StateMismatch: It is of other tables or another optimizer. Nothing is changed.
             StepError: Servers are in the middle of a step. Nothing is changed.
             WorkerLost: A worker was lost; restore again onto the others, in new tables.

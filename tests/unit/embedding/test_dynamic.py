@@ -239,7 +239,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
         shard.set_rule(Adagrad())
         host: Any = SimpleNamespace(name=SERVERS[k], lock=threading.Lock())
         found: Any = entries
-        saved._adopt_ids(host, shard, found, 1.0)
+        saved._adopt_ids(host, shard, [found], 1.0)
         assert shard.steps.tolist() == [2.0]
         after.append(shard.copied(0))
         for prefix in ("rows.", "waiting."):

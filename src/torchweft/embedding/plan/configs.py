@@ -93,6 +93,8 @@ class TableConfig:
             begins as zeros. Negative numbers count from the end, but not with dynamic ids.
         dynamic: For dynamic ids: when they get rows, and which lose them. None for ids that are
             numbers of rows.
+        vocabulary: The meaning of the ids, such as a version or a hash of the list of words.
+            Trainers and snapshots with another one are refused.
 
     Raises:
         PlanError: A value cannot work.
@@ -106,6 +108,7 @@ class TableConfig:
     initial: Initial = field(default_factory=Normal)
     padding_idx: int | None = None
     dynamic: Dynamic | None = None
+    vocabulary: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -119,6 +122,8 @@ class TableConfig:
             self._refuse(f"dtype={self.dtype}; rows are of torch.float32 or torch.float64")
         if not isinstance(self.initial, (Normal, Uniform, Constant)):
             self._refuse(f"initial={self.initial!r}; use Normal, Uniform or Constant")
+        if not isinstance(self.vocabulary, str):
+            self._refuse(f"vocabulary={self.vocabulary!r}; name it, by a version or a hash")
         if self.dynamic is not None:
             self._check_dynamic()
         elif self.padding_idx is not None:
