@@ -137,7 +137,9 @@ def test_two_trainers_equal_dicts_of_rows_in_one_process(rule: str, count: int) 
         )
     # The scenario has what the test is about.
     assert min(occupancy[name].evicted for name in ("clicks", "visits")) > 0
-    assert occupancy["tags"].dropped > 0
+    assert min(occupancy[name].dropped for name in ("tags", "rare")) > 0
+    # These expire while there is room.
+    assert min(occupancy[name].evicted for name in ("rare", "often")) > 0
     assert occupancy["pages"].evicted == 0
 
 
@@ -242,7 +244,7 @@ def test_a_snapshot_of_numbered_rows_is_of_another_table(tmp_path: Path) -> None
     tables.close()
     tables = make_tables()
     tables.optimizer(SGD())
-    with pytest.raises(StateMismatch, match=r"'users' is .40, 3.* and .'dynamic', 3"):
+    with pytest.raises(StateMismatch, match="'users', .* has rows=40 in the snapshot and 'dynamic'"):
         tables.restore(tmp_path)
     tables.close()
 

@@ -52,6 +52,8 @@ def table(pooling: Any = "sum", **options: Any) -> TableConfig:
         ({"admit_after": 0}, "admit_after=0; it must be a positive integer"),
         ({"admit_after": True}, "admit_after=True"),
         ({"evict": "lru"}, "evict='lru'; use one of age, frequency"),
+        ({"ttl": 0}, "ttl=0; it must be a positive number of steps, or None"),
+        ({"min_frequency": 2}, "min_frequency=2; it is a share of steps"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: Any, message: str) -> None:
@@ -250,7 +252,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
             for parts in (before, after)
         ]
         names = [name for name in before[0] if name.startswith(prefix)]
-        assert len(names) == (5 if prefix == "rows." else 3)
+        assert len(names) == (6 if prefix == "rows." else 4)
         for name in names:
             one, other = (
                 torch.cat([each[name] for each in parts])[order]

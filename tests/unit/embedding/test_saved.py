@@ -35,7 +35,7 @@ from torchweft.embedding.shard import Gradients, Shard
 SERVERS = ("a", "b", "c")
 TABLES = (
     TableConfig("words", 23, 4, dtype=torch.float64),
-    TableConfig("users", 9, 4, dtype=torch.float64, dynamic=Dynamic(2, "age")),
+    TableConfig("users", 9, 4, dtype=torch.float64, dynamic=Dynamic(2, "age", 4, 0.2)),
     TableConfig("pages", 11, 4, dtype=torch.float64),
 )
 WHOLE, BY_ROW, TWO = TableWise("b"), RowWise(*SERVERS), RowWise("c", "a")
