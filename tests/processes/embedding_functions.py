@@ -25,6 +25,7 @@ from torchweft.embedding import (
     TablesOptimizer,
     Uniform,
 )
+from torchweft.embedding.host import host_of
 
 BATCH = 6
 CONFIGS = (
@@ -252,6 +253,11 @@ def close_tables(name: str) -> None:
     """Closes open tables."""
     tables, _ = _kept.pop(name)
     tables.close()
+
+
+def set_rule_of_server(name: str, rule: Rule | None) -> None:
+    """Sets or takes away the optimizer of the rows on this worker, behind the trainers' back."""
+    host_of(name).rule = rule
 
 
 def end_process() -> None:

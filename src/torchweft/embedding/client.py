@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torchweft.embedding import host
 from torchweft.embedding.calls import call_servers, start_calls
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.optimizer import Pushes
-from torchweft.errors import CallTimeout
+from torchweft.errors import CallTimeout, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
 
@@ -40,6 +41,7 @@ class Client:
         self.servers = {server: get_worker_info(server) for server in options.layout.servers}
         self._uncounted: dict[str, list[int]] = {}
         self._hosts: list[RRef[host.Host]] = []
+        self._failure: BaseException | None = None
         self.step = self._set_up(options)
         """The step that this trainer is in."""
 
@@ -104,7 +106,10 @@ class Client:
         Raises:
             CallTimeout: Other trainers have not made this step in time; names them.
             WorkerLost: A server, or a trainer that this step waits for, is lost.
+            StepError: An earlier step has failed; nothing was sent.
         """
+        if self._failure is not None:
+            self._refuse(self._failure)
         given = {}
         for server, info in self.servers.items():
             of_server = [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()]
@@ -113,9 +118,25 @@ class Client:
         if given:
             try:
                 call_servers(host.push, given, self.timeout_s)
-            except CallTimeout as error:
-                raise self._explained(error) from error
+            except BaseException as error:
+                # Some servers may have taken the step: with the next one, rows would differ.
+                self._failure = error
+                if isinstance(error, CallTimeout):
+                    raise self._explained(error) from error
+                raise
         self.step += 1
+
+    def _refuse(self, failure: BaseException) -> NoReturn:
+        if isinstance(failure, WorkerLost):
+            raise copy.copy(failure)
+        raise StepError(
+            f"step {self.step} of tables {self.name!r} has failed before, perhaps on some of the "
+            f"servers {', '.join(self.servers)} only: {failure}. Nothing was sent; make the tables "
+            "again, or restore them",
+            server=", ".join(self.servers),
+            step=self.step,
+            expected=self.step,
+        ) from failure
 
     def _explained(self, error: CallTimeout) -> CallTimeout:
         """Returns the error with the names of the trainers that were waited for."""

@@ -108,7 +108,7 @@ class DynamicShard(Shard):
         raise InputError(
             f"server {self.name!r} was asked for sums of {self._tables()}, whose ids are dynamic; "
             "ask for rows",
-            server=self.name,
+            **self._named,
         )
 
     @property
@@ -131,7 +131,7 @@ class DynamicShard(Shard):
             raise InputError(
                 f"server {self.name!r} was sent gradients of bags of {self._tables()}, whose ids "
                 "are dynamic; send those of rows",
-                server=self.name,
+                **self._named,
             )
         super().check(gradients)
         count = sum(len(part[0]) for part in gradients.parts)
@@ -143,7 +143,7 @@ class DynamicShard(Shard):
             raise InputError(
                 f"server {self.name!r} was sent ids of {self._tables()} of {rows.dtype} with "
                 f"{rows.dim()} dimensions; send torch.int64 with one",
-                server=self.name,
+                **self._named,
             )
 
     def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:

@@ -172,10 +172,11 @@ class Host:
     def _checked(self, stack: int, used: int, parts: Sequence[Part]) -> Gradients:
         check_types(used=(used, int))
         shard, form = self._shard(stack), self.options.wire.pushed
+        tables = _tables(self.options.layout, stack)
         gradients = Gradients(
             used,
             [
-                (*part, decode(values, form, shard.stack.dtype, self.name))
+                (*part, decode(values, form, shard.stack.dtype, self.name, tables))
                 for *part, values in parts
             ],
         )
@@ -208,7 +209,12 @@ class Host:
     def _shard(self, stack: int) -> Shard:
         shard = self.shards.get(stack)
         if shard is None:
-            raise InputError(f"server {self.name!r} has no rows of stack {stack}", server=self.name)
+            tables = _tables(self.options.layout, stack)
+            raise InputError(
+                f"server {self.name!r} has no rows of stack {stack}{f', {tables}' * bool(tables)}",
+                server=self.name,
+                table=tables,
+            )
         return shard
 
     # Set-up
@@ -231,6 +237,13 @@ class Host:
                 for shard in self.shards.values():
                     shard.set_rule(rule)
                 self.rule = rule
+
+
+def _tables(layout: Layout, stack: Any) -> str:
+    """Returns the names of the tables of a stack, if there is such a stack."""
+    if type(stack) is not int or not 0 <= stack < len(layout.stacks):
+        return ""
+    return ", ".join(dict.fromkeys(each.config.name for each in layout.stacks[stack].members))
 
 
 def _own(value: Any) -> Any:
@@ -369,8 +382,9 @@ def write(name: str, stack: int, member: int, values: Tensor) -> None:
         if values.shape != rows.shape or values.dtype != rows.dtype:
             raise InputError(
                 f"server {host.name!r} was sent values {list(values.shape)} of {values.dtype} for "
-                f"rows {list(rows.shape)} of {rows.dtype}",
+                f"rows {list(rows.shape)} of {rows.dtype} of {_tables(host.options.layout, stack)}",
                 server=host.name,
+                table=_tables(host.options.layout, stack),
             )
         rows.copy_(values)
         # As the next step does: pulls of this version may have seen the rows as they were.

@@ -49,7 +49,9 @@ class Lookups:
         self._form = wire.pulled
         self._cache = cache
         self._copied = copied
-        self._checkers = {each.name: _checker(plan, each) for each in plan.configs}
+        self._checkers = {
+            each.name: Checker(each, plan.placed[each.name].shards) for each in plan.configs
+        }
         self._traffic = {each.name: Traffic() for each in plan.configs}
         self._routers = [make_router(stack, wire) for stack in plan.layout.stacks]
         self._caches = [] if cache is None else [_cache_of(cache, each) for each in self._routers]
@@ -304,11 +306,6 @@ class CachedAhead:
             future.cancel()
         for each in self.wanted:
             each.abandon()
-
-
-def _checker(plan: Plan, config: TableConfig) -> Checker:
-    servers = dict.fromkeys(shard.server for shard in plan.placed[config.name].shards)
-    return Checker(config, ", ".join(servers))
 
 
 def _cache_of(cache: Cache, router: Router) -> RowCache:

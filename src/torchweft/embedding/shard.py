@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -222,7 +222,7 @@ class Shard:
         if rows.dtype not in _INTEGERS or rows.dim() != 1:
             raise InputError(
                 f"server {self.name!r} was sent rows of {rows.dtype} with {rows.dim()} dimensions",
-                server=self.name,
+                **self._named,
             )
         if not len(rows):
             return
@@ -233,7 +233,7 @@ class Shard:
             raise IdOutOfRange(
                 f"server {self.name!r} was asked for row {row} of a stack of {self._tables()}, "
                 f"and has {len(self.weights)} rows of it",
-                server=self.name,
+                **self._named,
                 id=row,
                 position=position,
             )
@@ -244,7 +244,7 @@ class Shard:
             raise InputError(
                 f"server {self.name!r} was sent bags of {self._tables()} that do not fit their "
                 f"{len(rows)} ids",
-                server=self.name,
+                **self._named,
             )
         if weights is not None and (
             weights.shape != rows.shape or weights.dtype != self.stack.dtype
@@ -252,7 +252,7 @@ class Shard:
             raise InputError(
                 f"server {self.name!r} was sent weights {list(weights.shape)} of {weights.dtype} "
                 f"for {len(rows)} ids of {self._tables()}",
-                server=self.name,
+                **self._named,
             )
 
     def _check_entries(self, rows: Tensor, parts: Sequence[Tensor | None], count: int) -> None:
@@ -269,7 +269,7 @@ class Shard:
             raise InputError(
                 f"server {self.name!r} was sent gradients of {self._tables()} that do not fit "
                 f"their {len(rows)} rows",
-                server=self.name,
+                **self._named,
             )
 
     def _check_gradients(self, gradients: Tensor, count: int) -> None:
@@ -279,9 +279,16 @@ class Shard:
                 f"server {self.name!r} was sent gradients {list(gradients.shape)} of "
                 f"{gradients.dtype} for {self._tables()}; expected {list(shape)} of "
                 f"{self.stack.dtype}",
-                server=self.name,
+                **self._named,
             )
 
     def _tables(self) -> str:
-        names = dict.fromkeys(repr(member.config.name) for member in self.stack.members)
-        return ", ".join(names)
+        return ", ".join(map(repr, self._names()))
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(member.config.name for member in self.stack.members))
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        """The fields of an error: tables of the stack, and this server."""
+        return {"table": ", ".join(self._names()), "server": self.name}

@@ -279,10 +279,12 @@ class Tables(nn.Module):
         config = self._with_numbers(name)
         shape = (config.rows, config.dim)
         if tuple(values.shape) != shape or values.dtype != config.dtype:
+            servers = ", ".join(dict.fromkeys(each.piece.server for each in self._pieces(name)))
             raise BadIds(
-                f"table {name!r} has {list(shape)} values of {config.dtype}, and was given "
-                f"{list(values.shape)} of {values.dtype}",
+                f"table {name!r}{f' on {servers}' * bool(servers)} has {list(shape)} values of "
+                f"{config.dtype}, and was given {list(values.shape)} of {values.dtype}",
                 table=name,
+                server=servers,
             )
         if name in self.copies:
             self.copies[name].copy_(values)

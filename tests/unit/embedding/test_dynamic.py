@@ -128,7 +128,7 @@ def test_lookups_and_pushes_are_those_of_a_table_with_these_rows(
         shard.set_rule(SGD())
     ids = torch.tensor(numbers, dtype=torch.int64)
     given = ids if pooling == "none" else ids[: len(ids) // 2 * 2].view(-1, 2)
-    flat = Checker(config, "").flat(given)
+    flat = Checker(config).flat(given)
     (pulled,) = prepare(0, make_router(stack, Wire()), [Looked(0, stack.members[0], flat)])
     assert isinstance(pulled, PulledRows)
     asked = pulled.requests()
@@ -193,7 +193,7 @@ def test_a_reused_row_has_nothing_of_its_former_id() -> None:
 def test_padding_reads_as_zeros_and_never_gets_a_row() -> None:
     config = table("none", padding_idx=-9)
     (stack,) = plan_tables([config], SERVERS, places={"users": RowWise(*SERVERS)}).layout.stacks
-    flat = Checker(config, "").flat(torch.tensor([-9, 4, -9]))
+    flat = Checker(config).flat(torch.tensor([-9, 4, -9]))
     (pulled,) = prepare(0, make_router(stack, Wire()), [Looked(0, stack.members[0], flat)])
     pushes = pulled.pushes(torch.ones(2, 4, dtype=torch.float64))
     assert [part[0].tolist() for part in pushes.values()] == [[4]]

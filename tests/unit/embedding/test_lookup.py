@@ -24,7 +24,7 @@ def prepared(tables: list[TableConfig], ids: list[Any], place: Any) -> tuple[Rou
     (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
     router = Router(stack)
     looked = [
-        Looked(number, member, Checker(member.config, "").flat(value))
+        Looked(number, member, Checker(member.config).flat(value))
         for number, (member, value) in enumerate(zip(stack.members, ids, strict=True))
     ]
     return router, prepare(0, router, looked)
