@@ -182,6 +182,7 @@ class Look:
         self._worker = worker
         self._opened = [each for each in answers.reports if each.worker == worker]
         chosen = answers.reports if worker is None else self._opened
+        self._chosen = chosen
         self._rates = [rates.rate(each, before.get(each.worker)) for each in chosen]
         self._functions = rates.functions(chosen, before)
         self._silent = {name: why for name, why in answers.silent.items() if worker in (None, name)}
@@ -192,6 +193,9 @@ class Look:
     def tables(self) -> list[text.Table]:
         """Returns the tables to show."""
         tables = [text.workers_table(self._rates, self._silent, self._answers.lost)]
+        tables += text.number_tables(self._chosen)
+        for report in self._opened:
+            tables += text.histograms(report)
         if self._functions:
             tables.append(text.functions_table(self._functions))
         for report in self._opened:
@@ -225,6 +229,11 @@ class Look:
             "program": self._group.program,
             "workers": [dataclasses.asdict(each) for each in self._rates],
             "functions": [dataclasses.asdict(each) for each in self._functions],
+            "numbers": [
+                {"worker": report.worker, **dataclasses.asdict(table)}
+                for report in self._chosen
+                for table in report.numbers
+            ],
             "silent": self._silent,
             "notes": self.notes(),
         }

@@ -95,13 +95,16 @@ class Client:
         """Has a server count the staleness of rows of it that were used without a counted pull."""
         self._uncounted.setdefault(server, []).append(steps)
 
-    def push(self, lr: float, seen: int, pushes: Pushes) -> None:
+    def push(self, lr: float, seen: int, pushes: Pushes) -> dict[str, int]:
         """Pushes the gradients of this trainer's step; blocks until it may go on.
 
         Args:
             lr: The learning rate.
             seen: The oldest version of the rows of this step.
             pushes: The gradients.
+
+        Returns:
+            The version of each server that allowed it.
 
         Raises:
             CallTimeout: Other trainers have not made this step in time; names them.
@@ -110,14 +113,14 @@ class Client:
         """
         if self._failure is not None:
             self._refuse(self._failure)
-        given = {}
+        given, versions = {}, dict[str, int]()
         for server, info in self.servers.items():
             of_server = [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()]
             uncounted: Sequence[int] = self._uncounted.pop(server, [])
             given[info] = (self.name, self.trainer, self.step, lr, seen, of_server, uncounted)
         if given:
             try:
-                call_servers(host.push, given, self.timeout_s)
+                versions = call_servers(host.push, given, self.timeout_s)
             except BaseException as error:
                 # Some servers may have taken the step: with the next one, rows would differ.
                 self._failure = error
@@ -125,6 +128,7 @@ class Client:
                     raise self._explained(error) from error
                 raise
         self.step += 1
+        return versions
 
     def _refuse(self, failure: BaseException) -> NoReturn:
         if isinstance(failure, WorkerLost):

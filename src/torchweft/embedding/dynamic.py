@@ -202,6 +202,11 @@ class DynamicShard(Shard):
 
     # Ids and rows
 
+    @property
+    def used_rows(self) -> int:
+        """Rows that ids have, those of expired ids included until a step has looked at them."""
+        return len(self._held)
+
     def occupancy(self) -> Occupancy:
         """Returns how many ids there are."""
         held, waiting = self._held, self._waiting

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchweft.agent.current import current
+from torchweft.embedding import telling
 from torchweft.embedding.dynamic import DynamicShard, capacity_limit
 from torchweft.embedding.errors import InputError, StepError, TablesMismatch
 from torchweft.embedding.plan import Layout, Stack
@@ -24,6 +26,7 @@ from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions, on_worker_lost
 from torchweft.rpc.current_call import check_types, serves_another_strictly
+from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
 
 _hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
@@ -156,7 +159,8 @@ class Host:
             before = self.steps.version - len(due.applied)
             for version, lessons in enumerate(due.applied, start=before + 1):
                 self._apply(lessons, version)
-        self._settle(due)
+            version = self.steps.version
+        self._settle(due, version)
         return future
 
     @contextlib.contextmanager
@@ -189,10 +193,10 @@ class Host:
             pushed = [each.gradients[number] for each in lessons if number in each.gradients]
             shard.apply(pushed, lessons[0].lr, divisor, version)
 
-    def _settle(self, due: Due[Lesson]) -> None:
-        """Answers pushes; outside of the lock, as callbacks run here."""
+    def _settle(self, due: Due[Lesson], version: int) -> None:
+        """Answers pushes with a version; outside of the lock, as callbacks run here."""
         for each in due.answered:
-            self._futures.pop(each).set_result(self.steps.version)
+            self._futures.pop(each).set_result(version)
         for each in due.failed:
             assert self._lost is not None
             self._futures.pop(each).set_exception(self._lost)  # type: ignore[arg-type]
@@ -204,7 +208,7 @@ class Host:
         with self.lock:
             self._lost = self._lost or error
             due = self.steps.lose(self.options.trainers.index(error.worker))
-        self._settle(due)
+        self._settle(due, self.steps.version)
 
     def _shard(self, stack: int) -> Shard:
         shard = self.shards.get(stack)
@@ -289,6 +293,8 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
         host = _hosts.get(name)
         if host is None:
             host = _hosts[name] = Host(options, server)
+            told = functools.partial(telling.of_server, name, weakref.ref(host))
+            weakref.finalize(host, tell(told))
         if host.options == options:
             host.uses += 1
     if host.options != options:

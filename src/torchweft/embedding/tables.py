@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import host, occupied, saving
+from torchweft.embedding import host, occupied, saving, telling
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.client import Client
 from torchweft.embedding.copies import look_up_copy, make_copy
@@ -28,6 +30,7 @@ from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
+from torchweft.rpc.telling import tell
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -111,6 +114,8 @@ class Tables(nn.Module):
         self._options = options
         self._client = Client(name, options, limit_of(timeout, _WAIT_S))
         self._lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
+        told = functools.partial(telling.of_lookups, name, weakref.ref(self._lookups))
+        self._tells = weakref.finalize(self._lookups, tell(told))
         self._optimizer: TablesOptimizer | None = None
         self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
 
@@ -242,8 +247,8 @@ class Tables(nn.Module):
     def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
         check_capacity(self._options.layout, pushes, self._options.pushes)
         seen = min((each.version for each in pulled), default=0)
-        self._client.push(lr, seen, pushes)
-        self._lookups.note_pushed(pulled)
+        versions = self._client.push(lr, seen, pushes)
+        self._lookups.note_pushed(pulled, versions)
 
     # Rows
 
@@ -432,6 +437,7 @@ class Tables(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self._tells()
         self._lookups.touched.clear()
         self._client.close()
 

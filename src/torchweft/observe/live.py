@@ -13,7 +13,9 @@ from rich.text import Text
 
 from torchweft.observe.text import Table
 
-_FLEXIBLE = frozenset(("function", "blocked-by", "channels", "made", "what", "in-call"))
+_FLEXIBLE = frozenset(
+    ("function", "blocked-by", "channels", "made", "what", "in-call", "staleness", "drawn")
+)
 """Columns that are cut off first where the terminal is narrow."""
 _RARE = ("serving", "ctx", "passes", "held", "owned", "host", "sent/s", "recv/s", "memory")
 """Columns of the overview that a narrow terminal leaves out, first ones first."""
