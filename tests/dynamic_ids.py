@@ -27,6 +27,8 @@ CONFIGS = (
         "clicks", 24, 6, "sum", torch.float64, Normal(std=0.3), dynamic=Dynamic(2, "frequency")
     ),
     TableConfig("visits", 26, 4, "none", torch.float64, Uniform(-0.3, 0.3), -7, dynamic=Dynamic()),
+    TableConfig("rare", 400, 4, "sum", torch.float64, dynamic=Dynamic(2, ttl=2)),
+    TableConfig("often", 400, 4, "sum", torch.float64, dynamic=Dynamic(min_frequency=0.4)),
     TableConfig("tags", 25, 6, "max", torch.float64, Normal(std=0.3), dynamic=Dynamic(3, "age")),
     TableConfig("pages", 400, 6, "mean", torch.float64, Normal(std=0.3), dynamic=Dynamic()),
 )
@@ -74,6 +76,7 @@ class Row:
     state: dict[str, Tensor]
     count: int
     age: int
+    first: int
 
 
 def server_by_definition(number: int, servers: int) -> int:
@@ -95,7 +98,7 @@ class Part:
         self.rule = rule
         self.seed = seed
         self.rows: dict[int, Row] = {}
-        self.waiting: dict[int, tuple[int, int]] = {}
+        self.waiting: dict[int, tuple[int, int, int]] = {}
         self.step = 0
         self.admitted = self.evicted = self.dropped = 0
 
@@ -117,9 +120,9 @@ class Part:
                 self.rows[number].count += 1
                 self.rows[number].age = self.step
             else:
-                count = self.waiting.pop(number, (0, 0))[0] + 1
-                is_due = count >= self.dynamic.admit_after
-                (new if is_due else patient).append((number, count))
+                count, _, first = self.waiting.pop(number, (0, 0, self.step))
+                is_due = count + 1 >= self.dynamic.admit_after
+                (new if is_due else patient).append((number, count + 1, first))
         self._admit(new)
         self._wait(patient)
         for number in sorted(gradients):
@@ -127,8 +130,22 @@ class Part:
                 row = self.rows[number]
                 step = torch.tensor(float(self.step), dtype=torch.float64)
                 self.rule.apply(row.weights, row.state, gradients[number], self.rule.lr, step)
+        self._expire()
 
-    def _admit(self, new: Sequence[tuple[int, int]]) -> None:
+    def _expire(self) -> None:
+        """Drops ids that have expired, at once."""
+        done, ttl = self.step, self.dynamic.ttl
+        for number, row in list(self.rows.items()):
+            is_old = ttl is not None and done - row.age >= ttl
+            if is_old or row.count < self.dynamic.min_frequency * (done - row.first + 1):
+                del self.rows[number]
+                self.evicted += 1
+        for number, (_, age, _) in list(self.waiting.items()):
+            if ttl is not None and done - age >= ttl:
+                del self.waiting[number]
+                self.dropped += 1
+
+    def _admit(self, new: Sequence[tuple[int, int, int]]) -> None:
         lacking = len(self.rows) + len(new) - self.capacity
         if lacking > 0:
 
@@ -141,29 +158,30 @@ class Part:
             for number in others[: max(lacking, self.capacity // 64)]:
                 del self.rows[number]
                 self.evicted += 1
-        for number, count in new:
+        for number, count, first in new:
             weights = self.initial(number)
-            self.rows[number] = Row(weights, self.rule.state_for(weights), count, self.step)
+            self.rows[number] = Row(weights, self.rule.state_for(weights), count, self.step, first)
         self.admitted += len(new)
 
     def _is_old(self, number: int) -> bool:
         return self.rows[number].age != self.step
 
-    def _wait(self, patient: Sequence[tuple[int, int]]) -> None:
-        known = {number: (count, self.step) for number, count in patient if count > 1}
-        self.waiting |= known
-        new = [number for number, count in patient if count == 1]
+    def _wait(self, patient: Sequence[tuple[int, int, int]]) -> None:
+        self.waiting |= {
+            number: (count, self.step, first) for number, count, first in patient if count > 1
+        }
+        new = [number for number, count, _ in patient if count == 1]
         lacking = len(self.waiting) + len(new) - self.capacity
         if lacking > 0:
             others = sorted(
                 (age, count, number)
-                for number, (count, age) in self.waiting.items()
+                for number, (count, age, _) in self.waiting.items()
                 if age != self.step
             )
             for _, _, number in others[: max(lacking, self.capacity // 64)]:
                 del self.waiting[number]
                 self.dropped += 1
-        self.waiting |= dict.fromkeys(new, (1, self.step))
+        self.waiting |= dict.fromkeys(new, (1, self.step, self.step))
 
 
 class OneProcess:
@@ -272,9 +290,9 @@ def occupancy_of(name: str) -> dict[str, Any]:
     return _kept[name][0].occupancy()
 
 
-def save_dynamic(name: str, directory: str, step: int) -> None:
+def save_dynamic(name: str, directory: str, step: int, since: int | None = None) -> None:
     """Saves open tables."""
-    _kept[name][0].save(directory, step=step)
+    _kept[name][0].save(directory, step=step, since=since)
 
 
 def restore_dynamic(name: str, directory: str) -> int:

@@ -1,4 +1,4 @@
-"""Draws the loss, and the bytes that each part of the model sends."""
+"""Draws the loss, the bytes that each part of the model sends, and the staleness of rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def draw_picture(
     levels: Mapping[str, float],
     step_bytes: Mapping[str, Mapping[str, float]],
     copies_bytes: Mapping[str, float],
+    staleness: Sequence[Mapping[str, Mapping[int, int]]],
     path: Path,
 ) -> None:
     """Draws a picture.
@@ -25,6 +26,7 @@ def draw_picture(
         levels: Losses to compare with, by name.
         step_bytes: By part of the model, the bytes of a step by kind, a key of ``COLORS``.
         copies_bytes: By table, the bytes of a step if each trainer had a copy.
+        staleness: By trainer and table, how often each staleness was observed.
         path: The picture.
 
     Raises:
@@ -35,9 +37,10 @@ def draw_picture(
     matplotlib.use("Agg")  # draws without a window, so no display is needed
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    _draw_losses(left, losses, levels)
-    _draw_bytes(right, step_bytes, copies_bytes)
+    figure, axes = pyplot.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
+    _draw_losses(axes[0], losses, levels)
+    _draw_bytes(axes[1], step_bytes, copies_bytes)
+    _draw_staleness(axes[2], staleness)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -72,4 +75,23 @@ def _draw_bytes(
     axes.legend(
         frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, markerscale=0.5
     )
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_staleness(axes: Any, by_trainer: Sequence[Mapping[str, Mapping[int, int]]]) -> None:
+    """Draws a histogram for each trainer and table, side by side."""
+    named = [
+        (f"{table}, trainer {number}", counts)
+        for number, tables in enumerate(by_trainer)
+        for table, counts in tables.items()
+    ]
+    width = 0.8 / max(1, len(named))
+    for place, (name, counts) in enumerate(named):
+        total = sum(counts.values())
+        places = [int(value) + width * (place + 0.5) - 0.4 for value in counts]
+        shares = [count / total for count in counts.values()]
+        axes.bar(places, shares, width, color=f"C{place}", label=name)
+    axes.set(xlabel="staleness of rows", ylabel="share of lookups")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)

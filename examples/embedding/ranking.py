@@ -88,8 +88,13 @@ class Trainer:
         self._dense = torch.optim.Adam(self._model.parameters(), lr=2e-3)
         self._step = 0
 
-    def steps(self, count: int) -> tuple[list[float], float]:
-        """Makes steps; returns their losses, and the seconds without those to draw batches."""
+    def steps(self, count: int) -> tuple[list[float], float, int]:
+        """Makes steps.
+
+        Returns:
+            Their losses; the seconds without those to draw batches; and the bytes of rows that this
+            trainer has pulled and pushed, of all steps until now.
+        """
         losses, seconds = [], 0.0
         for step in range(self._step, self._step + count):
             batch = self._world.draw(self._place.batch, self._place.rank, step)
@@ -97,7 +102,8 @@ class Trainer:
             losses.append(self._learn(batch))
             seconds += time.perf_counter() - began
         self._step += count
-        return losses, seconds
+        moved = self._tables.traffic().values()
+        return losses, seconds, sum(each.pulled_bytes + each.pushed_bytes for each in moved)
 
     def _learn(self, batch: Impressions) -> float:
         self._rows.zero_grad()
@@ -108,7 +114,7 @@ class Trainer:
         self._dense.step()
         return loss.item()
 
-    def moved(self) -> dict[str, dict[str, int]]:
+    def moved(self) -> dict[str, dict[str, Any]]:
         """Returns the figures of ``Tables.traffic`` of this trainer, by table."""
         return {name: asdict(each) for name, each in self._tables.traffic().items()}
 

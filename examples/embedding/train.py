@@ -48,16 +48,20 @@ class History:
     Attributes:
         losses: The mean loss of the trainers in each step.
         seconds: Duration of the steps, without those to draw impressions.
-        moved: By table, the counts and bytes of all trainers.
-        staleness: How often each staleness was observed.
+        trainers: By trainer and table, its counts, bytes and staleness.
+        staleness: How often each staleness was observed on the servers.
         network_bytes: Size of the dense part.
     """
 
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
-    moved: dict[str, dict[str, int]] = field(default_factory=dict)
+    trainers: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     staleness: dict[int, int] = field(default_factory=dict)
     network_bytes: int = 0
+
+    def total(self, table: str, key: str) -> int:
+        """Returns a count of a table, of all trainers."""
+        return sum(moved[table][key] for moved in self.trainers)
 
 
 def make_folder(path: Path | None) -> Path:
@@ -131,14 +135,12 @@ def train(trainers: Sequence[rpc.RRef[Trainer]], options: Options, history: Hist
             count = min(left, REPORTED_STEPS)
             calls = [trainer.rpc_async().steps(count) for trainer in trainers]
             answers = [call.wait() for call in calls]
-            history.losses += mean_losses([losses for losses, _ in answers])
-            history.seconds += max(seconds for _, seconds in answers)
-            shown.step(count, loss=history.losses[-1])
-    moved = [trainer.rpc_sync().moved() for trainer in trainers]
-    history.moved = {
-        name: {key: sum(each[name][key] for each in moved) for key in counts}
-        for name, counts in moved[0].items()
-    }
+            history.losses += mean_losses([losses for losses, _, _ in answers])
+            history.seconds += max(seconds for _, seconds, _ in answers)
+            sent = sum(moved for _, _, moved in answers)
+            step_mb = sent / len(history.losses) / 1e6
+            shown.step(count, loss=history.losses[-1], mb_per_step=step_mb)
+    history.trainers = [trainer.rpc_sync().moved() for trainer in trainers]
     history.staleness = trainers[0].rpc_sync().staleness()
     history.network_bytes = trainers[0].rpc_sync().network_bytes()
 
@@ -149,12 +151,12 @@ def bytes_of_a_step(options: Options, plan: Plan, history: History) -> dict[str,
     Those of rows were counted, and those of a ring all-reduce are computed.
     """
     found: dict[str, dict[str, float]] = {}
-    for name, counts in history.moved.items():
-        placed = plan.placed[name]
+    for name, placed in plan.placed.items():
         found[name] = {"all-reduce": placed.copies_bytes}
         if not placed.is_copied:
             found[name] = {
-                kind: counts[f"{kind}_bytes"] / options.steps for kind in ("pulled", "pushed")
+                kind: history.total(name, f"{kind}_bytes") / options.steps
+                for kind in ("pulled", "pushed")
             }
     found["network"] = {"all-reduce": 2 * (options.trainers - 1) * history.network_bytes}
     return found
@@ -165,8 +167,8 @@ def make_figures(
 ) -> dict[str, Any]:
     """Returns all figures, as JSON has them."""
     on_servers = [name for name, placed in plan.placed.items() if not placed.is_copied]
-    rows = sum(history.moved[name]["rows"] for name in on_servers)
-    ids = sum(history.moved[name]["ids"] for name in on_servers)
+    rows = sum(history.total(name, "rows") for name in on_servers)
+    ids = sum(history.total(name, "ids") for name in on_servers)
     return {
         "options": {**asdict(options), "out": None if options.out is None else str(options.out)},
         "cores": len(usable_cores()),
@@ -181,14 +183,31 @@ def make_figures(
             name: placed.copies_bytes for name, placed in plan.placed.items()
         },
         "unique_share": {
-            name: history.moved[name]["rows"] / history.moved[name]["ids"] for name in on_servers
+            name: history.total(name, "rows") / history.total(name, "ids") for name in on_servers
         },
         "cache_hits": {
-            name: history.moved[name]["hits"] / history.moved[name]["rows"] for name in on_servers
+            name: history.total(name, "hits") / history.total(name, "rows") for name in on_servers
         },
         "places": {name: type(placed.place).__name__ for name, placed in plan.placed.items()},
         "staleness": history.staleness,
+        "trainers": [
+            {name: shares_of(moved[name], options.steps) for name in on_servers}
+            for moved in history.trainers
+        ],
         "losses": history.losses,
+    }
+
+
+def shares_of(moved: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Returns the figures of one trainer and table."""
+    return {
+        "ids": moved["ids"],
+        "rows": moved["rows"],
+        "unique_share": moved["rows"] / moved["ids"],
+        "cache_hits": moved["hits"] / moved["rows"],
+        "pulled_bytes_per_step": moved["pulled_bytes"] / steps,
+        "pushed_bytes_per_step": moved["pushed_bytes"] / steps,
+        "staleness": moved["staleness"],
     }
 
 
@@ -222,8 +241,12 @@ def write_results(figures: dict[str, Any], folder: Path) -> None:
     names = ("click rates", "best possible")
     levels = {f"{name}, on the test": figures["quality"][name]["log_loss"] for name in names}
     parts = figures["bytes_per_step"], figures["bytes_per_step_of_copies"]
+    staleness = [
+        {name: each["staleness"] for name, each in trainer.items()}
+        for trainer in figures["trainers"]
+    ]
     try:
-        draw_picture(figures["losses"], levels, *parts, folder / "training.png")
+        draw_picture(figures["losses"], levels, *parts, staleness, folder / "training.png")
         written = "training.png and " + written
     except ImportError:
         print(f"no picture was drawn: matplotlib is missing ({ADVICE})")

@@ -36,6 +36,7 @@
     ├── CheckpointError (RuntimeError)         a snapshot could not be saved or restored
     │   ├── SnapshotNotFound (FileNotFoundError)   there is none, or a worker lacks a file of it
     │   ├── SnapshotCorrupt                    a file is not as written; names the other snapshots
+    │   ├── BrokenChain                        an increment does not follow its base; names both
     │   └── StateMismatch (ValueError)         it does not match the state; says what differs
     ├── ObserveError (RuntimeError)            a group cannot be observed; says what to do
     │   ├── GroupNotFound (LookupError)        no such group runs here, or several do; lists them
@@ -346,6 +347,19 @@ class SnapshotCorrupt(CheckpointError):
 
     file: str = ""
     alternatives: tuple[int, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class BrokenChain(CheckpointError):
+    """An increment does not follow the snapshot that it is to be, or was, an increment of.
+
+    Attributes:
+        snapshot: Path of the increment; empty if it was to be saved.
+        base: Path of the snapshot before it.
+    """
+
+    snapshot: str = ""
+    base: str = ""
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)

@@ -73,6 +73,10 @@ def test_ids_that_are_no_row_numbers(guide: Path) -> None:
     assert f"```\n{printed}\n```" in text_of_page()
 
 
+def test_increments_are_restored(guide: Path) -> None:
+    assert run(guide / "increments.py") == ["done: 30", "same rows: True"]
+
+
 def test_the_number_of_servers_is_the_one_that_the_comment_says() -> None:
     (block,) = [block for block in blocks_of(PAGE) if "__main__" not in block]
     printed = io.StringIO()

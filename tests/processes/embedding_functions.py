@@ -25,6 +25,7 @@ from torchweft.embedding import (
     TablesOptimizer,
     Uniform,
 )
+from torchweft.embedding.host import host_of
 
 BATCH = 6
 CONFIGS = (
@@ -254,6 +255,11 @@ def close_tables(name: str) -> None:
     tables.close()
 
 
+def set_rule_of_server(name: str, rule: Rule | None) -> None:
+    """Sets or takes away the optimizer of the rows on this worker, behind the trainers' back."""
+    host_of(name).rule = rule
+
+
 def end_process() -> None:
     """Ends this worker without a word to the others."""
     os._exit(7)
@@ -272,11 +278,15 @@ class Losses:
         self.found = state["found"]
 
 
-def save_tables(name: str, directory: str, step: int) -> int:
+def save_tables(name: str, directory: str, step: int, since: int | None = None) -> int:
     """Saves open tables, and losses that tell the step."""
     losses = Losses()
     losses.found = [step / 4]
-    return _kept[name][0].save(directory, step=step, state={"losses": losses}).step
+    return (
+        _kept[name][0]
+        .save(directory, step=step, state={"losses": losses}, keep=1, since=since)
+        .step
+    )
 
 
 def restore_tables(name: str, directory: str) -> tuple[int, list[float]]:

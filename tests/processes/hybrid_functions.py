@@ -279,9 +279,10 @@ def make_step(step: int, max_norm: float | None = None) -> float:
     return _open["model"].step(step, max_norm)
 
 
-def save_model(directory: str, step: int) -> bool:
+def save_model(directory: str, step: int, since: int | None = None) -> bool:
     opened = _open["model"]
-    return opened.model.save(directory, step=step, state=opened.state) is not None
+    found = opened.model.save(directory, step=step, state=opened.state, since=since)
+    return found is not None
 
 
 def restore_model(directory: str) -> tuple[int, list[float], float, list[float]]:

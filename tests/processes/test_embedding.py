@@ -18,6 +18,7 @@ from tests.processes.embedding_functions import (
     draw_batch,
     open_tables,
     outputs_loss,
+    set_rule_of_server,
     staleness_of,
     train,
     train_step,
@@ -34,6 +35,7 @@ from torchweft.embedding import (
     Jagged,
     Plan,
     RowWise,
+    StepError,
     Tables,
     TablesMismatch,
     TableWise,
@@ -41,7 +43,7 @@ from torchweft.embedding import (
     host,
     plan_tables,
 )
-from torchweft.errors import CallTimeout
+from torchweft.errors import CallTimeout, ConfigurationError
 from torchweft.launch import Nursery
 
 # The tests share workers, which connect to one another on first use.
@@ -277,9 +279,48 @@ def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
         (rows, rows, values),
     ]:
         pushes = [(stack, 1, [part])]
-        with pytest.raises(InputError, match="server 'worker2' was"):
+        with pytest.raises(InputError, match="server 'worker2' was") as caught:
             rpc.rpc_sync("worker2", host.push, ("checking", 0, 0, 0.1, 0, pushes))
+        assert "words" in caught.value.table.split(", ")
     optimizer.step()  # The step was not counted: this one is expected.
+    assert torch.equal(tables.weights("words"), before)
+    tables.close()
+
+
+def test_a_step_that_cannot_be_taken_is_refused_before_anything_is_sent() -> None:
+    tables, optimizer = own_tables("unsent")
+    before = tables.weights("words")
+    tables({"words": torch.tensor([[1, 2]])})["words"].sum().backward()
+    rate = optimizer.param_groups[0]["lr"]
+    for bad in (float("nan"), float("inf"), -0.1):
+        optimizer.param_groups[0]["lr"] = bad
+        with pytest.raises(ConfigurationError, match="the learning rate is"):
+            optimizer.step()
+    optimizer.param_groups[0]["lr"] = rate
+    (leaf,) = optimizer.param_groups[0]["params"]
+    leaf.grad = leaf.grad.to_sparse()
+    with pytest.raises(InputError, match=r"of words on worker2, worker3 .* be dense"):
+        optimizer.step()
+    optimizer.step()
+    assert torch.equal(tables.weights("words"), before)
+    tables.close()
+
+
+def test_after_a_step_that_one_server_refused_no_other_server_takes_the_next() -> None:
+    tables, optimizer = own_tables("refused")
+    ids = {"words": torch.arange(8)[None]}
+    rpc.rpc_sync(SERVERS[1], set_rule_of_server, ("refused", None))
+    tables(ids)["words"].sum().backward()
+    with pytest.raises(ConfigurationError, match="no optimizer is set for the tables on 'worker3'"):
+        optimizer.step()
+    rpc.rpc_sync(SERVERS[1], set_rule_of_server, ("refused", SGD(lr=0.1)))
+    before = tables.weights("words")
+    for _ in range(2):
+        with pytest.raises(
+            StepError, match=r"step 0 .* has failed before.* Nothing was sent"
+        ) as it:
+            optimizer.step()
+        assert it.value.server == "worker2, worker3"
     assert torch.equal(tables.weights("words"), before)
     tables.close()
 
@@ -385,8 +426,9 @@ def test_set_weights_sets_all_parts_and_counts_are_exact() -> None:
         values = torch.randn(rows, dim, dtype=torch.float64)
         tables.set_weights(name, values)
         assert torch.equal(tables.weights(name), values)
-    with pytest.raises(BadIds, match=r"has \[40, 6\] values"):
+    with pytest.raises(BadIds, match=r"on worker2, worker3 has \[40, 6\] values") as caught:
         tables.set_weights("words", torch.zeros(4, 6))
+    assert caught.value.server == "worker2, worker3"
     tables({"users": torch.tensor([[4, 4, 5]]), "seen": torch.tensor([[1], [1]])})[
         "users"
     ].sum().backward()

@@ -308,7 +308,9 @@ def test_trainers_agree_on_the_form_and_servers_refuse_another(make: Any) -> Non
     tables.optimizer(SGD())
     before = tables.weights("words")
     rows, gradients = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 6)
-    with pytest.raises(InputError, match=r"sent values of torch.float32; its tables take 'fp16'"):
+    with pytest.raises(
+        InputError, match=r"sent values of torch.float32 for .*; its tables take 'fp16'"
+    ):
         tables._client.call(SERVERS[0], host.push, 0, 0, 0.1, 0, [(0, 1, [(rows, gradients)])])
     assert torch.equal(tables.weights("words"), before)
 

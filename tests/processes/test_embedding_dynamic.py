@@ -137,7 +137,9 @@ def test_two_trainers_equal_dicts_of_rows_in_one_process(rule: str, count: int) 
         )
     # The scenario has what the test is about.
     assert min(occupancy[name].evicted for name in ("clicks", "visits")) > 0
-    assert occupancy["tags"].dropped > 0
+    assert min(occupancy[name].dropped for name in ("tags", "rare")) > 0
+    # These expire while there is room.
+    assert min(occupancy[name].evicted for name in ("rare", "often")) > 0
     assert occupancy["pages"].evicted == 0
 
 
@@ -242,7 +244,9 @@ def test_a_snapshot_of_numbered_rows_is_of_another_table(tmp_path: Path) -> None
     tables.close()
     tables = make_tables()
     tables.optimizer(SGD())
-    with pytest.raises(StateMismatch, match=r"'users' is .40, 3.* and .'dynamic', 3"):
+    with pytest.raises(
+        StateMismatch, match=r"'users', .* has rows=40 in the snapshot and 'dynamic'"
+    ):
         tables.restore(tmp_path)
     tables.close()
 
@@ -385,7 +389,7 @@ def test_servers_refuse_messages_that_do_not_fit(stack: Any, parts: Any, error: 
         function, given = host.pull, ("tables", -1, 0, [(0, *stack)])
     with pytest.raises(InputError, match=error) as info:
         rpc.rpc_sync("worker2", function, given)
-    assert info.value.server == "worker2"
+    assert (info.value.server, info.value.table) == ("worker2", "users")
     check_same({"users": tables.rows("users")}, {"users": rows})
     change(tables, optimizer, torch.arange(5))
     tables.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,13 @@ from torchweft.embedding import (
     saved,
 )
 from torchweft.embedding.plan import Place
-from torchweft.errors import StateMismatch, WorkerLost
+from torchweft.errors import (
+    BrokenChain,
+    ConfigurationError,
+    SnapshotNotFound,
+    StateMismatch,
+    WorkerLost,
+)
 from torchweft.launch import Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -97,8 +105,10 @@ def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
         on_all(close_tables, "tables")
 
         open_on(SERVERS, rule)
-        losses = make_steps(0, BEFORE)
-        on_first(save_tables, "tables", str(tmp_path), BEFORE)
+        losses = make_steps(0, 1)
+        on_first(save_tables, "tables", str(tmp_path), 1)
+        losses += make_steps(1, BEFORE)
+        on_first(save_tables, "tables", str(tmp_path), BEFORE, 1)
         make_steps(BEFORE, BEFORE + LOST)
         with pytest.raises(WorkerLost):
             rpc.rpc_sync(SERVERS[1], end_process)
@@ -138,8 +148,11 @@ def test_a_lost_server_of_dynamic_ids_comes_back_bit_by_bit(
         on_all(dynamic_ids.close_dynamic, "tables")
 
         open_dynamic_on(SERVERS)
-        losses = make_dynamic_steps(0, 6)
-        on_first(dynamic_ids.save_dynamic, "tables", str(tmp_path), 6)
+        losses = make_dynamic_steps(0, 4)
+        on_first(dynamic_ids.save_dynamic, "tables", str(tmp_path), 4)
+        for step in (4, 5):
+            losses += make_dynamic_steps(step, step + 1)
+            on_first(dynamic_ids.save_dynamic, "tables", str(tmp_path), step + 1, step)
         make_dynamic_steps(6, 7)
         with pytest.raises(WorkerLost):
             rpc.rpc_sync(SERVERS[1], end_process)
@@ -177,18 +190,22 @@ def test_rows_and_state_go_to_other_servers_and_shards_and_back(
     tmp_path: Path, rule: str, servers: list[str], places: Any
 ) -> None:
     open_on(SERVERS, rule)
-    make_steps(0, BEFORE)
+    make_steps(0, 1)
+    on_first(save_tables, "tables", str(tmp_path), 1)
+    make_steps(1, BEFORE)
     on_first(set_rate, "tables", 0.02)
-    on_first(save_tables, "tables", str(tmp_path), BEFORE)
+    on_first(save_tables, "tables", str(tmp_path), BEFORE, 1)
     at_save = on_first(weights_of, "tables")
     make_steps(BEFORE, STEPS)
     expected = on_first(weights_of, "tables")
     on_all(close_tables, "tables")
-    for layout in (servers, places), (SERVERS, {}):  # The second one is restored from the first.
+    for number, layout in enumerate(((servers, places), (SERVERS, {}))):
+        # The second one is restored from the first, which has not a row of its own.
         open_on(*layout[:1], rule, *layout[1:], seed=5)
         on_first(restore_tables, "tables", str(tmp_path))
         check_same(on_first(weights_of, "tables"), at_save)
-        on_first(save_tables, "tables", str(tmp_path), BEFORE)
+        on_first(save_tables, "tables", str(tmp_path), BEFORE, BEFORE)
+        assert len(list_snapshots(tmp_path)) == 3 + number
         make_steps(BEFORE, STEPS)
         check_same(on_first(weights_of, "tables"), expected, bound=1e-13)
         on_all(close_tables, "tables")
@@ -203,24 +220,33 @@ def test_other_tables_and_another_optimizer_are_refused_and_nothing_changes(
     first.optimizer(SGD(momentum=0.5))
     first.save(tmp_path, step=1)
     first.close()
+    same, rule = plan_tables([words, users], SERVERS), SGD(momentum=0.5)
+    on_both = re.escape(", saved on worker2, worker3 and now on worker2, worker3, has ")
+
+    momentum = r"the optimizer is SGD\(momentum=0.5\) in the snapshot and SGD\(momentum=0.9\) on"
+
+    def words_with(**options: Any) -> Plan:
+        return plan_tables(
+            [TableConfig("words", **{"rows": 20, "dim": 4, **options}), users], SERVERS
+        )
+
     others = {
-        "they differ.*table 'words' is .20, 4, .* in the snapshot and .21, 4": (
-            plan_tables([TableConfig("words", 21, 4), users], SERVERS),
-            SGD(momentum=0.5),
-        ),
-        r"only it has \['users'\]": (plan_tables([words], SERVERS), SGD(momentum=0.5)),
-        r"lacks \['more'\]": (
+        f"'words'{on_both}rows=20 in the snapshot and 21 here": (words_with(rows=21), rule),
+        f"'words'{on_both}pooling='sum' .* 'mean' here": (words_with(pooling="mean"), rule),
+        f"'words'{on_both}padding_idx=None .* 2 here": (words_with(padding_idx=2), rule),
+        f"'words'{on_both}vocabulary='' .* 'v2' here": (words_with(vocabulary="v2"), rule),
+        r"only it has 'users' \(saved on worker[23]\)": (plan_tables([words], SERVERS), rule),
+        r"it lacks 'more' \(now on worker[23]\)": (
             plan_tables([words, users, TableConfig("more", 3, 2)], SERVERS),
-            SGD(momentum=0.5),
+            rule,
         ),
-        r"the optimizer is \['SGD', 'velocity'\] in the snapshot and \['SGD'\] here": (
-            plan_tables([words, users], SERVERS),
-            SGD(),
-        ),
+        f"{momentum} worker2, worker3": (same, SGD(momentum=0.9)),
+        "the optimizer is SGD.* in the snapshot and None on": (same, None),
     }
-    for message, (plan, rule) in others.items():
+    for message, (plan, other_rule) in others.items():
         tables = Tables(plan, seed=3)
-        tables.optimizer(rule)
+        if other_rule is not None:
+            tables.optimizer(other_rule)
         before = tables.weights("words")
         with pytest.raises(StateMismatch, match=message):
             tables.restore(tmp_path)
@@ -265,7 +291,7 @@ def test_a_push_while_rows_are_copied_fails_the_snapshot(
     plan = plan_tables([TableConfig("words", 20, 4)], [me])
     tables = Tables(plan, trainers=[me, *others], staleness=staleness)
     optimizer = tables.optimizer(SGD())
-    (entry,) = saved.leaving("tables", 0)
+    (entry,) = saved.leaving("tables", 0, "mark", None)
     assert torch.equal(
         entry.local_value().state_dict()["tensors"]["weights"], tables.weights("words")
     )
@@ -273,3 +299,61 @@ def test_a_push_while_rows_are_copied_fails_the_snapshot(
     with pytest.raises(StepError, match="a trainer has pushed while it was taken"):
         entry.local_value().state_dict()
     tables.close()
+
+
+@pytest.mark.usefixtures("workers")
+def test_increments_that_do_not_follow_their_base_are_refused_and_nothing_changes(
+    tmp_path: Path,
+) -> None:
+    config = TableConfig("words", 20, 4)
+    tables = Tables(plan_tables([config], SERVERS, places={"words": RowWise(*SERVERS)}))
+    optimizer = tables.optimizer(SGD())
+
+    def change(row: int) -> None:
+        tables({"words": torch.tensor([[row]])})["words"].sum().backward()
+        optimizer.step()
+
+    whole = tables.save(tmp_path, step=0)
+    change(3)
+    first = tables.save(tmp_path, step=1, since=whole)
+    change(4)
+    last = tables.save(tmp_path, step=2, since=first, keep=1)
+    assert list_snapshots(tmp_path) == [whole, first, last]
+    expected = tables.weights("words")
+    with pytest.raises(ConfigurationError, match="saved beside its base"):
+        tables.save(tmp_path / "other", step=3, since=last)
+    with pytest.raises(SnapshotNotFound, match="step 7"):
+        tables.save(tmp_path, step=3, since=7)
+    tables.close()
+
+    other = Tables(plan_tables([config], [SPARE]), seed=3)
+    other.optimizer(SGD())
+    before = other.weights("words")
+    with pytest.raises(
+        BrokenChain, match=re.escape(f"{last.path} cannot be saved: the rows")
+    ) as it:
+        other.save(tmp_path, step=3, since=last)
+    assert (it.value.base, it.value.worker) == (last.path, SPARE)
+    aside = Path(first.path).rename(tmp_path / "aside")
+    message = f"{last.path} has the rows that changed since {first.path}, which is not there"
+    with pytest.raises(BrokenChain, match=re.escape(message)) as caught:
+        other.restore(tmp_path)
+    assert (caught.value.snapshot, caught.value.base) == (last.path, first.path)
+    shutil.copytree(whole.path, first.path)
+    with pytest.raises(BrokenChain, match="is another snapshot of that name"):
+        other.restore(tmp_path)
+    shutil.rmtree(first.path)
+    aside.rename(first.path)
+    assert torch.equal(other.weights("words"), before)
+    other.restore(tmp_path)
+    assert torch.equal(other.weights("words"), expected)
+    # The restored rows are a base, and those before them are none any more.
+    other.set_weights("words", before)
+    other.save(tmp_path, step=3, since=last)
+    with pytest.raises(BrokenChain):
+        other.save(tmp_path, step=4, since=first)
+    other.restore(tmp_path, step=0)
+    assert not torch.equal(other.weights("words"), expected)
+    other.restore(tmp_path)
+    assert torch.equal(other.weights("words"), before)
+    other.close()

@@ -88,9 +88,12 @@ def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
         on_all(functions.close_model)
 
         open_on(SERVERS)
-        losses = make_steps(0, BEFORE)
+        losses = make_steps(0, BEFORE - 1)
         # All trainers may call it; the first saves.
-        assert on_all(functions.save_model, str(tmp_path / "snapshots"), BEFORE) == [True, False]
+        folder = str(tmp_path / "snapshots")
+        assert on_all(functions.save_model, folder, BEFORE - 1) == [True, False]
+        losses += make_steps(BEFORE - 1, BEFORE)
+        assert on_all(functions.save_model, folder, BEFORE, BEFORE - 1) == [True, False]
         make_steps(BEFORE, BEFORE + LOST)
         with pytest.raises(WorkerLost):
             rpc.rpc_sync(SERVERS[1], end_process)

@@ -42,16 +42,24 @@ class Attempt:
         keep: How many snapshots to keep; None for all.
         plan: The owners of the entries.
         deadline: The deadline of the save.
+        needs: Names of the snapshots that this one cannot be restored without.
     """
 
     def __init__(
-        self, directory: str, step: int, keep: int | None, plan: Plan, deadline: Deadline
+        self,
+        directory: str,
+        step: int,
+        keep: int | None,
+        plan: Plan,
+        deadline: Deadline,
+        needs: Iterable[str] = (),
     ) -> None:
         self._agent = current()
         self._me = self._agent.me
         self._keep = keep
         self._plan = plan
         self._deadline = deadline
+        self._needs = list(needs)
         self._ticket = secrets.token_hex(8)
         # The remains of earlier attempts have numbers, too: take our number before removing them.
         self._snapshot = Snapshot(directory, snapshots.new_name(directory, step), step)
@@ -159,6 +167,7 @@ class Attempt:
                 "torch": str(torch.__version__),
                 "python": platform.python_version(),
             },
+            needs=self._needs,
         )
         path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
         files.write_whole(path, lambda file: file.write(manifest.to_bytes()))
@@ -216,6 +225,7 @@ def save(
     gate: StepGate | None = None,
     random_states: Workers = True,
     timeout: float = UNSET_RPC_TIMEOUT,
+    needs: Iterable[Snapshot] = (),
 ) -> Snapshot:
     """Saves a state whose parts live on this and other workers. Blocks until all is on the disks.
 
@@ -239,6 +249,8 @@ def save(
         random_states: The workers whose random number generators are saved as well: all workers of
             the group that are not lost, some, or none.
         timeout: Seconds it may take; 0 for no limit, and by default ``WEFT_CHECKPOINT_TIMEOUT_S``.
+        needs: Snapshots of this directory without which the state is not whole, as it has only the
+            changes since. ``keep`` does not remove them while it keeps this one.
 
     Returns:
         The snapshot.
@@ -249,7 +261,9 @@ def save(
         WorkerLost: A worker was lost.
         CallTimeout: It took too long.
     """
-    attempt, turn = _begin(directory, state, step, keep, gate, random_states, timeout)
+    attempt, turn = _begin(
+        directory, state, step, keep, gate, random_states, timeout, [each.name for each in needs]
+    )
     try:
         return attempt.finish()
     finally:
@@ -296,6 +310,7 @@ def _begin(
     gate: StepGate | None,
     random_states: Workers,
     timeout: float,
+    needs: Iterable[str] = (),
 ) -> tuple[Attempt, threading.Lock]:
     """Has all owners copy their parts; returns the attempt, and the lock to release at its end.
 
@@ -314,7 +329,7 @@ def _begin(
             elapsed_s=deadline.timeout_s,
         )
     try:
-        attempt = Attempt(absolute, step, keep, Plan(state, random_states), deadline)
+        attempt = Attempt(absolute, step, keep, Plan(state, random_states), deadline, needs)
         attempt.capture(gate)
     except BaseException:
         turn.release()

@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchweft.checkpoint import files
@@ -174,6 +174,7 @@ class Manifest:
         optimizers: The parameters of distributed optimizers in order, by path.
         random: The names of the workers whose random number generators are in it.
         versions: The versions of Weft, PyTorch and Python that wrote it.
+        needs: The names of the snapshots that it cannot be restored without.
     """
 
     step: int
@@ -185,6 +186,7 @@ class Manifest:
     optimizers: dict[str, list[Parameter]]
     random: list[str]
     versions: dict[str, str]
+    needs: list[str] = field(default_factory=list)
 
     def part_of(self, worker: str) -> Part:
         """Returns the file that a worker wrote."""
@@ -277,6 +279,20 @@ def remove_if_empty(path: str) -> None:
 
 
 def names_to_keep(directory: str, keep: int | None) -> list[str]:
-    """Returns the names of the newest ``keep`` snapshots, or of all if it is None."""
+    """Returns the names of the newest ``keep`` snapshots and those they need; of all if None."""
     present = [snapshot.name for snapshot in list_snapshots(directory)]
-    return present if keep is None else present[-keep:]
+    if keep is None:
+        return present
+    kept, found = set[str](), present[-keep:]
+    while found:
+        kept.update(found)
+        found = [each for name in found for each in _needs(directory, name) if each not in kept]
+    return [name for name in present if name in kept]
+
+
+def _needs(directory: str, name: str) -> list[str]:
+    try:
+        with open(os.path.join(directory, name, MANIFEST), "rb") as file:
+            return read_manifest(file.read()).needs
+    except (BadManifest, OSError):
+        return []  # It cannot be restored at all.

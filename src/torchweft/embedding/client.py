@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torchweft.embedding import host
 from torchweft.embedding.calls import call_servers, start_calls
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.optimizer import Pushes
-from torchweft.errors import CallTimeout
+from torchweft.errors import CallTimeout, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
 
@@ -40,6 +41,7 @@ class Client:
         self.servers = {server: get_worker_info(server) for server in options.layout.servers}
         self._uncounted: dict[str, list[int]] = {}
         self._hosts: list[RRef[host.Host]] = []
+        self._failure: BaseException | None = None
         self.step = self._set_up(options)
         """The step that this trainer is in."""
 
@@ -93,7 +95,7 @@ class Client:
         """Has a server count the staleness of rows of it that were used without a counted pull."""
         self._uncounted.setdefault(server, []).append(steps)
 
-    def push(self, lr: float, seen: int, pushes: Pushes) -> None:
+    def push(self, lr: float, seen: int, pushes: Pushes) -> dict[str, int]:
         """Pushes the gradients of this trainer's step; blocks until it may go on.
 
         Args:
@@ -101,21 +103,44 @@ class Client:
             seen: The oldest version of the rows of this step.
             pushes: The gradients.
 
+        Returns:
+            The version of each server that allowed it.
+
         Raises:
             CallTimeout: Other trainers have not made this step in time; names them.
             WorkerLost: A server, or a trainer that this step waits for, is lost.
+            StepError: An earlier step has failed; nothing was sent.
         """
-        given = {}
+        if self._failure is not None:
+            self._refuse(self._failure)
+        given, versions = {}, dict[str, int]()
         for server, info in self.servers.items():
             of_server = [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()]
             uncounted: Sequence[int] = self._uncounted.pop(server, [])
             given[info] = (self.name, self.trainer, self.step, lr, seen, of_server, uncounted)
         if given:
             try:
-                call_servers(host.push, given, self.timeout_s)
-            except CallTimeout as error:
-                raise self._explained(error) from error
+                versions = call_servers(host.push, given, self.timeout_s)
+            except BaseException as error:
+                # Some servers may have taken the step: with the next one, rows would differ.
+                self._failure = error
+                if isinstance(error, CallTimeout):
+                    raise self._explained(error) from error
+                raise
         self.step += 1
+        return versions
+
+    def _refuse(self, failure: BaseException) -> NoReturn:
+        if isinstance(failure, WorkerLost):
+            raise copy.copy(failure)
+        raise StepError(
+            f"step {self.step} of tables {self.name!r} has failed before, perhaps on some of the "
+            f"servers {', '.join(self.servers)} only: {failure}. Nothing was sent; make the tables "
+            "again, or restore them",
+            server=", ".join(self.servers),
+            step=self.step,
+            expected=self.step,
+        ) from failure
 
     def _explained(self, error: CallTimeout) -> CallTimeout:
         """Returns the error with the names of the trainers that were waited for."""

@@ -21,6 +21,9 @@ from torchweft.serialize.registry import rebuilds_plain
 ROWS: Final = "rows."
 WAITING: Final = "waiting."
 """How the names of tensors begin in a snapshot: of ids with rows, and of those without."""
+ALL: Final = "all."
+"""How those of all ids begin in an increment, whose other tensors are of changed ones."""
+_MARKS: Final = ("ids", "counts", "ages", "firsts")
 _VALUE_PARTS: Final = 2
 
 
@@ -33,8 +36,8 @@ class Occupancy(NamedTuple):
         capacity: The largest number of rows.
         waiting: Ids that were seen, but not often enough for a row.
         admitted: Ids that have got rows since the tables were made.
-        evicted: Ids that have lost them to others.
-        dropped: Waiting ids that have lost their counts to others.
+        evicted: Ids that have lost them to others, or have expired.
+        dropped: Waiting ids that have lost their counts to others, or have expired.
     """
 
     rows: int
@@ -67,8 +70,9 @@ class DynamicShard(Shard):
 
     def _clear(self) -> None:
         capacity = len(self.rows_of(self._member))
-        self._held = Roster(capacity, self._dynamic.evict)
-        self._waiting = Roster(capacity if self._dynamic.admit_after > 1 else 0, "age")
+        ttl = self._dynamic.ttl
+        self._held = Roster(capacity, self._dynamic.evict, ttl, self._dynamic.min_frequency)
+        self._waiting = Roster(capacity if self._dynamic.admit_after > 1 else 0, "age", ttl)
 
     def _begin(self, seed: int) -> None:
         """Leaves the rows as they are: each is set when an id gets it."""
@@ -82,12 +86,18 @@ class DynamicShard(Shard):
             InputError: The ids are of another type or shape.
         """
         self._check(rows)
-        places = torch.from_numpy(self._held.find(rows.numpy()))
+        places = torch.from_numpy(self._held.live(rows.numpy(), self._steps_made))
         found = take(self.weights, places.clamp(min=0))
         unknown = (places < 0).nonzero().view(-1)
         if len(unknown):
             found[unknown] = self._initial(rows[unknown])
         return found
+
+    def changed_since(self, rows: Tensor, version: int) -> Tensor:
+        """Returns which ids have rows that changed since, or none: they may have lost them."""
+        self._check(rows)
+        places = torch.from_numpy(self._held.live(rows.numpy(), self._steps_made))
+        return (self.changed[places.clamp(min=0)] > version) | (places < 0)
 
     def pool(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """Refuses: trainers pool the rows of dynamic tables.
@@ -98,8 +108,12 @@ class DynamicShard(Shard):
         raise InputError(
             f"server {self.name!r} was asked for sums of {self._tables()}, whose ids are dynamic; "
             "ask for rows",
-            server=self.name,
+            **self._named,
         )
+
+    @property
+    def _steps_made(self) -> int:
+        return int(self.steps[0])
 
     def _initial(self, ids: Tensor) -> Tensor:
         return initial.values_of_ids(self._config, ids, self._member.columns, self._seed)
@@ -117,7 +131,7 @@ class DynamicShard(Shard):
             raise InputError(
                 f"server {self.name!r} was sent gradients of bags of {self._tables()}, whose ids "
                 "are dynamic; send those of rows",
-                server=self.name,
+                **self._named,
             )
         super().check(gradients)
         count = sum(len(part[0]) for part in gradients.parts)
@@ -129,7 +143,7 @@ class DynamicShard(Shard):
             raise InputError(
                 f"server {self.name!r} was sent ids of {self._tables()} of {rows.dtype} with "
                 f"{rows.dim()} dimensions; send torch.int64 with one",
-                server=self.name,
+                **self._named,
             )
 
     def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:
@@ -145,61 +159,94 @@ class DynamicShard(Shard):
 
     def _note(self, ids: Ints) -> None:
         """Counts ids, rising, that occur in this step; admits those that are due."""
-        step = int(self.steps[0])
+        step = self._steps_made
+        for roster in (self._held, self._waiting):
+            roster.sweep(step - 1, ids)
         places = self._held.find(ids)
         is_held = places >= 0
         self._held.touch(places[is_held], step)
-        new, counts = self._due(ids[~is_held], step)
+        new, counts, firsts = self._due(ids[~is_held], step)
         if len(new):
             # A row is reused, so nothing of its former id may remain.
-            rows = torch.from_numpy(self._held.add(new, counts, step))
+            rows = torch.from_numpy(self._held.add(new, counts, firsts, step))
             weights = self._initial(torch.from_numpy(new))
             assert self._rule is not None
             for name, values in self._rule.state_for(weights).items():
                 put(self.state[name], rows, values)
             put(self.weights, rows, weights)
 
-    def _due(self, ids: Ints, step: int) -> tuple[Ints, Ints]:
-        """Counts ids without rows; returns those that have occurred often enough, and counts."""
+    def _due(self, ids: Ints, step: int) -> tuple[Ints, Ints, Ints]:
+        """Counts ids without rows.
+
+        Returns:
+            Those that have occurred often enough, their counts, and the first steps of theirs.
+        """
         places = self._waiting.find(ids)
         is_known = places >= 0
-        counts = np.ones(len(ids), np.int64)
+        counts, firsts = np.ones(len(ids), np.int64), np.full(len(ids), step)
         counts[is_known] += self._waiting.counts[places[is_known]]
+        firsts[is_known] = self._waiting.firsts[places[is_known]]
         is_due = counts >= self._dynamic.admit_after
         self._waiting.remove(places[is_known & is_due])
         self._waiting.touch(places[is_known & ~is_due], step)
         others = ~is_known & ~is_due
         if others.any():
-            self._waiting.add(ids[others], counts[others], step)
-        return ids[is_due], counts[is_due]
+            self._waiting.add(ids[others], counts[others], firsts[others], step)
+        return ids[is_due], counts[is_due], firsts[is_due]
 
-    def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
+    def _change(
+        self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor, version: int
+    ) -> None:
         places = torch.from_numpy(self._held.find(rows.numpy()))
-        super()._change(places, gradients, lr, step)
+        super()._change(places, gradients, lr, step, version)
 
     # Ids and rows
+
+    @property
+    def used_rows(self) -> int:
+        """Rows that ids have, those of expired ids included until a step has looked at them."""
+        return len(self._held)
 
     def occupancy(self) -> Occupancy:
         """Returns how many ids there are."""
         held, waiting = self._held, self._waiting
-        return Occupancy(
-            len(held), held.capacity, len(waiting), held.added, held.evicted, waiting.evicted
-        )
+        rows, ids = (len(each.held(self._steps_made)) for each in (held, waiting))
+        # Expired ids are gone, although they may still have places.
+        evicted, dropped = held.evicted + len(held) - rows, waiting.evicted + len(waiting) - ids
+        return Occupancy(rows, held.capacity, ids, held.added, evicted, dropped)
 
     def rows(self) -> tuple[Tensor, Tensor]:
         """Returns copies of the ids that have rows, rising, and of these rows."""
-        places = self._held.held()
+        places = self._held.held(self._steps_made)
         return torch.from_numpy(self._held.ids[places]), take(
             self.weights, torch.from_numpy(places)
         )
 
     def copied(self, number: int) -> dict[str, Tensor]:
         """Returns copies of all ids, rows and state, in the order of ids."""
-        places = torch.from_numpy(self._held.held())
-        found = {**_described(ROWS, self._held), f"{ROWS}weights": take(self.weights, places)}
+        return self._copies(*self._places())
+
+    def copied_since(self, number: int, version: int, steps: float) -> dict[str, Tensor]:
+        """Returns those of ids that changed since, and all ids: the others are gone."""
+        held, waiting = self._places()
+        return {
+            f"{ALL}{ROWS}ids": torch.from_numpy(self._held.ids[held]),
+            f"{ALL}{WAITING}ids": torch.from_numpy(self._waiting.ids[waiting]),
+            **self._copies(
+                held[self.changed.numpy()[held] > version],
+                waiting[self._waiting.ages[waiting] > steps],
+            ),
+        }
+
+    def _places(self) -> tuple[Ints, Ints]:
+        return self._held.held(self._steps_made), self._waiting.held(self._steps_made)
+
+    def _copies(self, held: Ints, waiting: Ints) -> dict[str, Tensor]:
+        places = torch.from_numpy(held)
+        found = {**_described(ROWS, self._held, held), f"{ROWS}weights": take(self.weights, places)}
         for name, values in self.state.items():
             found[f"{ROWS}state.{name}"] = take(values, places)
-        return {**found, **_described(WAITING, self._waiting)}
+        return {**found, **_described(WAITING, self._waiting, waiting)}
 
     def replace(self, content: Mapping[str, Tensor], steps: float) -> None:
         """Sets ids, rows and state: those of a snapshot that belong on this server."""
@@ -262,12 +309,22 @@ def check_capacity(
                     raise beyond_capacity(stack.members[0].config.name, server, count, limit)
 
 
-def _described(prefix: str, roster: Roster) -> dict[str, Tensor]:
-    places = roster.held()
-    arrays = {"ids": roster.ids, "counts": roster.counts, "ages": roster.ages}
-    return {prefix + name: torch.from_numpy(each[places]) for name, each in arrays.items()}
+def overlaid(content: Mapping[str, Tensor], newer: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns ids, rows and state with the changes of an increment."""
+    found = {}
+    for prefix in (ROWS, WAITING):
+        ids, changed = content[f"{prefix}ids"], newer[f"{prefix}ids"]
+        stays = torch.isin(ids, newer[f"{ALL}{prefix}ids"]) & ~torch.isin(ids, changed)
+        for name, values in newer.items():
+            if name.startswith(prefix):
+                found[name] = torch.cat([content[name][stays], values])
+    return found
 
 
-def _parts(prefix: str, content: Mapping[str, Tensor]) -> tuple[Ints, Ints, Ints]:
-    ids, counts, ages = (content[prefix + name].numpy() for name in ("ids", "counts", "ages"))
-    return ids, counts, ages
+def _described(prefix: str, roster: Roster, places: Ints) -> dict[str, Tensor]:
+    return {prefix + name: torch.from_numpy(getattr(roster, name)[places]) for name in _MARKS}
+
+
+def _parts(prefix: str, content: Mapping[str, Tensor]) -> tuple[Ints, Ints, Ints, Ints]:
+    ids, counts, ages, firsts = (content[prefix + name].numpy() for name in _MARKS)
+    return ids, counts, ages, firsts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from torchweft.agent.current import current
+from torchweft.embedding import telling
 from torchweft.embedding.dynamic import DynamicShard, capacity_limit
 from torchweft.embedding.errors import InputError, StepError, TablesMismatch
 from torchweft.embedding.plan import Layout, Stack
@@ -24,6 +26,7 @@ from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions, on_worker_lost
 from torchweft.rpc.current_call import check_types, serves_another_strictly
+from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
 
 _hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
@@ -63,6 +66,18 @@ class Options(NamedTuple):
         return 1 if self.staleness is None else len(self.trainers)
 
 
+class Mark(NamedTuple):
+    """Where the shards stood when a snapshot was taken or restored.
+
+    Attributes:
+        version: The version.
+        steps: The steps of the first table of each stack.
+    """
+
+    version: int
+    steps: dict[int, float]
+
+
 class Lesson(NamedTuple):
     """Gradients of one trainer for one step.
 
@@ -96,6 +111,8 @@ class Host:
         self.rule: Rule | None = None
         self.uses = 0
         """How many workers have made the collection and not closed it."""
+        self.marks: dict[str, Mark] = {}
+        """By the mark of a snapshot whose rows these were: where they stood. The newest ones."""
         self._futures: dict[tuple[int, int], torch.futures.Future[int]] = {}
         self._lost: WorkerLost | None = None
         forget = on_worker_lost(_weak_callback(self))
@@ -139,9 +156,11 @@ class Host:
             due = self.steps.push(trainer, step, lesson, seen)
             self.steps.count(ahead)
             self._futures[trainer, step] = future
-            for lessons in due.applied:
-                self._apply(lessons)
-        self._settle(due)
+            before = self.steps.version - len(due.applied)
+            for version, lessons in enumerate(due.applied, start=before + 1):
+                self._apply(lessons, version)
+            version = self.steps.version
+        self._settle(due, version)
         return future
 
     @contextlib.contextmanager
@@ -157,26 +176,27 @@ class Host:
     def _checked(self, stack: int, used: int, parts: Sequence[Part]) -> Gradients:
         check_types(used=(used, int))
         shard, form = self._shard(stack), self.options.wire.pushed
+        tables = _tables(self.options.layout, stack)
         gradients = Gradients(
             used,
             [
-                (*part, decode(values, form, shard.stack.dtype, self.name))
+                (*part, decode(values, form, shard.stack.dtype, self.name, tables))
                 for *part, values in parts
             ],
         )
         shard.check(gradients)
         return gradients
 
-    def _apply(self, lessons: Sequence[Lesson]) -> None:
+    def _apply(self, lessons: Sequence[Lesson], version: int) -> None:
         divisor = len(lessons) if self.options.averages else 1
         for number, shard in self.shards.items():
             pushed = [each.gradients[number] for each in lessons if number in each.gradients]
-            shard.apply(pushed, lessons[0].lr, divisor)
+            shard.apply(pushed, lessons[0].lr, divisor, version)
 
-    def _settle(self, due: Due[Lesson]) -> None:
-        """Answers pushes; outside of the lock, as callbacks run here."""
+    def _settle(self, due: Due[Lesson], version: int) -> None:
+        """Answers pushes with a version; outside of the lock, as callbacks run here."""
         for each in due.answered:
-            self._futures.pop(each).set_result(self.steps.version)
+            self._futures.pop(each).set_result(version)
         for each in due.failed:
             assert self._lost is not None
             self._futures.pop(each).set_exception(self._lost)  # type: ignore[arg-type]
@@ -188,12 +208,17 @@ class Host:
         with self.lock:
             self._lost = self._lost or error
             due = self.steps.lose(self.options.trainers.index(error.worker))
-        self._settle(due)
+        self._settle(due, self.steps.version)
 
     def _shard(self, stack: int) -> Shard:
         shard = self.shards.get(stack)
         if shard is None:
-            raise InputError(f"server {self.name!r} has no rows of stack {stack}", server=self.name)
+            tables = _tables(self.options.layout, stack)
+            raise InputError(
+                f"server {self.name!r} has no rows of stack {stack}{f', {tables}' * bool(tables)}",
+                server=self.name,
+                table=tables,
+            )
         return shard
 
     # Set-up
@@ -216,6 +241,13 @@ class Host:
                 for shard in self.shards.values():
                     shard.set_rule(rule)
                 self.rule = rule
+
+
+def _tables(layout: Layout, stack: Any) -> str:
+    """Returns the names of the tables of a stack, if there is such a stack."""
+    if type(stack) is not int or not 0 <= stack < len(layout.stacks):
+        return ""
+    return ", ".join(dict.fromkeys(each.config.name for each in layout.stacks[stack].members))
 
 
 def _own(value: Any) -> Any:
@@ -261,6 +293,8 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
         host = _hosts.get(name)
         if host is None:
             host = _hosts[name] = Host(options, server)
+            told = functools.partial(telling.of_server, name, weakref.ref(host))
+            weakref.finalize(host, tell(told))
         if host.options == options:
             host.uses += 1
     if host.options != options:
@@ -354,10 +388,13 @@ def write(name: str, stack: int, member: int, values: Tensor) -> None:
         if values.shape != rows.shape or values.dtype != rows.dtype:
             raise InputError(
                 f"server {host.name!r} was sent values {list(values.shape)} of {values.dtype} for "
-                f"rows {list(rows.shape)} of {rows.dtype}",
+                f"rows {list(rows.shape)} of {rows.dtype} of {_tables(host.options.layout, stack)}",
                 server=host.name,
+                table=_tables(host.options.layout, stack),
             )
         rows.copy_(values)
+        # As the next step does: pulls of this version may have seen the rows as they were.
+        host._shard(stack).note_changed(member, host.steps.version + 1)
 
 
 def _rows_of(host: Host, stack: int, number: int) -> Tensor:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchweft.embedding.errors import BadIds, BadOffsets, IdOutOfRange
-from torchweft.embedding.plan import TableConfig
+from torchweft.embedding.plan import Shard, TableConfig
 
 _INTEGERS = (torch.int64, torch.int32)
 
@@ -81,11 +82,13 @@ class Checker:
 
     Args:
         config: The table.
-        servers: Names of its servers, for messages.
+        shards: Its shards, whose servers are named in messages.
     """
 
-    def __init__(self, config: TableConfig, servers: str) -> None:
+    def __init__(self, config: TableConfig, shards: Sequence[Shard] = ()) -> None:
         self.config = config
+        self._shards = shards
+        servers = _names(shards)
         self._fields = {"table": config.name, "server": servers}
         self._form, self._fixed = (0, 0), torch.empty(0, dtype=torch.int64, device="cpu")
         self._where = f"table {config.name!r} on {servers}" if servers else f"table {config.name!r}"
@@ -194,12 +197,17 @@ class Checker:
             return
         position = int(((ids < 0) | (ids >= self.config.rows)).nonzero()[0])
         number = int(ids[position])
+        # The rows of a shard go on beyond the table; so do those of a row that it has not.
+        owners = [each for each in self._shards if (number - each.rows.start) % each.rows.step == 0]
+        server = _names(owners)
+        where = f"table {self.config.name!r}{f' on {server}' if server else ''}"
         raise IdOutOfRange(
-            f"id {number} at position {position} is not in {self._where}, which has the ids 0 to "
-            f"{self.config.rows - 1}",
+            f"id {number} at position {position} is not in {where}, "
+            f"which has the ids 0 to {self.config.rows - 1}",
             id=number,
             position=position,
-            **self._fields,
+            table=self.config.name,
+            server=server,
         )
 
     def _without_padding(self, flat: Flat) -> Flat:
@@ -219,3 +227,7 @@ class Checker:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise BadIds(f"{self._where} cannot be looked up: {reason}", **self._fields)
+
+
+def _names(shards: Sequence[Shard]) -> str:
+    return ", ".join(dict.fromkeys(each.server for each in shards))

@@ -49,7 +49,9 @@ class Lookups:
         self._form = wire.pulled
         self._cache = cache
         self._copied = copied
-        self._checkers = {each.name: _checker(plan, each) for each in plan.configs}
+        self._checkers = {
+            each.name: Checker(each, plan.placed[each.name].shards) for each in plan.configs
+        }
         self._traffic = {each.name: Traffic() for each in plan.configs}
         self._routers = [make_router(stack, wire) for stack in plan.layout.stacks]
         self._caches = [] if cache is None else [_cache_of(cache, each) for each in self._routers]
@@ -154,7 +156,9 @@ class Lookups:
         found = []
         for pulled, answer in pulling.answers(answers):
             pulled.place = next(self._places)
+            pulled.versions = answer.versions
             pulled.version = min(answer.versions.values(), default=self._client.step)
+            self._note_staleness(pulled)
             found.append((pulled, pulled.gather(answer.values)))
         return found
 
@@ -208,6 +212,7 @@ class Lookups:
             each.place = next(self._places)
             each.version = self._client.step
             values, versions = each.take()
+            self._note_staleness(each)
             found.append((each, values))
             for server, version in versions.items():
                 oldest[server] = min(version, oldest.get(server, version))
@@ -250,15 +255,39 @@ class Lookups:
 
     # Figures
 
-    def note_pushed(self, pulled: Iterable[Pulled]) -> None:
-        """Counts the bytes of a push."""
+    def note_pushed(self, pulled: Iterable[Pulled], versions: Mapping[str, int]) -> None:
+        """Counts the bytes of a push, and in the asynchronous mode its staleness.
+
+        Args:
+            pulled: The lookups whose gradients were pushed.
+            versions: The version of each server after the push.
+        """
         for each in pulled:
             for moved in each.moved:
                 self._traffic[moved.table].pushed_bytes += moved.pushed_bytes
+            if self._client.staleness is None:
+                # The push itself is one of those that were applied.
+                ages = [
+                    versions[server] - 1 - each.versions.get(server, each.version)
+                    for server in each.versions or each.stack.servers
+                    if server in versions
+                ]
+                self._note(each, max(ages, default=0))
+
+    def _note_staleness(self, pulled: Pulled) -> None:
+        if self._client.is_bounded:
+            self._note(pulled, self._client.step - pulled.version)
+
+    def _note(self, pulled: Pulled, staleness: int) -> None:
+        for name in {looked.member.config.name for looked in pulled.looked}:
+            self._traffic[name].note_staleness(staleness)
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns what lookups and pushes have moved, by table."""
-        return {name: replace(traffic) for name, traffic in self._traffic.items()}
+        return {
+            name: replace(traffic, staleness=traffic.staleness.copy())
+            for name, traffic in self._traffic.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -304,11 +333,6 @@ class CachedAhead:
             future.cancel()
         for each in self.wanted:
             each.abandon()
-
-
-def _checker(plan: Plan, config: TableConfig) -> Checker:
-    servers = dict.fromkeys(shard.server for shard in plan.placed[config.name].shards)
-    return Checker(config, ", ".join(servers))
 
 
 def _cache_of(cache: Cache, router: Router) -> RowCache:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from torchweft.autograd import get_gradients
+from torchweft.embedding.errors import InputError
 from torchweft.embedding.pulled import Pulled
 from torchweft.embedding.rows import Part, sum_rows
 from torchweft.embedding.rules import Rule
@@ -81,12 +84,19 @@ class TablesOptimizer(Optimizer):
             CallTimeout: Other trainers have not made this step in time; names them.
             CapacityError: It has more dynamic ids than a server has rows for. Nothing was sent, and
                 the gradients are dropped; the step may be made with fewer.
+            StepError: An earlier step of this trainer has failed; nothing was sent.
+            ConfigurationError: The learning rate is not a number of at least 0; nothing was sent.
+            InputError: A gradient is not of the shape and type of the rows; nothing was sent.
             AutogradError: There is no such context here.
         """
+        lr = float(self.param_groups[0]["lr"])
+        if not 0 <= lr < math.inf:
+            raise ConfigurationError(f"the learning rate is {lr}; it is a number of at least 0")
         # In the order of lookups, whatever the order of the backward pass: sums repeat bit by bit.
         found = sorted(self._found(context_id), key=lambda each: each[0].place)
         pushes: Pushes = {}
         for pulled, gradient in found:
+            _check_gradient(pulled, gradient)
             for server, part in pulled.pushes(gradient).items():
                 used, parts = pushes.setdefault(server, {}).get(pulled.number, (0, []))
                 pushes[server][pulled.number] = used, [*parts, part]
@@ -98,7 +108,7 @@ class TablesOptimizer(Optimizer):
             for number, (used, parts) in by_stack.items():
                 encoded = [(*part, encode(values, self._form)) for *part, values in _merged(parts)]
                 by_stack[number] = used, encoded
-        self._push(float(self.param_groups[0]["lr"]), [pulled for pulled, _ in found], pushes)
+        self._push(lr, [pulled for pulled, _ in found], pushes)
 
     def _found(self, context_id: int | None) -> Iterable[tuple[Pulled, Tensor]]:
         """Takes the leaves with their gradients."""
@@ -121,6 +131,19 @@ class TablesOptimizer(Optimizer):
 def _pulled(leaf: Tensor) -> Pulled:
     pulled: Pulled = leaf.weft_pulled  # type: ignore[attr-defined]
     return pulled
+
+
+def _check_gradient(pulled: Pulled, gradient: Tensor) -> None:
+    stack = pulled.stack
+    if gradient.layout is not torch.strided or gradient.dtype != stack.dtype:
+        names = ", ".join(dict.fromkeys(each.member.config.name for each in pulled.looked))
+        servers = ", ".join(stack.servers)
+        raise InputError(
+            f"a gradient of rows of {names} on {servers} is {gradient.layout} of {gradient.dtype}; "
+            f"it must be dense, of {stack.dtype}",
+            table=names,
+            server=servers,
+        )
 
 
 def _merged(parts: list[Part]) -> list[Part]:

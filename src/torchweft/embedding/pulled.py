@@ -9,7 +9,7 @@ import abc
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +47,9 @@ class Traffic:
         pulled_bytes: Size of ids, rows and sums in pulls.
         pushed_bytes: The same in pushes.
         hits: How many of the rows the cache had, so that they were not pulled.
+        staleness: How often each staleness was observed, of a trainer: with a bound in steps, at
+            each lookup; in the asynchronous mode in pushes, at each push. Of several servers it is
+            that of the one with the oldest rows.
     """
 
     ids: int = 0
@@ -54,6 +57,11 @@ class Traffic:
     pulled_bytes: int = 0
     pushed_bytes: int = 0
     hits: int = 0
+    staleness: dict[int, int] = field(default_factory=dict, compare=False)
+
+    def note_staleness(self, staleness: int) -> None:
+        """Counts a staleness."""
+        self.staleness[staleness] = self.staleness.get(staleness, 0) + 1
 
 
 class Moved(NamedTuple):
@@ -81,6 +89,8 @@ class Pulled(abc.ABC):
         self.looked = looked
         self.version = 0
         """The oldest version that a server's values are of."""
+        self.versions: Mapping[str, int] = {}
+        """The version of each server's values; none where a cache had some."""
         self.place = 0
         """Its position among all lookups of the collection."""
         self.is_noted = False

@@ -8,7 +8,7 @@ that is not touched keeps its velocity, and does not move.
 from __future__ import annotations
 
 import abc
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ class Rule(abc.ABC):
         if not is_valid:
             value = getattr(self, name)
             raise ConfigurationError(f"{type(self).__name__} has {name}={value}; it is {expected}")
+
+    def settings(self) -> str:
+        """Returns its name and all settings but the learning rate, which a program may change."""
+        others = [each.name for each in fields(self) if each.name != "lr"]
+        listed = ", ".join(f"{name}={getattr(self, name)}" for name in others)
+        return f"{type(self).__name__}({listed})"
 
     needs_whole_rows = False
     """Whether the change of a value depends on the other columns, so that all must be here."""

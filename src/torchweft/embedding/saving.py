@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import secrets
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from torchweft import checkpoint
+from torchweft.checkpoint import Snapshot, restoring
 from torchweft.embedding import saved
 from torchweft.embedding.calls import call_servers
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.optimizer import TablesOptimizer
-from torchweft.embedding.pieces import pieces_of
+from torchweft.embedding.pieces import Piece, from_plain, pieces_of
 from torchweft.embedding.plan import Plan
-from torchweft.errors import StateMismatch
+from torchweft.errors import BrokenChain, ConfigurationError, StateMismatch
 from torchweft.ids import WorkerInfo
-from torchweft.rpc import get_worker_info
+from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 
 
 class Collection(NamedTuple):
@@ -42,28 +44,87 @@ class Collection(NamedTuple):
     timeout_s: float
 
 
+class Link(NamedTuple):
+    """A snapshot of a chain, and the description of its rows."""
+
+    snapshot: Snapshot
+    layout: dict[str, Any]
+
+    @property
+    def mark(self) -> str:
+        """Tells it from all other snapshots of rows."""
+        return str(self.layout["mark"])
+
+
 def save(
     tables: Collection,
     directory: str | os.PathLike[str],
     step: int,
     state: dict[str, Any] | None,
     keep: int | None,
-) -> checkpoint.Snapshot:
+    since: Snapshot | int | None,
+) -> Snapshot:
     """Saves tables and further state; see ``Tables.save``."""
     version, rule = _standing(tables, may_wait=tables.staleness == 0)
-    given = dict.fromkeys(tables.servers.values(), (tables.name, version))
-    entries = _call(tables, saved.leaving, given)
+    base = None if since is None else _base(tables, directory, since, rule)
     pieces = [held.piece for held in pieces_of(tables.plan.layout)]
-    layout = {
+    mark = secrets.token_hex(8)
+    layout: dict[str, Any] = {
         "pieces": [piece.plain() for piece in pieces],
         "tables": _described(tables.plan),
         "optimizer": rule,
         "lr": None if tables.optimizer is None else float(tables.optimizer.param_groups[0]["lr"]),
+        "mark": mark,
+        "since": None if base is None else [base.snapshot.name, base.snapshot.step, base.mark],
     }
+    entries = _leaving(tables, version, mark, base)
     parts = [entries[piece.server].pop(0) for piece in pieces]
     tree = _tree(tables, layout, parts, state)
     me = [get_worker_info().name]
-    return checkpoint.save(directory, tree, step=step, keep=keep, random_states=me)
+    needs = [] if base is None else [base.snapshot]
+    return checkpoint.save(directory, tree, step=step, keep=keep, random_states=me, needs=needs)
+
+
+def _base(
+    tables: Collection,
+    directory: str | os.PathLike[str],
+    since: Snapshot | int,
+    rule: str,
+) -> Link:
+    """Returns the snapshot that an increment follows.
+
+    Raises:
+        ConfigurationError: It is in another directory.
+        SnapshotNotFound: There is none of that step.
+        StateMismatch: It is of other tables, or of another optimizer.
+    """
+    found = since if isinstance(since, Snapshot) else restoring.find(directory, since)
+    if found.directory != os.path.abspath(directory):
+        raise ConfigurationError(
+            f"the snapshot {found.path} is not in {os.path.abspath(directory)}; an increment is "
+            "saved beside its base"
+        )
+    link = _link(found)
+    _check(link, tables.plan, rule)
+    return link
+
+
+def _leaving(tables: Collection, version: int, mark: str, base: Link | None) -> dict[str, Any]:
+    since = None if base is None else base.mark
+    given = dict.fromkeys(tables.servers.values(), (tables.name, version, mark, since))
+    try:
+        return _call(tables, saved.leaving, given)
+    except BrokenChain as error:
+        assert base is not None
+        path = base.snapshot.path
+        raise BrokenChain(
+            f"an increment of {path} cannot be saved: {error}. Save a whole snapshot, or the "
+            "changes since one that these tables have saved or restored",
+            directory=base.snapshot.directory,
+            step=base.snapshot.step,
+            worker=error.worker,
+            base=path,
+        ) from error
 
 
 def restore(
@@ -71,23 +132,74 @@ def restore(
     directory: str | os.PathLike[str],
     state: dict[str, Any] | None,
     step: int | None,
-) -> checkpoint.Snapshot:
+) -> Snapshot:
     """Restores tables and further state; see ``Tables.restore``."""
     _, rule = _standing(tables, may_wait=False)
+    chain = _chain(_link(restoring.find(directory, step)))
+    for link in chain:
+        _check(link, tables.plan, rule)
+    *before, last = chain
+    rows = []
+    for link in before:
+        parts = _received(tables, link.layout["pieces"])
+        _read(link.snapshot, {"rows": parts})
+        rows.append(list(zip(link.layout["pieces"], parts, strict=True)))
     layout: dict[str, Any] = {}
-    # First the description alone: it tells which entries there are.
-    snapshot = checkpoint.restore(
-        directory, {"layout": layout}, step=step, strict=False, random_states=False
+    parts = _received(tables, last.layout["pieces"])
+    rows.append(list(zip(last.layout["pieces"], parts, strict=True)))
+    # Nothing of the program has changed before all rows have been read.
+    restoring.restore_snapshot(
+        last.snapshot,
+        _tree(tables, layout, parts, state),
+        strict=True,
+        random_states=True,
+        timeout=UNSET_RPC_TIMEOUT,
     )
-    _check(snapshot, layout, _described(tables.plan), rule)
-    parts = _received(tables, layout["pieces"])
-    checkpoint.restore(directory, _tree(tables, layout, parts, state), step=snapshot.step)
-    rows = list(zip(layout["pieces"], parts, strict=True))
-    given = dict.fromkeys(tables.servers.values(), (tables.name, rows, tables.timeout_s))
-    _call(tables, saved.adopt, given)
+    given = (tables.name, rows, last.mark, tables.timeout_s)
+    _call(tables, saved.adopt, dict.fromkeys(tables.servers.values(), given))
     if tables.optimizer is not None and layout["lr"] is not None:
         tables.optimizer.param_groups[0]["lr"] = layout["lr"]
-    return snapshot
+    return last.snapshot
+
+
+def _read(snapshot: Snapshot, state: dict[str, Any]) -> None:
+    """Restores some of the entries of a snapshot."""
+    restoring.restore_snapshot(
+        snapshot, state, strict=False, random_states=False, timeout=UNSET_RPC_TIMEOUT
+    )
+
+
+def _link(snapshot: Snapshot) -> Link:
+    layout: dict[str, Any] = {}
+    _read(snapshot, {"layout": layout})
+    return Link(snapshot, layout)
+
+
+def _chain(last: Link) -> list[Link]:
+    """Returns a full snapshot, and the increments that lead from it to a snapshot.
+
+    Raises:
+        BrokenChain: One of them is not there, or is another one of that name.
+    """
+    chain = [last]
+    while since := chain[0].layout.get("since"):
+        link = chain[0].snapshot
+        name, step, mark = since
+        base = Snapshot(link.directory, str(name), int(step))
+        found = _link(base) if os.path.exists(base.path) else None
+        if found is None or found.layout.get("mark") != mark:
+            problem = "is not there" if found is None else "is another snapshot of that name"
+            raise BrokenChain(
+                f"the snapshot {link.path} has the rows that changed since {base.path}, which "
+                f"{problem}. Nothing was restored; restore an earlier step, or bring the directory "
+                "back as it was written",
+                directory=link.directory,
+                step=link.step,
+                snapshot=link.path,
+                base=base.path,
+            )
+        chain.insert(0, found)
+    return chain
 
 
 def _tree(
@@ -111,7 +223,7 @@ def _received(tables: Collection, pieces: list[list[Any]]) -> list[Any]:
     return [entries[place].pop(0) for place in places]
 
 
-def _standing(tables: Collection, *, may_wait: bool) -> tuple[int, list[str]]:
+def _standing(tables: Collection, *, may_wait: bool) -> tuple[int, str]:
     """Returns the version of all servers, and their optimizer.
 
     Raises:
@@ -125,46 +237,77 @@ def _standing(tables: Collection, *, may_wait: bool) -> tuple[int, list[str]]:
             f"the servers of {tables.name!r} are in the middle of a step, at versions {versions}; "
             "have all trainers wait between the same two steps"
         )
-    return next(((version, rule) for version, _, rule in answers.values()), (0, []))
+    return next(((version, rule) for version, _, rule in answers.values()), (0, ""))
 
 
 def _call(tables: Collection, function: Any, given: Mapping[WorkerInfo, Any]) -> dict[str, Any]:
     return call_servers(function, given, tables.timeout_s) if given else {}
 
 
-def _described(plan: Plan) -> dict[str, list[Any]]:
-    """Returns the form of each table on servers."""
+def _described(plan: Plan) -> dict[str, dict[str, Any]]:
+    """Returns the form of each table on servers, and the meaning of its ids."""
     return {
-        each.name: [each.rows if each.dynamic is None else "dynamic", each.dim, str(each.dtype)]
+        each.name: {
+            "rows": each.rows if each.dynamic is None else "dynamic",
+            "dim": each.dim,
+            "dtype": str(each.dtype),
+            "pooling": each.pooling,
+            "padding_idx": each.padding_idx,
+            "vocabulary": each.vocabulary,
+        }
         for each in plan.configs
         if plan.placed[each.name].shards
     }
 
 
-def _check(
-    snapshot: checkpoint.Snapshot,
-    layout: Mapping[str, Any],
-    tables: Mapping[str, list[Any]],
-    rule: list[str],
-) -> None:
-    there = layout.get("tables", {})
-    missing = tuple(sorted(tables.keys() - there.keys()))
-    unexpected = tuple(sorted(there.keys() - tables.keys()))
+def _check(link: Link, plan: Plan, rule: str) -> None:
+    """Checks that a snapshot is of these tables.
+
+    Raises:
+        StateMismatch: It is not; names tables and servers.
+    """
+    snapshot, layout = link
+    there, here = layout.get("tables", {}), _described(plan)
+    missing = tuple(sorted(here.keys() - there.keys()))
+    unexpected = tuple(sorted(there.keys() - here.keys()))
+    saved_on = _servers(map(from_plain, layout.get("pieces", [])))
+    now_on = _servers(held.piece for held in pieces_of(plan.layout))
     differing = [
-        f"table {name!r} is {there[name]} in the snapshot and {form} here"
-        for name, form in tables.items()
-        if name in there and there[name] != form
+        f"table {name!r}, saved on {saved_on[name]} and now on {now_on[name]}, has "
+        f"{part}={there[name].get(part)!r} in the snapshot and {value!r} here"
+        for name, form in here.items()
+        if name in there
+        for part, value in form.items()
+        if there[name].get(part) != value
     ]
     if layout.get("optimizer", rule) != rule:
-        differing.append(f"the optimizer is {layout['optimizer']} in the snapshot and {rule} here")
+        servers = ", ".join(plan.layout.servers)
+        differing.append(
+            f"the optimizer is {layout['optimizer'] or None} in the snapshot and {rule or None} "
+            f"on {servers}"
+        )
     if missing or unexpected or differing:
+        lacking = [f"{name!r} (now on {now_on[name]})" for name in missing]
+        further = [f"{name!r} (saved on {saved_on.get(name)})" for name in unexpected]
+        problems = [
+            f"{what} {', '.join(names)}"
+            for what, names in (("it lacks", lacking), ("only it has", further))
+            if names
+        ]
         raise StateMismatch(
-            f"the snapshot {snapshot.path} is of other tables on servers: it lacks "
-            f"{list(missing)}, only it has {list(unexpected)}, and they differ: {differing}. "
-            "Nothing was restored",
+            f"the snapshot {snapshot.path} is of other tables on servers: "
+            f"{'; '.join([*problems, *differing])}. Nothing was restored",
             directory=snapshot.directory,
             step=snapshot.step,
             missing=missing,
             unexpected=unexpected,
             differing=tuple(differing),
         )
+
+
+def _servers(pieces: Iterable[Piece]) -> dict[str, str]:
+    """Returns the servers of each table."""
+    found: dict[str, dict[str, None]] = {}
+    for piece in pieces:
+        found.setdefault(piece.table, {})[piece.server] = None
+    return {table: ", ".join(servers) for table, servers in found.items()}

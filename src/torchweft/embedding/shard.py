@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torchweft.embedding.rules import Rule
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 _ENTRY_PARTS: Final = 3
+CHANGED: Final = "changed"
+"""The name of the positions of rows in an increment."""
 _CHUNK_BYTES: Final = 1 << 19
 """Gradients that are applied at a time: they stay in the cache, and malloc keeps their memory."""
 
@@ -51,6 +53,8 @@ class Shard:
         )
         self.steps = torch.zeros(len(stack.members), dtype=torch.float64, device="cpu")
         """How many steps each member has made."""
+        self.changed = torch.zeros(len(self.weights), dtype=torch.int64, device="cpu")
+        """The version of the server after the step that changed each row last."""
         self._rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
@@ -68,10 +72,18 @@ class Shard:
         """Returns the rows of a table that this shard has."""
         return member.rows_on(self._server, self.stack.stripes)
 
+    def slice_of(self, number: int) -> slice:
+        """Returns which rows of the tensors here are of a member."""
+        member = self.stack.members[number]
+        return slice(member.base, member.base + len(self.rows_of(member)))
+
+    def note_changed(self, number: int, version: int) -> None:
+        """Notes that all rows of a member are changed in a version."""
+        self.changed[self.slice_of(number)] = version
+
     def held(self, number: int) -> dict[str, Tensor]:
         """Returns the rows of a member and the state beside them; nothing is copied."""
-        member = self.stack.members[number]
-        rows = slice(member.base, member.base + len(self.rows_of(member)))
+        rows = self.slice_of(number)
         state = {f"state.{name}": values[rows] for name, values in self.state.items()}
         return {"weights": self.weights[rows], **state}
 
@@ -79,10 +91,34 @@ class Shard:
         """Returns copies of the rows of a member and of the state beside them, for a snapshot."""
         return {name: values.clone() for name, values in self.held(number).items()}
 
+    def copied_since(self, number: int, version: int, steps: float) -> dict[str, Tensor]:
+        """Returns copies of the rows of a member that changed since, for an increment.
+
+        Args:
+            number: The member.
+            version: The version that they changed after.
+            steps: The steps of the table at that version.
+
+        Returns:
+            As ``copied``, and the positions of the rows among those of the member.
+        """
+        rows = (self.changed[self.slice_of(number)] > version).nonzero().view(-1)
+        held = {name: take(values, rows) for name, values in self.held(number).items()}
+        return {CHANGED: rows, **held}
+
     def set_rule(self, rule: Rule) -> None:
         """Sets the optimizer, with new state."""
         self._rule = rule
         self.state = rule.state_for(self.weights)
+
+    def changed_since(self, rows: Tensor, version: int) -> Tensor:
+        """Returns which of some rows a pull that saw a version may have seen otherwise, ``(n,)``.
+
+        Raises:
+            IdOutOfRange: There is no such row.
+        """
+        self._check(rows)
+        return self.changed[rows.long()] > version
 
     def pull(self, rows: Tensor) -> Tensor:
         """Returns rows.
@@ -118,13 +154,14 @@ class Shard:
             if entries:
                 self._check_entries(rows, entries, len(values))
 
-    def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int) -> None:
+    def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int, version: int) -> None:
         """Makes one step of the optimizer with the sum of gradients, in their order.
 
         Args:
             pushed: Checked gradients, such as those of all trainers.
             lr: The learning rate.
             divisor: The sum is divided by it.
+            version: The version of the server after this step.
         """
         assert self._rule is not None
         used = functools.reduce(lambda one, other: one | other, (each.used for each in pushed), 0)
@@ -135,13 +172,15 @@ class Shard:
         for rows, gradients in summed(parts, self._chunk_rows):
             if divisor > 1:
                 gradients = gradients / divisor
-            self._change(rows, gradients, lr, steps_of(rows))
+            self._change(rows, gradients, lr, steps_of(rows), version)
 
     def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Returns the gradients of those rows that are changed."""
         return parts
 
-    def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
+    def _change(
+        self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor, version: int
+    ) -> None:
         """Changes rows that occur once."""
         assert self._rule is not None
         weights = self._copied("weights", self.weights, rows)
@@ -152,6 +191,7 @@ class Shard:
         put(self.weights, rows, weights)
         for name, values in state.items():
             put(self.state[name], rows, values)
+        self.changed.numpy()[rows.numpy()] = version
 
     def _copied(self, name: str, values: Tensor, rows: Tensor) -> Tensor:
         """Returns copies of at most a chunk of rows; they are valid until the next ones."""
@@ -182,7 +222,7 @@ class Shard:
         if rows.dtype not in _INTEGERS or rows.dim() != 1:
             raise InputError(
                 f"server {self.name!r} was sent rows of {rows.dtype} with {rows.dim()} dimensions",
-                server=self.name,
+                **self._named,
             )
         if not len(rows):
             return
@@ -193,7 +233,7 @@ class Shard:
             raise IdOutOfRange(
                 f"server {self.name!r} was asked for row {row} of a stack of {self._tables()}, "
                 f"and has {len(self.weights)} rows of it",
-                server=self.name,
+                **self._named,
                 id=row,
                 position=position,
             )
@@ -204,7 +244,7 @@ class Shard:
             raise InputError(
                 f"server {self.name!r} was sent bags of {self._tables()} that do not fit their "
                 f"{len(rows)} ids",
-                server=self.name,
+                **self._named,
             )
         if weights is not None and (
             weights.shape != rows.shape or weights.dtype != self.stack.dtype
@@ -212,7 +252,7 @@ class Shard:
             raise InputError(
                 f"server {self.name!r} was sent weights {list(weights.shape)} of {weights.dtype} "
                 f"for {len(rows)} ids of {self._tables()}",
-                server=self.name,
+                **self._named,
             )
 
     def _check_entries(self, rows: Tensor, parts: Sequence[Tensor | None], count: int) -> None:
@@ -229,7 +269,7 @@ class Shard:
             raise InputError(
                 f"server {self.name!r} was sent gradients of {self._tables()} that do not fit "
                 f"their {len(rows)} rows",
-                server=self.name,
+                **self._named,
             )
 
     def _check_gradients(self, gradients: Tensor, count: int) -> None:
@@ -239,9 +279,16 @@ class Shard:
                 f"server {self.name!r} was sent gradients {list(gradients.shape)} of "
                 f"{gradients.dtype} for {self._tables()}; expected {list(shape)} of "
                 f"{self.stack.dtype}",
-                server=self.name,
+                **self._named,
             )
 
     def _tables(self) -> str:
-        names = dict.fromkeys(repr(member.config.name) for member in self.stack.members)
-        return ", ".join(names)
+        return ", ".join(map(repr, self._names()))
+
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys(member.config.name for member in self.stack.members))
+
+    @property
+    def _named(self) -> dict[str, Any]:
+        """The fields of an error: tables of the stack, and this server."""
+        return {"table": ", ".join(self._names()), "server": self.name}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import host, occupied, saving
+from torchweft.embedding import host, occupied, saving, telling
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.client import Client
 from torchweft.embedding.copies import look_up_copy, make_copy
@@ -28,6 +30,7 @@ from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
+from torchweft.rpc.telling import tell
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -111,6 +114,8 @@ class Tables(nn.Module):
         self._options = options
         self._client = Client(name, options, limit_of(timeout, _WAIT_S))
         self._lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
+        told = functools.partial(telling.of_lookups, name, weakref.ref(self._lookups))
+        self._tells = weakref.finalize(self._lookups, tell(told))
         self._optimizer: TablesOptimizer | None = None
         self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
 
@@ -242,8 +247,8 @@ class Tables(nn.Module):
     def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
         check_capacity(self._options.layout, pushes, self._options.pushes)
         seen = min((each.version for each in pulled), default=0)
-        self._client.push(lr, seen, pushes)
-        self._lookups.note_pushed(pulled)
+        versions = self._client.push(lr, seen, pushes)
+        self._lookups.note_pushed(pulled, versions)
 
     # Rows
 
@@ -279,10 +284,12 @@ class Tables(nn.Module):
         config = self._with_numbers(name)
         shape = (config.rows, config.dim)
         if tuple(values.shape) != shape or values.dtype != config.dtype:
+            servers = ", ".join(dict.fromkeys(each.piece.server for each in self._pieces(name)))
             raise BadIds(
-                f"table {name!r} has {list(shape)} values of {config.dtype}, and was given "
-                f"{list(values.shape)} of {values.dtype}",
+                f"table {name!r}{f' on {servers}' * bool(servers)} has {list(shape)} values of "
+                f"{config.dtype}, and was given {list(values.shape)} of {values.dtype}",
                 table=name,
+                server=servers,
             )
         if name in self.copies:
             self.copies[name].copy_(values)
@@ -333,8 +340,9 @@ class Tables(nn.Module):
         step: int,
         state: dict[str, Any] | None = None,
         keep: int | None = None,
+        since: Snapshot | int | None = None,
     ) -> Snapshot:
-        """Saves all rows, the optimizer's state beside them, and further state. Blocks.
+        """Saves rows, the optimizer's state beside them, and further state. Blocks.
 
         One worker calls it, between two of its steps; each server writes its own rows. With
         ``staleness=0`` the other trainers need not wait, if the caller is a trainer. Otherwise no
@@ -345,15 +353,20 @@ class Tables(nn.Module):
             step: How many steps have been done.
             state: Further state of the program, such as the dense part and its optimizer; see
                 ``torchweft.checkpoint.save``.
-            keep: How many snapshots to keep; None for all.
+            keep: How many snapshots to keep, beside those that they follow; None for all.
+            since: A snapshot of this directory, or its step, that these tables have saved or
+                restored. Only the rows that changed since are written; state and copies as a whole.
 
         Raises:
             StepError: Servers are in the middle of a step, or a trainer has pushed meanwhile. There
                 is no new snapshot.
+            SnapshotNotFound: There is no snapshot of the step ``since``.
+            BrokenChain: The rows of a server do not come from the snapshot ``since``.
+            StateMismatch: It is of other tables or another optimizer.
             CheckpointError: A worker could not write its part.
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
-        return saving.save(self._collection(), directory, step, state, keep)
+        return saving.save(self._collection(), directory, step, state, keep, since)
 
     def restore(
         self,
@@ -379,6 +392,8 @@ class Tables(nn.Module):
 
         Raises:
             SnapshotNotFound: There is none.
+            BrokenChain: A snapshot that it follows is not there, or is another one. Nothing is
+                changed.
             StateMismatch: It is of other tables or another optimizer. Nothing is changed.
             StepError: Servers are in the middle of a step. Nothing is changed.
             WorkerLost: A worker was lost; restore again onto the others, in new tables.
@@ -422,6 +437,7 @@ class Tables(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self._tells()
         self._lookups.touched.clear()
         self._client.close()
 

@@ -31,7 +31,7 @@ def touched_shares(
         BadOffsets: Offsets do not begin at 0, do not rise, or go beyond the ids.
         IdOutOfRange: A table has no row for an id.
     """
-    checkers = {config.name: Checker(config, "") for config in check_names(configs)}
+    checkers = {config.name: Checker(config) for config in check_names(configs)}
     rows = dict.fromkeys(checkers, 0)
     count = 0
     for count, batch in enumerate(batches, start=1):  # noqa: B007  # counts

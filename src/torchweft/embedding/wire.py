@@ -72,7 +72,9 @@ def encode(values: Tensor, form: Form | None) -> Any:
     return torch.where(values.isfinite(), values.clamp(bounds.min, bounds.max), values).to(dtype)
 
 
-def decode(payload: Any, form: Form | None, dtype: torch.dtype, server: str = "") -> Tensor:
+def decode(
+    payload: Any, form: Form | None, dtype: torch.dtype, server: str = "", table: str = ""
+) -> Tensor:
     """Returns the rows of a message.
 
     Args:
@@ -80,6 +82,7 @@ def decode(payload: Any, form: Form | None, dtype: torch.dtype, server: str = ""
         form: Its form.
         dtype: The type of the table.
         server: The server that receives it, for messages.
+        table: The tables that it is for.
 
     Raises:
         InputError: The payload has another form.
@@ -96,8 +99,10 @@ def decode(payload: Any, form: Form | None, dtype: torch.dtype, server: str = ""
         return payload.to(dtype)
     described = payload.dtype if isinstance(payload, Tensor) else type(payload).__name__
     raise InputError(
-        f"server {server!r} was sent values of {described}; its tables take {form!r} in messages",
+        f"server {server!r} was sent values of {described} for {table}; its tables take "
+        f"{form!r} in messages",
         server=server,
+        table=table,
     )
 
 

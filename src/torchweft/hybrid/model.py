@@ -234,6 +234,7 @@ class HybridModel(nn.Module):
         step: int,
         state: dict[str, Any] | None = None,
         keep: int | None = None,
+        since: Snapshot | int | None = None,
     ) -> Snapshot | None:
         """Saves rows, dense part and optimizers after one step, in one snapshot. Blocks.
 
@@ -245,19 +246,22 @@ class HybridModel(nn.Module):
             step: How many steps have been done.
             state: Further state of the program, such as schedulers; see
                 ``torchweft.checkpoint.save``. It is that of the first trainer.
-            keep: How many snapshots to keep; None for all.
+            keep: How many snapshots to keep, beside those that they follow; None for all.
+            since: A snapshot of this directory, or its step, that this model has saved or restored.
+                Of the rows on servers, only those that changed since are written.
 
         Returns:
             The snapshot; None on other trainers than the first.
 
         Raises:
+            BrokenChain: The rows of a server do not come from ``since``.
             CheckpointError: A worker could not write its part.
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
         if not self._trainers.is_first:
             return None
         whole = saving.tree(self.module, self._optimizer, state)
-        return saving.save(self.tables, directory, whole, step, keep)
+        return saving.save(self.tables, directory, whole, step, keep, since)
 
     def restore(
         self,
@@ -281,6 +285,7 @@ class HybridModel(nn.Module):
 
         Raises:
             SnapshotNotFound: There is none.
+            BrokenChain: A snapshot that it follows is not there.
             StateMismatch: It is of another model, placement or optimizer. Nothing is changed.
             WorkerLost: A worker was lost; restore again, in a new model on the others.
         """

@@ -33,10 +33,11 @@ def save(
     whole: Tree,
     step: int,
     keep: int | None,
+    since: Snapshot | int | None,
 ) -> Snapshot:
     """Saves the rows on servers, and the state of this trainer, in one snapshot."""
     if tables is not None:
-        return tables.save(directory, step=step, state=whole, keep=keep)
+        return tables.save(directory, step=step, state=whole, keep=keep, since=since)
     me = [get_worker_info().name]
     return checkpoint.save(directory, {"program": whole}, step=step, keep=keep, random_states=me)
 

@@ -73,7 +73,7 @@ class Look:
         self._worker = worker
         self._opened = [each for each in answers.reports if each.worker == worker]
         self._before = before.get(worker or "")
-        chosen = answers.reports if worker is None else self._opened
+        self._chosen = chosen = answers.reports if worker is None else self._opened
         self.rates = [rates.rate(each, before.get(each.worker)) for each in chosen]
         self.functions = rates.functions(chosen, before)
         self.silent = {name: why for name, why in answers.silent.items() if worker in (None, name)}
@@ -86,10 +86,15 @@ class Look:
 
     def tables(self) -> list[text.Table]:
         """Returns the tables to show."""
-        tables = [self.workers_table()]
+        tables = [self.workers_table(), *self.number_tables()]
         if self.functions:
             tables.append(text.functions_table(self.functions))
         return tables + self.opened_tables()
+
+    def number_tables(self) -> list[text.Table]:
+        """Returns the numbers that components of workers tell; of an opened worker, also drawn."""
+        drawn = [table for report in self._opened for table in text.histograms(report)]
+        return text.number_tables(self._chosen) + drawn
 
     def opened_tables(self) -> list[text.Table]:
         """Returns the tables of the opened worker; none in an overview."""
@@ -126,6 +131,11 @@ class Look:
             "program": self._group.program,
             "workers": [dataclasses.asdict(each) for each in self.rates],
             "functions": [dataclasses.asdict(each) for each in self.functions],
+            "numbers": [
+                {"worker": report.worker, **dataclasses.asdict(table)}
+                for report in self._chosen
+                for table in report.numbers
+            ],
             "silent": self.silent,
             "notes": self.notes(),
         }

@@ -26,8 +26,8 @@ from torchweft.observe.rates import FunctionRate, WorkerRate
 
 Cells = DataTable[Text]
 
-FUNCTIONS, STACKS = "functions", "stacks"
-_PANES = (FUNCTIONS, "other workers", "open calls", "served calls", "references", "events", STACKS)
+FUNCTIONS, NUMBERS, STACKS = "functions", "numbers", "stacks"
+_TABLES = (FUNCTIONS, "other workers", "open calls", "served calls", "references", "events")
 _BAD = "bold red"
 _LAST_TEXT = 2
 """Of the columns of workers, the last with text."""
@@ -42,6 +42,9 @@ class Seen(Protocol):
 
     def workers_table(self) -> text.Table:
         """Returns a row for each worker."""
+
+    def number_tables(self) -> list[text.Table]:
+        """Returns the numbers that components of workers tell."""
 
     def opened_tables(self) -> list[text.Table]:
         """Returns the tables of the opened worker."""
@@ -80,7 +83,7 @@ class TopApp(App[None]):
     #filter { display: none; height: 3; }
     #filter.shown { display: block; }
     #workers { height: 2fr; }
-    #functions { height: 1fr; }
+    #more { height: 1fr; }
     TabPane { padding: 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit")]
@@ -162,7 +165,11 @@ class Overview(Screen[None]):
             placeholder="names of workers or hosts; Enter keeps it, Escape ends", id="filter"
         )
         yield DataTable(id="workers", cursor_type="row", fixed_columns=1)
-        yield DataTable(id="functions", cursor_type="row")
+        with TabbedContent(id="more"):
+            with TabPane(FUNCTIONS, id="more-functions"):
+                yield DataTable(id="functions", cursor_type="row")
+            with TabPane(NUMBERS, id="more-numbers"):
+                yield _text("numbers")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -185,6 +192,7 @@ class Overview(Screen[None]):
         fill(self.query_one("#workers", DataTable), table._replace(rows=rows), key_of=_first)
         functions = text.functions_table(seen.functions)
         fill(self.query_one("#functions", DataTable), functions)
+        self.query_one("#numbers", Static).update(_drawn(seen.number_tables()))
 
     def _in_order(
         self, rows: Sequence[Sequence[str]], rates: Sequence[WorkerRate]
@@ -272,13 +280,12 @@ class Opened(Screen[None]):
         yield Static(f"torchweft top: asking {self.worker}", id="title", markup=False)
         yield Static("", id="notes", markup=False)
         with TabbedContent():
-            for name in _PANES:
+            for name in _TABLES:
                 with TabPane(name, id=_id(name)):
-                    if name == STACKS:
-                        with VerticalScroll():
-                            yield Static("", id="all-stacks", markup=False)
-                    else:
-                        yield DataTable(id=f"table-{_id(name)}", cursor_type="row")
+                    yield DataTable(id=f"table-{_id(name)}", cursor_type="row")
+            for name in (NUMBERS, STACKS):
+                with TabPane(name, id=name):
+                    yield _text(f"all-{name}")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -299,10 +306,11 @@ class Opened(Screen[None]):
         tables = {table.title: table for table in seen.opened_tables()}
         tables[FUNCTIONS] = text.functions_table(seen.functions)
         panes = self.query_one(TabbedContent)
-        for name in _PANES[:-1]:
+        for name in _TABLES:
             table = tables.get(name, text.Table(name, (), (), 0))
             fill(self.query_one(f"#table-{_id(name)}", DataTable), table)
             panes.get_tab(_id(name)).label = f"{name} ({len(table.rows)})"
+        self.query_one("#all-numbers", Static).update(_drawn(seen.number_tables()))
         self.query_one("#all-stacks", Static).update(seen.stacks())
 
     def action_back(self) -> None:
@@ -322,8 +330,7 @@ class Waits(Screen[None]):
     def compose(self) -> ComposeResult:
         """Yields the parts of the screen."""
         yield Static("torchweft top: who waits for whom", id="title", markup=False)
-        with VerticalScroll():
-            yield Static("asking the workers", id="waits", markup=False)
+        yield _text("waits", "asking the workers")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -382,6 +389,15 @@ def _cells(content: text.Table, row: Sequence[str]) -> list[Text]:
         Text(cell, style, justify="left" if at < content.left or at == len(row) - 1 else "right")
         for at, cell in enumerate(row)
     ]
+
+
+def _text(name: str, content: str = "") -> VerticalScroll:
+    """Returns a text that is scrolled."""
+    return VerticalScroll(Static(content, id=name, markup=False))
+
+
+def _drawn(tables: Sequence[text.Table]) -> str:
+    return "\n\n".join(map(text.drawn, tables))
 
 
 def _first(row: Sequence[str]) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
-from torchweft.protocol.observing.report import Report
+from torchweft.protocol.observing.report import NumberRow, Report
 
 _MOST_FUNCTIONS = 15
 _MOST_CALLS = 30
 _UNITS = ("B", "kB", "MB", "GB", "TB")
 _NAMED = 2
+_MOST_VALUES = 4
+_MOST_BARS = 20
+_BAR_WIDTH = 40
 
 LOST, SILENT = "lost", "silent"
 """States of workers that do not answer."""
@@ -128,6 +131,84 @@ def worker_tables(report: Report, peers: Iterable[PeerRate]) -> list[Table]:
         Table("events", "when what".split(), events, 2),
     ]
     return [table for table in tables if table.rows]
+
+
+def number_tables(reports: Iterable[Report]) -> list[Table]:
+    """Returns the tables that components of workers tell, with a column for the worker."""
+    found: dict[tuple[str, tuple[str, ...]], list[tuple[str, NumberRow]]] = {}
+    for report in reports:
+        for table in report.numbers:
+            rows = found.setdefault((table.title, table.labels), [])
+            rows += [(report.worker, row) for row in table.rows]
+    return [_number_table(*key, rows) for key, rows in found.items() if rows]
+
+
+def _number_table(
+    title: str, labels: tuple[str, ...], rows: Sequence[tuple[str, NumberRow]]
+) -> Table:
+    names = list(dict.fromkeys(name for _, row in rows for name in row.numbers))
+    drawn_names = list(dict.fromkeys(name for _, row in rows for name in row.histograms))
+    cells = [
+        [
+            worker,
+            *row.labels,
+            *(_cell(name, row.numbers.get(name, math.nan)) for name in names),
+            *(_shares(row.histograms.get(name, {})) for name in drawn_names),
+        ]
+        for worker, row in rows
+    ]
+    heads = [each.removesuffix(" bytes").removesuffix(" share") for each in names]
+    return Table(title, ["worker", *labels, *heads, *drawn_names], cells, 1 + len(labels))
+
+
+def _cell(name: str, value: float) -> str:
+    if name.endswith("bytes"):
+        return size(value)
+    if name.endswith("share"):
+        return "-" if math.isnan(value) else f"{value:.1%}"
+    return "-" if math.isnan(value) else f"{value:,.0f}"
+
+
+def _shares(counts: Mapping[str, int]) -> str:
+    """Returns a histogram in one line, the most frequent values first."""
+    total = sum(counts.values())
+    frequent = sorted(counts.items(), key=lambda pair: (-pair[1], int(pair[0])))[:_MOST_VALUES]
+    rest = total - sum(count for _, count in frequent)
+    shown = [f"{value}: {count / total:.0%}" for value, count in frequent]
+    return ", ".join([*shown, f"others: {rest / total:.0%}"] if rest else shown)
+
+
+def histograms(report: Report) -> list[Table]:
+    """Returns the histograms that components of a worker tell, drawn."""
+    tables = []
+    for table in report.numbers:
+        for row in table.rows:
+            for name, counts in row.histograms.items():
+                title = f"{name} of {table.title}: {', '.join(row.labels)}"
+                tables.append(Table(title, (name, "count", "share", "drawn"), bars(counts), 0))
+    return [each for each in tables if each.rows]
+
+
+def bars(counts: Mapping[str, int]) -> list[list[str]]:
+    """Returns a row for each value of a histogram, or for each range of values if there are many:
+    the value, how often it was observed, its share, and a bar.
+    """
+    if not counts:
+        return []
+    values = sorted((int(value), count) for value, count in counts.items())
+    first, width = values[0][0], max(1, -(-(values[-1][0] - values[0][0] + 1) // _MOST_BARS))
+    by_range: dict[int, int] = {}
+    for value, count in values:
+        place = (value - first) // width
+        by_range[place] = by_range.get(place, 0) + count
+    total, largest = sum(by_range.values()), max(by_range.values())
+    rows = []
+    for place in range(max(by_range) + 1):
+        count, low = by_range.get(place, 0), first + place * width
+        span = str(low) if width == 1 else f"{low}-{low + width - 1}"
+        bar = "#" * round(_BAR_WIDTH * count / largest) or "." * (count > 0)
+        rows.append([span, f"{count:,}", f"{count / total:.1%}", bar])
+    return rows
 
 
 def stacks(report: Report) -> str:

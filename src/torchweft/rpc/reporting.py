@@ -35,6 +35,7 @@ from torchweft.rpc.completion import Call
 from torchweft.rpc.counting import Counting, name_of
 from torchweft.rpc.health import health_of
 from torchweft.rpc.stack_report import function_of, served_by
+from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
 
 _GROUP_DIGITS = 8
@@ -112,6 +113,7 @@ class Reporter:
             contexts=len(worker.contexts.ids()),
             passes=worker.engine.count_passes(),
             events=tuple(self._events()) if in_detail else (),
+            numbers=tuple(self._agent.slots[TELLERS].told()),
         )
 
     def _traffic(self) -> Iterable[Traffic]:

@@ -49,6 +49,14 @@ def test_it_learns_and_writes_its_figures(tmp_path: Path) -> None:
     assert max(map(int, found["staleness"])) <= 1
     assert sum(found["staleness"].values()) == 2 * 100
     assert set(found["cache_hits"].values()) == {0}
+    assert len(found["trainers"]) == 2
+    for trainer in found["trainers"]:
+        assert trainer.keys() == shares.keys()
+        for each in trainer.values():
+            assert sum(each["staleness"].values()) == 100
+            assert max(map(int, each["staleness"])) <= 1
+    pushed = [trainer["user"]["pushed_bytes_per_step"] for trainer in found["trainers"]]
+    assert sum(pushed) == pytest.approx(sent["user"]["pushed"])
     assert found["rows_per_s"] > 0
     assert "100 steps of 2 x 512 impressions" in text
     assert (tmp_path / "training.png").stat().st_size > 10_000

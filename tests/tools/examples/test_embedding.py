@@ -99,7 +99,14 @@ def test_options_that_cannot_be_are_told_in_a_line(
 
 
 @pytest.mark.keeps("descriptors")  # matplotlib keeps its fonts open
-def test_the_picture_shows_losses_and_bytes(tmp_path: Path) -> None:
+def test_the_picture_shows_losses_bytes_and_staleness(tmp_path: Path) -> None:
     step_bytes = {"user": {"pulled": 1e5, "pushed": 1e5}, "network": {"all-reduce": 5e4}}
-    draw_picture([0.7, 0.6, 0.5], {"best": 0.4}, step_bytes, {"user": 1e7}, tmp_path / "all.png")
-    assert (tmp_path / "all.png").stat().st_size > 10_000
+    staleness = [{"user": {0: 3, 2: 1}}, {"user": {0: 4}}]
+    sizes = []
+    for number, counted in enumerate((staleness, staleness[1:])):
+        path = tmp_path / f"{number}.png"
+        losses = [0.7, 0.6, 0.5]
+        draw_picture(losses, {"best": 0.4}, step_bytes, {"user": 1e7}, counted, path)
+        sizes.append(path.stat().st_size)
+    assert min(sizes) > 10_000
+    assert sizes[0] != sizes[1]

@@ -52,6 +52,8 @@ def table(pooling: Any = "sum", **options: Any) -> TableConfig:
         ({"admit_after": 0}, "admit_after=0; it must be a positive integer"),
         ({"admit_after": True}, "admit_after=True"),
         ({"evict": "lru"}, "evict='lru'; use one of age, frequency"),
+        ({"ttl": 0}, "ttl=0; it must be a positive number of steps, or None"),
+        ({"min_frequency": 2}, "min_frequency=2; it is a share of steps"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(options: Any, message: str) -> None:
@@ -126,7 +128,7 @@ def test_lookups_and_pushes_are_those_of_a_table_with_these_rows(
         shard.set_rule(SGD())
     ids = torch.tensor(numbers, dtype=torch.int64)
     given = ids if pooling == "none" else ids[: len(ids) // 2 * 2].view(-1, 2)
-    flat = Checker(config, "").flat(given)
+    flat = Checker(config).flat(given)
     (pulled,) = prepare(0, make_router(stack, Wire()), [Looked(0, stack.members[0], flat)])
     assert isinstance(pulled, PulledRows)
     asked = pulled.requests()
@@ -159,7 +161,7 @@ def test_lookups_and_pushes_are_those_of_a_table_with_these_rows(
     for name, part in pushes.items():
         gradients = Gradients(1, [part])
         shards[name].check(gradients)
-        shards[name].apply([gradients], lr=0.5, divisor=1)
+        shards[name].apply([gradients], lr=0.5, divisor=1, version=1)
     found = [shards[name].pull(rows) for name, (_, rows) in asked.items()]
     order = torch.cat([rows for _, rows in asked.values()]).argsort()
     assert rows.grad is not None
@@ -174,8 +176,11 @@ def test_a_reused_row_has_nothing_of_its_former_id() -> None:
     shard = DynamicShard(stack, 0, seed=0, limit=2)
     shard.set_rule(SGD(momentum=0.9))
     ones = torch.ones(1, 4, dtype=torch.float64)
-    for number in (10, 11, 12, 10):
-        shard.apply([Gradients(1, [(torch.tensor([number]), ones)])], lr=0.5, divisor=1)
+    for version, number in enumerate((10, 11, 12, 10), start=1):
+        part = torch.tensor([number]), ones
+        shard.apply([Gradients(1, [part])], lr=0.5, divisor=1, version=version)
+    # 11 has lost its row, so it reads as its initial value again.
+    assert shard.changed_since(torch.tensor([10, 11, 12]), 3).tolist() == [True, True, False]
     start = initial.values_of_ids(config, torch.tensor([10]), range(4), 0)
     assert torch.equal(shard.pull(torch.tensor([10])), start - 0.5)
     ids, rows = shard.rows()
@@ -188,7 +193,7 @@ def test_a_reused_row_has_nothing_of_its_former_id() -> None:
 def test_padding_reads_as_zeros_and_never_gets_a_row() -> None:
     config = table("none", padding_idx=-9)
     (stack,) = plan_tables([config], SERVERS, places={"users": RowWise(*SERVERS)}).layout.stacks
-    flat = Checker(config, "").flat(torch.tensor([-9, 4, -9]))
+    flat = Checker(config).flat(torch.tensor([-9, 4, -9]))
     (pulled,) = prepare(0, make_router(stack, Wire()), [Looked(0, stack.members[0], flat)])
     pushes = pulled.pushes(torch.ones(2, 4, dtype=torch.float64))
     assert [part[0].tolist() for part in pushes.values()] == [[4]]
@@ -226,7 +231,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
             own = torch.from_numpy(np.sort(ids[:end]))
             own = own[server_of(own, 2) == k]
             part = own, torch.ones(len(own), 4, dtype=torch.float64)
-            shard.apply([Gradients(1, [part])], lr=0.5, divisor=1)
+            shard.apply([Gradients(1, [part])], lr=0.5, divisor=1, version=1)
         entries.append(Received())
         entries[-1].content = {"tensors": shard.copied(0), "steps": float(shard.steps[0])}
         before.append(shard.copied(0))
@@ -236,7 +241,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
         shard.set_rule(Adagrad())
         host: Any = SimpleNamespace(name=SERVERS[k], lock=threading.Lock())
         found: Any = entries
-        saved._adopt_ids(host, shard, found, 1.0)
+        saved._adopt_ids(host, shard, [found], 1.0)
         assert shard.steps.tolist() == [2.0]
         after.append(shard.copied(0))
         for prefix in ("rows.", "waiting."):
@@ -247,7 +252,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
             for parts in (before, after)
         ]
         names = [name for name in before[0] if name.startswith(prefix)]
-        assert len(names) == (5 if prefix == "rows." else 3)
+        assert len(names) == (6 if prefix == "rows." else 4)
         for name in names:
             one, other = (
                 torch.cat([each[name] for each in parts])[order]

@@ -5,12 +5,21 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.embedding import BadIds, Jagged, TableConfig
+from torchweft.embedding import (
+    BadIds,
+    ColumnWise,
+    IdOutOfRange,
+    Jagged,
+    RowWise,
+    TableConfig,
+    TableWise,
+)
 from torchweft.embedding.inputs import Checker, Flat
 
 
 def flat(value: Any, pooling: Any = "sum", **options: Any) -> Flat:
-    return Checker(TableConfig("t", 10, 4, pooling, **options), "ps0").flat(value)
+    config = TableConfig("t", 10, 4, pooling, **options)
+    return Checker(config, TableWise("ps0").shards(config)).flat(value)
 
 
 def parts(found: Flat) -> tuple[Any, Any, Any]:
@@ -89,3 +98,23 @@ def test_other_inputs_are_refused(value: Any, message: str) -> None:
     ) as caught:
         flat(value)
     assert (caught.value.table, caught.value.server) == ("t", "ps0")
+
+
+@pytest.mark.parametrize(
+    ("place", "number", "server"),
+    [
+        (RowWise("a", "b", "c"), 10, "b"),
+        (RowWise("a", "b", "c"), -1, "c"),
+        (ColumnWise("a", "b"), 10, "a, b"),
+        (TableWise("b"), 99, "b"),
+    ],
+)
+def test_the_error_of_an_id_names_the_server_that_would_have_it(
+    place: Any, number: int, server: str
+) -> None:
+    config = TableConfig("t", 10, 4)
+    message = f"id {number} at position 1 is not in table 't' on {server}, which has the ids 0 to 9"
+    with pytest.raises(IdOutOfRange, match=message) as caught:
+        Checker(config, place.shards(config)).flat(torch.tensor([[3, number]]))
+    error = caught.value
+    assert (error.table, error.server, error.id, error.position) == ("t", server, number, 1)

@@ -106,8 +106,11 @@ OTHERS: list[tuple[Form, Any]] = [
 
 @pytest.mark.parametrize(("form", "payload"), OTHERS)
 def test_another_form_is_refused(form: Form, payload: Any) -> None:
-    with pytest.raises(InputError, match=f"server 'a' was sent values of .* take '{form}'"):
-        decode(payload, form, torch.float32, "a")
+    with pytest.raises(
+        InputError, match=f"server 'a' was sent values of .* for t; .* take '{form}'"
+    ) as caught:
+        decode(payload, form, torch.float32, "a", "t")
+    assert (caught.value.server, caught.value.table) == ("a", "t")
 
 
 @pytest.mark.parametrize("form", ["fp8", "float16", torch.float16, 8])

@@ -57,6 +57,9 @@ class Seen:
     def workers_table(self) -> text.Table:
         return text.workers_table(self.rates, {"gone": "is lost: killed"}, {"gone"})
 
+    def number_tables(self) -> list[text.Table]:
+        return [text.Table("tables", ("worker", "rows"), [["worker0", "17"]], 1)]
+
     def opened_tables(self) -> list[text.Table]:
         return [
             table
@@ -160,6 +163,7 @@ def test_a_worker_is_opened_and_closed() -> None:
         assert str(panes.get_tab("open-calls").label) == "open calls (1)"
         stacks = str(app.screen.query_one("#all-stacks", Static).content)
         assert "in train.step" in stacks
+        assert "17" in str(app.screen.query_one("#all-numbers", Static).content)
         await pilot.press("escape")
         await shown(app, pilot, lambda: isinstance(app.screen, Overview))
 

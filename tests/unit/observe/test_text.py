@@ -7,7 +7,14 @@ import pytest
 from tests.unit.protocol.observing.reports import calling, made, report, served, thread
 from torchweft.observe import text
 from torchweft.observe.rates import functions, peers, rate
-from torchweft.protocol.observing.report import Event, FunctionCounts, HeldReference, Traffic
+from torchweft.protocol.observing.report import (
+    Event,
+    FunctionCounts,
+    HeldReference,
+    NumberRow,
+    NumberTable,
+    Traffic,
+)
 
 
 def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:
@@ -65,3 +72,44 @@ def test_functions_are_listed_by_their_calls() -> None:
     counts = (FunctionCounts("f", "out", 1, 0, {"0": 1}), FunctionCounts("g", "in", 5, 1, {"8": 5}))
     table = text.functions_table(functions([report("a", functions=counts)], {}))
     assert [row[0] for row in table.rows] == ["g", "f"]
+
+
+def rows_of(title: str, *rows: NumberRow) -> tuple[NumberTable, ...]:
+    return (NumberTable(title, ("table",), rows),)
+
+
+def test_numbers_of_components_are_in_one_table_for_all_workers() -> None:
+    first = NumberRow(
+        ("words",), {"ids": 1200, "unique share": 0.255}, {"staleness": {"0": 3, "2": 1}}
+    )
+    second = NumberRow(("days",), {"ids": 7, "sent bytes": 2500}, {})
+    reports = [
+        report("a", numbers=rows_of("lookups", first)),
+        report("b", numbers=rows_of("lookups", second)),
+        report("c"),
+    ]
+    (table,) = text.number_tables(reports)
+    assert text.drawn(table).splitlines() == [
+        "lookups",
+        "worker  table    ids  unique    sent  staleness",
+        "a       words  1,200   25.5%       -  0: 75%, 2: 25%",
+        "b       days       7       -  2.5 kB",
+    ]
+    (drawn,) = text.histograms(reports[0])
+    assert text.drawn(drawn).splitlines() == [
+        "staleness of lookups: words",
+        "staleness  count  share  drawn",
+        f"        0      3  75.0%  {'#' * 40}",
+        "        1      0   0.0%",
+        f"        2      1  25.0%  {'#' * 13}",
+    ]
+    assert text.histograms(reports[1]) == []
+
+
+def test_many_values_of_a_histogram_are_drawn_as_ranges() -> None:
+    rows = text.bars({str(value): 1 for value in range(5, 55)} | {"99": 1000})
+    assert [row[0] for row in rows[:2]] == ["5-9", "10-14"]
+    assert len(rows) == 19
+    assert rows[-1] == ["95-99", "1,000", "95.2%", "#" * 40]
+    assert rows[0][1:] == ["5", "0.5%", "."]
+    assert text.bars({}) == []

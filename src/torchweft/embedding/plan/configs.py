@@ -60,6 +60,11 @@ class Dynamic:
         admit_after: In how many steps an id occurs before it is trained, that step included.
         evict: Whether a full table gives up the rows that were trained longest ago, or those that
             were trained in the fewest steps.
+        ttl: The time to live: an id expires when it has not occurred in the last ``ttl`` steps of
+            its table, whether the table is full or not. An expired id loses row, state and count.
+            None for no limit.
+        min_frequency: An id with a row expires when it has occurred in less than this share of the
+            steps since it first did, such as 0.001; so those with one step live for 1000.
 
     Raises:
         PlanError: A value cannot work.
@@ -67,12 +72,19 @@ class Dynamic:
 
     admit_after: int = 1
     evict: Evict = "age"
+    ttl: int | None = None
+    min_frequency: float = 0.0
 
     def __post_init__(self) -> None:
         if type(self.admit_after) is not int or self.admit_after < 1:
             raise PlanError(f"admit_after={self.admit_after!r}; it must be a positive integer")
         if self.evict not in _EVICTS:
             raise PlanError(f"evict={self.evict!r}; use one of {', '.join(_EVICTS)}")
+        if self.ttl is not None and (type(self.ttl) is not int or self.ttl < 1):
+            raise PlanError(f"ttl={self.ttl!r}; it must be a positive number of steps, or None")
+        is_share = isinstance(self.min_frequency, (int, float)) and 0 <= self.min_frequency <= 1
+        if not is_share:
+            raise PlanError(f"min_frequency={self.min_frequency!r}; it is a share of steps, 0 to 1")
 
 
 @rebuilds_plain
@@ -93,6 +105,8 @@ class TableConfig:
             begins as zeros. Negative numbers count from the end, but not with dynamic ids.
         dynamic: For dynamic ids: when they get rows, and which lose them. None for ids that are
             numbers of rows.
+        vocabulary: The meaning of the ids, such as a version or a hash of the list of words.
+            Trainers and snapshots with another one are refused.
 
     Raises:
         PlanError: A value cannot work.
@@ -106,6 +120,7 @@ class TableConfig:
     initial: Initial = field(default_factory=Normal)
     padding_idx: int | None = None
     dynamic: Dynamic | None = None
+    vocabulary: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name or "." in self.name:
@@ -119,6 +134,8 @@ class TableConfig:
             self._refuse(f"dtype={self.dtype}; rows are of torch.float32 or torch.float64")
         if not isinstance(self.initial, (Normal, Uniform, Constant)):
             self._refuse(f"initial={self.initial!r}; use Normal, Uniform or Constant")
+        if not isinstance(self.vocabulary, str):
+            self._refuse(f"vocabulary={self.vocabulary!r}; name it, by a version or a hash")
         if self.dynamic is not None:
             self._check_dynamic()
         elif self.padding_idx is not None:

@@ -6,7 +6,7 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
 from torchweft.errors import ProtocolError
@@ -19,7 +19,8 @@ def read(wanted: type[T], data: object) -> T:
 
     Args:
         wanted: The dataclass. Its fields are numbers, texts, tuples of one type, dictionaries with
-            texts as keys, and further dataclasses. Unknown fields of ``data`` are ignored.
+            texts as keys, and further dataclasses. Unknown fields of ``data`` are ignored, and
+            fields with a default may be missing.
         data: The output of ``json.loads``.
 
     Raises:
@@ -48,11 +49,16 @@ def _read(wanted: Any, data: object, place: str) -> Any:
 def _read_object(wanted: Any, data: object, place: str) -> Any:
     found: Mapping[str, object] = _checked(data, dict, place)
     hints = _hints(wanted)
-    missing = hints.keys() - found.keys()
+    required = {each.name for each in fields(wanted) if each.default is MISSING}
+    missing = required - found.keys()
     if missing:
         raise ProtocolError(f"{place} of a report lacks {', '.join(sorted(missing))}")
     return wanted(
-        **{name: _read(kind, found[name], f"{place}.{name}") for name, kind in hints.items()}
+        **{
+            name: _read(kind, found[name], f"{place}.{name}")
+            for name, kind in hints.items()
+            if name in found
+        }
     )
 
 

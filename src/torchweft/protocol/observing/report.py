@@ -225,6 +225,36 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class NumberRow:
+    """What the numbers of a row are of, and the numbers.
+
+    Attributes:
+        labels: One text for each of the table's ``labels``.
+        numbers: By name; a name that ends with ``bytes`` is of bytes, with ``share`` a part of 1.
+        histograms: By name, how often each value was observed; values are whole numbers as text.
+    """
+
+    labels: tuple[str, ...]
+    numbers: dict[str, float]
+    histograms: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberTable:
+    """Numbers that a component of a worker tells of itself; see ``rpc.telling``.
+
+    Attributes:
+        title: What they are of.
+        labels: The heads of the labels.
+        rows: The rows.
+    """
+
+    title: str
+    labels: tuple[str, ...]
+    rows: tuple[NumberRow, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """Everything that a worker tells of itself.
 
@@ -249,6 +279,7 @@ class Report:
         contexts: How many autograd contexts it has.
         passes: How many backward passes are under way there.
         events: The last rare events, the oldest first.
+        numbers: What its components tell of themselves.
     """
 
     identity: Identity
@@ -271,6 +302,7 @@ class Report:
     contexts: int
     passes: int
     events: tuple[Event, ...]
+    numbers: tuple[NumberTable, ...] = ()
 
     @property
     def worker(self) -> str:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,8 @@ from torchweft.protocol.observing.report import (
     Event,
     FunctionCounts,
     HeldReference,
+    NumberRow,
+    NumberTable,
     Traffic,
     decode_identity,
     decode_report,
@@ -25,6 +28,7 @@ FULL = report(
     traffic=(Traffic("b", 5, 7, {"sent shm": 9}),),
     references=(HeldReference("R", "a", "p.py:3", 4),),
     events=(Event(2.0, "text"),),
+    numbers=(NumberTable("t", ("of",), (NumberRow(("x",), {"n": 1.5}, {"ages": {"0": 2}}),)),),
 )
 
 
@@ -36,6 +40,12 @@ def test_a_report_travels_unchanged() -> None:
 def test_fields_of_later_versions_are_ignored() -> None:
     told = json.loads(encode(FULL)) | {"later": 1}
     assert decode_report(json.dumps(told).encode()) == FULL
+
+
+def test_a_report_of_an_earlier_version_has_no_numbers() -> None:
+    told = json.loads(encode(FULL))
+    del told["numbers"]
+    assert decode_report(json.dumps(told).encode()) == replace(FULL, numbers=())
 
 
 @pytest.mark.parametrize(
