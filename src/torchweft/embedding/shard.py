@@ -17,7 +17,7 @@ from torchweft.embedding.rules import Rule
 
 _INTEGERS: Final = (torch.int32, torch.int64)
 _ENTRY_PARTS: Final = 3
-_CHUNK_BYTES: Final = 1 << 19
+_CHUNK_BYTES: Final = 1 << 20
 """Gradients that are applied at a time: they stay in the cache, and malloc keeps their memory."""
 
 
