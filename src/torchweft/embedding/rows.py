@@ -70,9 +70,10 @@ def take(source: Tensor, rows: Tensor, into: Tensor | None = None) -> Tensor:
 
 def put(target: Tensor, rows: Tensor, values: Tensor) -> None:
     """Sets rows of a contiguous tensor on the CPU; each row occurs once."""
-    # A row as one element: half the time of index_copy_, a third of index_add_.
+    # A row as one element: a third of the time of index_copy_, a fifth of index_add_.
     row = np.dtype((np.void, target.shape[1] * target.itemsize))
-    target.numpy().view(row)[rows.numpy(), 0] = values.numpy().view(row)[:, 0]
+    # "clip" omits another check: two thirds of the time of an assignment.
+    np.put(target.numpy().view(row), rows.numpy(), values.numpy().view(row), mode="clip")
 
 
 class Bags(NamedTuple):

@@ -124,8 +124,11 @@ class Adagrad(Rule):
         self, weights: Tensor, state: State, gradients: Tensor, lr: float, step: Tensor
     ) -> None:
         """Changes rows and their state in place."""
-        deviation = state["sum"].add_(self._squares(gradients)).sqrt().add_(self.eps)
-        change = gradients / deviation
+        squares = self._squares(gradients)
+        # The memory of the squares is in the cache; new tensors would not be.
+        deviation = torch.sqrt(state["sum"].add_(squares), out=squares).add_(self.eps)
+        whole = deviation.shape == gradients.shape
+        change = torch.div(gradients, deviation, out=deviation if whole else None)
         if self.lr_decay:
             change *= (1 / (1 + (step - 1) * self.lr_decay)).to(change.dtype)
         weights.add_(change, alpha=-lr)

@@ -19,7 +19,7 @@ _INTEGERS: Final = (torch.int32, torch.int64)
 _ENTRY_PARTS: Final = 3
 CHANGED: Final = "changed"
 """The name of the positions of rows in an increment."""
-_CHUNK_BYTES: Final = 1 << 19
+_CHUNK_BYTES: Final = 1 << 20
 """Gradients that are applied at a time: they stay in the cache, and malloc keeps their memory."""
 
 
