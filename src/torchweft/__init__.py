@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 from torchweft.version import VERSION
 
 if TYPE_CHECKING:
-    from torchweft import autograd, checkpoint, errors, launch, mapreduce, memory, nn, observe, optim, rpc
+    from torchweft import (
+        autograd,
+        checkpoint,
+        errors,
+        launch,
+        mapreduce,
+        memory,
+        nn,
+        observe,
+        optim,
+        rpc,
+    )
     from torchweft.errors import WeftError
     from torchweft.ids import WorkerInfo
     from torchweft.launch import cluster
@@ -60,7 +71,9 @@ __all__ = [
     "shutdown",
 ]
 
-_FOLDERS = frozenset("autograd checkpoint errors launch mapreduce memory nn observe optim rpc".split())
+_FOLDERS = frozenset(
+    "autograd checkpoint errors launch mapreduce memory nn observe optim rpc".split()
+)
 _HOME = {
     "Secret": "torchweft.secret",
     "TlsOptions": "torchweft.transport.secure",

@@ -190,10 +190,9 @@ class Counting:
         self._until_s = -math.inf
         self._since_s = 0.0
         self.made, self.taken = Tally("out"), Tally("in")
-        # Made once for each type: they are classes.
         self._watcher = Watcher(
-            functools.cache(functools.partial(counted_pending, self.made)),
-            functools.cache(functools.partial(counted_served, self.taken)),
+            functools.partial(counted_pending, self.made),
+            functools.partial(counted_served, self.taken),
             self._note_creation,
         )
         self._timer = worker.agent.timers.add(self.tick)

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from torchweft.observe.tracing.joining import CALLS, Call, Joined, Message
+from torchweft.observe.tracing.reading import FORMAT, ON_CONNECTION, PROFILED, RECEIVE, SEND
 from torchweft.protocol.observing.trace import FETCH, Pulled, Ran, Thread, WorkerTrace
 
 Event = dict[str, Any]
+Track = int | tuple[str, int]
 
-FORMAT = 1
-"""Version of what Weft adds to the format: the entry ``weft``, and the arguments of its events."""
 _US = 1e6
 _QUEUED_S = 20e-6
 """Shorter times in line are no slices, only arguments."""
@@ -35,7 +35,7 @@ class Slice:
 
     Attributes:
         worker: The id of the worker.
-        thread: The number of its thread there.
+        track: The number of its thread there, or what was profiled: device, and thread or stream.
         began_s: When it began.
         ended_s: When it ended.
         category: Its category.
@@ -48,7 +48,7 @@ class Slice:
     """
 
     worker: int
-    thread: int
+    track: Track
     began_s: float
     ended_s: float
     category: str
@@ -89,8 +89,6 @@ def events(joined: Joined, began_s: float) -> Iterator[Event]:
     timed: list[Event] = []
     for each in made:
         timed += _events_of(each, numbers[each.worker], tracks[each.worker], began_s)
-    for worker in numbers:
-        timed += _profiled(joined.workers[worker], numbers[worker], tracks[worker], began_s)
     timed += _in_flight(joined, numbers, began_s)
     # A slice comes before those inside of it.
     timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
@@ -123,7 +121,7 @@ def _slices_of_call(
 ) -> Iterator[Slice]:
     request = call.request
     flow = flow_of[id(request)] if request is not None else 0
-    args: dict[str, Any] = {"call": call.key}
+    args: dict[str, Any] = {"call": call.key, "function": call.function}
     if call.context_id > 0:
         args["context"] = call.context_id
     made, created, served = call.made, call.created, call.served
@@ -133,7 +131,7 @@ def _slices_of_call(
         told = {**args, "to": callee, **_bytes_of(request, "sent"), **_bytes_of(call.answer, "got")}
         if made.failed:
             told["failed"] = True
-        if made.parent_caller:
+        if made.parent_caller >= 0 and made.parent_number:
             told["parent"] = f"{made.parent_caller}.{made.parent_number}"
         name = f"call {call.function}"
         span = (made.started_s, made.ended_s)
@@ -178,8 +176,8 @@ def _bytes_of(message: Message | None, name: str) -> dict[str, Any]:
     if message is None:
         return {}
     told: dict[str, Any] = {f"{name}_bytes": message.size_bytes}
-    for channel, count in message.channels.items():
-        told[f"{name}_{channel}_bytes"] = count
+    if message.channels:
+        told[f"{name}_tensors"] = dict(message.channels)
     return told
 
 
@@ -189,23 +187,23 @@ def _slices_of_message(
     sent, received = message.sent, message.received
     call = call_of.get(id(message))
     what = f"{message.name} {call.function}" if call is not None else message.name
-    args: dict[str, Any] = {"bytes": message.size_bytes}
+    args: dict[str, Any] = {"kind": message.name, "bytes": message.size_bytes}
     if call is not None:
-        args["call"] = call.key
+        args |= {"call": call.key, "function": call.function}
     elif message.number:
         args["number"] = message.number
     if message.context_id > 0:
         args["context"] = message.context_id
         if message.message_id > 0:
             args["message"] = message.message_id
-    for channel, count in message.channels.items():
-        args[f"{channel}_bytes"] = count
+    if message.channels:
+        args["tensors"] = dict(message.channels)
     # A request goes on to the function that it starts.
     goes_on = message.kind in CALLS and call is not None and call.served is not None
     if sent is not None:
         told = {**args, "to": joined.name_of(message.receiver)}
         span = (sent.began_s, max(sent.ended_s, sent.began_s))
-        one = Slice(message.sender, sent.thread, *span, "send", f"send {what}", told)
+        one = Slice(message.sender, sent.thread, *span, SEND, f"send {what}", told)
         if received is not None or goes_on:
             one.flow, one.is_out = flow, True
         yield one
@@ -213,7 +211,7 @@ def _slices_of_message(
         told = {**args, "from": joined.name_of(message.sender)}
         at_s = received.at_s
         name = f"receive {what}"
-        one = Slice(message.receiver, received.thread, at_s, at_s, "receive", name, told)
+        one = Slice(message.receiver, received.thread, at_s, at_s, RECEIVE, name, told)
         if sent is not None or goes_on:
             one.flow, one.is_in, one.is_out = flow, sent is not None, goes_on
         yield one
@@ -227,39 +225,36 @@ def _slices_of_work(worker: WorkerTrace) -> Iterator[Slice]:
     for record in worker.records:
         if not isinstance(record, Ran):
             continue
-        args = {name: _told(value) for name, value in record.details}
+        args: dict[str, Any] = dict(record.details)
         if record.context_id:
             args["context"] = record.context_id
         if record.category == FETCH:
             for each in pulled[record.thread]:
                 if record.began_s <= each.at_s <= record.ended_s:
-                    name = f"{each.channel}_bytes"
-                    args[name] = args.get(name, 0) + each.size_bytes
+                    tensors = args.setdefault("tensors", {})
+                    tensors[each.channel] = tensors.get(each.channel, 0) + each.size_bytes
         name = f"{record.category} {record.name}"
         span = (record.began_s, record.ended_s)
         yield Slice(worker.id, record.thread, *span, record.category, name, args)
-
-
-def _told(value: Any) -> Any:
-    if isinstance(value, tuple) and value and isinstance(value[0], tuple):
-        return ", ".join(f"{name} x {count}" if count > 1 else name for name, count in value)
-    return list(value) if isinstance(value, tuple) else value
+    for profiled in worker.profiled:
+        track, span = (profiled.device, profiled.lane), (profiled.began_s, profiled.ended_s)
+        yield Slice(worker.id, track, *span, PROFILED, profiled.name, {})
 
 
 def _set_apart(slices: Iterable[Slice]) -> None:
     """Moves slices that overlap others of their thread, without being inside, to own tracks."""
-    by_thread: dict[tuple[int, int], list[Slice]] = defaultdict(list)
+    by_track: dict[tuple[int, Track], list[Slice]] = defaultdict(list)
     for each in slices:
         if not each.is_apart:
-            by_thread[each.worker, each.thread].append(each)
-    for track in by_thread.values():
+            by_track[each.worker, each.track].append(each)
+    for track in by_track.values():
         track.sort(key=lambda each: (each.began_s, -each.ended_s))
         around: list[Slice] = []
         for each in track:
             while around and around[-1].ended_s <= each.began_s:
                 around.pop()
             if around and each.ended_s > around[-1].ended_s:
-                if each.category == "send":
+                if each.category == SEND:
                     # The answer may be read before the thread that has sent the request goes on.
                     each.ended_s = around[-1].ended_s
                 else:
@@ -272,42 +267,40 @@ def _set_apart(slices: Iterable[Slice]) -> None:
 
 
 class _Tracks:
-    """The tracks of one worker."""
+    """The tracks of one worker.
+
+    What ``torch.profiler`` has recorded of a thread is on a track of its own, below that of the
+    thread: its times were converted from another clock, and need not nest with those of Weft.
+    """
 
     def __init__(self, worker: WorkerTrace) -> None:
         self._threads = worker.threads
+        self._names = {each.native_id: each.name for each in worker.threads.values()}
         self._unknown = itertools.count(_UNKNOWN)
+        self._numbers: dict[Track, int] = {}
         self.names: dict[int, str] = {}
-        self._of_thread: dict[int, int] = {}
-        self._of_device: dict[str, int] = {}
 
-    def of_thread(self, thread: int) -> int:
-        """Returns the number of a thread's track."""
-        number = self._of_thread.get(thread)
+    def number_of(self, track: Track) -> int:
+        """Returns the number of a track, which gets a name."""
+        number = self._numbers.get(track)
         if number is None:
-            known = self._threads.get(thread, Thread(0, "a thread that has ended"))
-            number = known.native_id or next(self._unknown)
-            self._of_thread[thread] = number
-            self.names[number] = known.name
-        return number
-
-    def of_profiled(self, device: str, lane: int) -> int:
-        """Returns the number of the track of a thread or of a device's stream."""
-        if not device:
-            names = {each.native_id: each.name for each in self._threads.values()}
-            self.names.setdefault(lane, names.get(lane, f"thread {lane}"))
-            return lane
-        name = f"{device} stream {lane}"
-        number = self._of_device.get(name)
-        if number is None:
-            number = self._of_device[name] = next(self._unknown)
+            native_id, name = self._described(track)
+            number = self._numbers[track] = native_id or next(self._unknown)
             self.names[number] = name
         return number
+
+    def _described(self, track: Track) -> tuple[int, str]:
+        if isinstance(track, int):
+            return self._threads.get(track, Thread(0, "a thread that has ended"))
+        device, lane = track
+        if device:
+            return 0, f"{device} stream {lane}"
+        return 0, f"{self._names.get(lane, f'thread {lane}')}: torch.profiler"
 
 
 def _events_of(one: Slice, pid: int, tracks: _Tracks, began_s: float) -> Iterator[Event]:
     began_us = _us(one.began_s - began_s)
-    tid = tracks.of_thread(one.thread)
+    tid = tracks.number_of(one.track)
     event = {"name": one.name, "cat": one.category, "pid": pid, "tid": tid, "ts": began_us}
     ended_us = max(_us(one.ended_s - began_s), began_us)
     if not one.is_apart:
@@ -316,7 +309,7 @@ def _events_of(one: Slice, pid: int, tracks: _Tracks, began_s: float) -> Iterato
             event |= {"bind_id": one.flow, "flow_out": one.is_out, "flow_in": one.is_in}
         yield event
         return
-    identity = f"{pid}.{one.category}.{one.args.get('call', '')}"
+    identity = f"{pid}.{one.category}.{one.args.get('call', began_us)}"
     yield event | {"ph": "b", "id": identity, "args": one.args}
     yield event | {"ph": "e", "id": identity, "ts": ended_us}
     if one.flow and (one.is_in or one.is_out):
@@ -329,31 +322,13 @@ def _us(seconds: float) -> float:
     return round(seconds * _US, 3)
 
 
-def _profiled(
-    worker: WorkerTrace, pid: int, tracks: _Tracks, began_s: float
-) -> Iterator[Event]:
-    for each in worker.profiled:
-        yield {
-            "name": each.name,
-            "cat": "torch.profiler",
-            "ph": "X",
-            "pid": pid,
-            "tid": tracks.of_profiled(each.device, each.lane),
-            "ts": _us(each.began_s - began_s),
-            "dur": _us(each.ended_s - each.began_s),
-            "args": {},
-        }
-
-
 def _in_flight(joined: Joined, numbers: Mapping[int, int], began_s: float) -> Iterator[Event]:
     """Yields how many bytes each worker has sent that have not been read yet."""
     changes: list[tuple[float, int, int]] = []
     for message in joined.messages:
         if message.sent is not None and message.received is not None:
             size_bytes = message.size_bytes + sum(
-                count
-                for channel, count in message.channels.items()
-                if channel not in ("inline", "stream")
+                count for channel, count in message.channels.items() if channel not in ON_CONNECTION
             )
             sent_s = message.sent.began_s
             changes.append((sent_s, message.sender, size_bytes))

@@ -12,18 +12,19 @@ from html import escape
 from typing import NamedTuple
 
 from torchweft.errors import ObserveError
-from torchweft.observe.tracing.joining import Joined, records_of
-from torchweft.protocol.observing.trace import BACKWARD, Ran
-from torchweft.wire.messages import Kind
+from torchweft.observe.text import seconds, size
+from torchweft.observe.tracing.reading import ON_CONNECTION, RECEIVE, SEND, Slice, TraceFile
+from torchweft.protocol.observing.trace import BACKWARD
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _KINDS = {
-    int(Kind.CALL): "call",
-    int(Kind.CALL_WITH_CODE): "call",
-    int(Kind.REPLY): "result",
-    int(Kind.POST): "values",
-    int(Kind.GRADIENTS): "gradients",
+    "call": "call",
+    "call with code": "call",
+    "reply": "result",
+    "post": "values",
+    "gradients": "gradients",
 }
+"""The messages of the graph, by their kind, and how the graph names them."""
 _MOST_DRAWN = 400
 _LEFT, _TOP, _ROW, _COLUMN = 110.0, 86.0, 26.0, 250.0
 _COLOURS = {_FORWARD: "#2f6fb5", _BACKWARD: "#c2571a"}
@@ -67,13 +68,13 @@ class Part(NamedTuple):
 
     Attributes:
         worker: The name of the worker.
-        count: How many parts ran.
+        runs: How many parts ran.
         taken_s: How long they took together, in seconds.
         operations: The names of their operations, and how many there were.
     """
 
     worker: str
-    count: int
+    runs: int
     taken_s: float
     operations: dict[str, int]
 
@@ -97,23 +98,23 @@ class Graph(NamedTuple):
         """Returns the graph as text: sums for each pair of workers, the passes, the messages."""
         lines = [
             f"context {self.context_id}: {len(self.workers)} workers, {len(self.edges)} messages, "
-            f"{size_text(sum(each.size_bytes for each in self.edges))}"
+            f"{size(sum(each.size_bytes for each in self.edges))}"
         ]
         sums: dict[tuple[str, str, str], list[Edge]] = defaultdict(list)
         for edge in self.edges:
             sums[edge.direction, edge.sender, edge.receiver].append(edge)
         for (direction, sender, receiver), edges in sums.items():
             times = [edge.taken_s for edge in edges if edge.taken_s >= 0]
-            time = f", {_time(sum(times))} on the way" if times else ""
-            total = size_text(sum(edge.size_bytes for edge in edges))
+            time = f", {seconds(sum(times))} on the way" if times else ""
+            total = size(sum(edge.size_bytes for edge in edges))
             lines.append(
                 f"  {direction:8}  {sender} -> {receiver}: {_messages(len(edges))}, {total}{time}"
             )
         for part in self.parts:
             names = ", ".join(_times(name, count) for name, count in part.operations.items())
             lines.append(
-                f"  backward  on {part.worker}: {_time(part.taken_s)} in {part.count} "
-                f"part{'s' if part.count > 1 else ''}: {names or 'leaves'}"
+                f"  backward  on {part.worker}: {seconds(part.taken_s)} in {part.runs} "
+                f"part{'s' if part.runs > 1 else ''}: {names or 'leaves'}"
             )
         lines.append("messages, in the order of time")
         lines += [f"  {_line(edge)}" for edge in self.edges]
@@ -124,72 +125,64 @@ class Graph(NamedTuple):
         return "\n".join(_draw(self))
 
 
-def graph_of(joined: Joined, context_id: int) -> Graph:
+def graph_of(trace: TraceFile, context_id: int) -> Graph:
     """Returns the graph of a context.
 
     Raises:
         ObserveError: No message of the context is in the trace; the error names those that are.
     """
-    calls = {id(each): call for call in joined.calls for each in (call.request, call.answer)}
-    found = [
-        each
-        for each in joined.messages
-        if each.context_id == context_id and each.kind in _KINDS and context_id > 0
-    ]
+    sent = [each for each in trace.slices if each.category == SEND and each.args["kind"] in _KINDS]
+    found = [each for each in sent if each.args.get("context") == context_id]
     if not found:
-        others = sorted({each.context_id for each in joined.messages if each.context_id > 0})
+        others = sorted({each.args["context"] for each in sent if "context" in each.args})
         known = f"it has those of {', '.join(map(str, others))}" if others else "it has none at all"
         raise ObserveError(f"the trace has no message of autograd context {context_id}; {known}")
-    begin_s = found[0].at_s
-    edges = []
-    for message in found:
-        call = calls.get(id(message))
-        apart = [
-            count for name, count in message.channels.items() if name not in ("inline", "stream")
-        ]
-        taken_s = -1.0
-        if message.sent is not None and message.received is not None:
-            taken_s = max(message.received.at_s - message.sent.began_s, 0.0)
-        edges.append(
-            Edge(
-                _BACKWARD if message.kind == Kind.GRADIENTS else _FORWARD,
-                joined.name_of(message.sender),
-                joined.name_of(message.receiver),
-                " ".join(filter(None, (_KINDS[message.kind], call.function if call else ""))),
-                message.size_bytes + sum(apart),
-                dict(message.channels),
-                message.at_s - begin_s,
-                taken_s,
-                max(message.message_id, 0),
-            )
-        )
-    present = {each.sender for each in found} | {each.receiver for each in found}
-    ranks = {each.id: each.rank for each in joined.workers.values()}
-    names = [joined.name_of(each) for each in sorted(present, key=lambda id_: ranks.get(id_, id_))]
-    return Graph(context_id, tuple(names), tuple(edges), tuple(_parts(joined, context_id)))
+    received = {each.flow: each for each in trace.slices if each.category == RECEIVE and each.is_in}
+    edges = [_edge(each, received.get(each.flow), found[0].began_s) for each in found]
+    present = {name for edge in edges for name in (edge.sender, edge.receiver)}
+    names = [name for name in trace.workers if name in present]
+    names += sorted(present.difference(names))
+    return Graph(context_id, tuple(names), tuple(edges), tuple(_parts(trace, context_id)))
 
 
-def _parts(joined: Joined, context_id: int) -> Iterator[Part]:
-    for worker in sorted(joined.workers.values(), key=lambda each: each.rank):
-        count, taken_s = 0, 0.0
+def _edge(sent: Slice, received: Slice | None, begin_s: float) -> Edge:
+    args = sent.args
+    channels: dict[str, int] = args.get("tensors", {})
+    apart = sum(count for name, count in channels.items() if name not in ON_CONNECTION)
+    return Edge(
+        _BACKWARD if args["kind"] == "gradients" else _FORWARD,
+        sent.worker,
+        args["to"],
+        " ".join(filter(None, (_KINDS[args["kind"]], args.get("function", "")))),
+        args["bytes"] + apart,
+        channels,
+        sent.began_s - begin_s,
+        -1.0 if received is None else max(received.began_s - sent.began_s, 0.0),
+        args.get("message", 0),
+    )
+
+
+def _parts(trace: TraceFile, context_id: int) -> Iterator[Part]:
+    for worker in trace.workers:
+        runs, taken_s = 0, 0.0
         operations: dict[str, int] = defaultdict(int)
-        record: Ran
-        for record in records_of(worker, Ran):
-            if record.category == BACKWARD and record.context_id == context_id:
-                count += 1
-                taken_s += record.ended_s - record.began_s
-                for name, times in dict(record.details)["operations"]:
-                    operations[name] += times
-        if count:
-            yield Part(worker.name, count, taken_s, dict(operations))
+        for each in trace.slices:
+            is_part = each.category == BACKWARD and each.args.get("context") == context_id
+            if is_part and each.worker == worker:
+                runs += 1
+                taken_s += each.ended_s - each.began_s
+                for name, count in each.args["operations"].items():
+                    operations[name] += count
+        if runs:
+            yield Part(worker, runs, taken_s, dict(operations))
 
 
 def _line(edge: Edge) -> str:
-    taken = f", {_time(edge.taken_s)}" if edge.taken_s >= 0 else ""
-    channels = ", ".join(f"{name} {size_text(count)}" for name, count in edge.channels.items())
+    taken = f", {seconds(edge.taken_s)}" if edge.taken_s >= 0 else ""
+    channels = ", ".join(f"{name} {size(count)}" for name, count in edge.channels.items())
     tensors = f" ({channels})" if channels else ""
     arrow = f"{edge.sender} -> {edge.receiver}"
-    return f"{_time(edge.at_s):>9}  {arrow}  {edge.what}: {size_text(edge.size_bytes)}{tensors}{taken}"
+    return f"{seconds(edge.at_s):>9}  {arrow}  {edge.what}: {size(edge.size_bytes)}{tensors}{taken}"
 
 
 def _messages(count: int) -> str:
@@ -198,20 +191,6 @@ def _messages(count: int) -> str:
 
 def _times(name: str, count: int) -> str:
     return f"{name} x {count}" if count > 1 else name
-
-
-def size_text(count: int) -> str:
-    """Returns a number of bytes for people."""
-    for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} B"
-
-
-def _time(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
 
 
 def _draw(graph: Graph) -> Iterator[str]:
@@ -234,9 +213,9 @@ def _draw(graph: Graph) -> Iterator[str]:
     yield '</defs><rect width="100%" height="100%" fill="#fff"/>'
     yield f'<text class="title" x="12" y="24">{escape(title)}</text>'
     for place, (direction, colour) in enumerate(_COLOURS.items()):
-        x = 12 + 110 * place
-        yield f'<path d="M{x} 42h24" stroke="{colour}" marker-end="url(#{direction})"/>'
-        yield f'<text class="time" x="{x + 30}" y="46">{direction}</text>'
+        left = 12 + 110 * place
+        yield f'<path d="M{left} 42h24" stroke="{colour}" marker-end="url(#{direction})"/>'
+        yield f'<text class="time" x="{left + 30}" y="46">{direction}</text>'
     for name, x in x_of.items():
         yield f'<text class="name" x="{x:.0f}" y="{_TOP - 14:.0f}">{escape(name)}</text>'
         yield f'<path d="M{x:.0f} {_TOP - 6:.0f}V{bottom:.0f}" stroke="#c5ccd4"/>'
@@ -248,7 +227,7 @@ def _draw(graph: Graph) -> Iterator[str]:
         yield f'<text class="time" x="12" y="{y - 4:.0f}">and {_messages(more)} more</text>'
     for part in graph.parts:
         names = ", ".join(_times(name, count) for name, count in part.operations.items())
-        told = f"backward on {part.worker}: {_time(part.taken_s)}: {names or 'leaves'}"
+        told = f"backward on {part.worker}: {seconds(part.taken_s)}: {names or 'leaves'}"
         yield f'<text class="time" x="12" y="{y + 8:.0f}">{escape(told)}</text>'
         y += 18
     yield "</svg>"
@@ -258,12 +237,13 @@ def _draw(graph: Graph) -> Iterator[str]:
 def _arrow(edge: Edge, x_of: dict[str, float], y: float) -> Sequence[str]:
     begin, end = x_of[edge.sender], x_of[edge.receiver]
     colour = _COLOURS[edge.direction]
-    taken = f", {_time(edge.taken_s)}" if edge.taken_s >= 0 else ""
-    label = f"{edge.what.rsplit('.', 1)[-1]}, {size_text(edge.size_bytes)}{taken}"
+    taken = f", {seconds(edge.taken_s)}" if edge.taken_s >= 0 else ""
+    label = f"{edge.what.rsplit('.', 1)[-1]}, {size(edge.size_bytes)}{taken}"
     return (
         f"<g><title>{escape(_line(edge))}</title>",
-        f'<text class="time" x="12" y="{y + 4:.0f}">{_time(edge.at_s)}</text>',
+        f'<text class="time" x="12" y="{y + 4:.0f}">{seconds(edge.at_s)}</text>',
         f'<path d="M{begin:.0f} {y:.0f}H{end:.0f}" stroke="{colour}" stroke-width="1.4" '
         f'marker-end="url(#{edge.direction})"/>',
-        f'<text class="note" x="{(begin + end) / 2:.0f}" y="{y - 4:.0f}">{escape(label)}</text></g>',
+        f'<text class="note" x="{(begin + end) / 2:.0f}" y="{y - 4:.0f}">{escape(label)}</text>',
+        "</g>",
     )

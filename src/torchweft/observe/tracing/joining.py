@@ -164,7 +164,8 @@ def join(traces: Iterable[tuple[WorkerTrace, Alignment]]) -> Joined:
     """
     workers = {each.id: _aligned(each, alignment) for each, alignment in traces}
     own = set().union(*[each.own_calls for each in workers.values()])
-    messages, omitted = [], []
+    messages: list[Message] = []
+    omitted: list[Message] = []
     for message in _messages(workers):
         (omitted if _call_of(message) in own else messages).append(message)
     calls = _calls(workers, messages, own)
@@ -322,7 +323,7 @@ def _calls(
                 call.served = record
     for message in messages:
         if message.kind in CALLS:
-            key = (message.sender, message.number)
+            key: Key = (message.sender, message.number)
             if not message.number:
                 key = (message.sender, message.receiver, message.creation)
             if key in calls:

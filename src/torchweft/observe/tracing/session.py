@@ -18,6 +18,7 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError
 from torchweft.observe.tracing import chrome
 from torchweft.observe.tracing.graph import Graph, graph_of
 from torchweft.observe.tracing.joining import Joined, join
+from torchweft.observe.tracing.reading import load
 from torchweft.probe import clock_id
 from torchweft.protocol.observing.clocks import SAME, Alignment, Lead, Reading, lead_of
 from torchweft.protocol.observing.trace import (
@@ -293,7 +294,9 @@ class Trace:
             raise ArgumentTypeError(
                 f"context_id is a {type(context_id).__name__}; pass the number of the context"
             )
-        return graph_of(self.joined, context_id)
+        if self._joined is None:
+            raise ObserveError("the trace has no messages yet: leave its block first")
+        return graph_of(load(self.path), context_id)
 
 
 def _reason(error: BaseException) -> str:

@@ -26,8 +26,8 @@ class Made(NamedTuple):
         callee: The id of the other worker.
         number: Its number at both.
         function: The name of the function.
-        parent_caller: The caller of the call in whose course it was made; 0 if there is none.
-        parent_number: The number of that call.
+        parent_caller: The caller of the call in whose course it was made; -1 if there is none.
+        parent_number: The number of that call; 0 if it makes a value.
         is_async: Whether its maker has a future, and did not wait in the call.
         failed: Whether it ended with an error.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchweft.autograd import codec
+from torchweft.autograd.outside import NO_GRAD
 from torchweft.wire.frames import HEADER_BYTES, Buffer
 from torchweft.wire.messages import (
     CALL_HEAD_BYTES,
@@ -93,4 +94,10 @@ def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
         return Ids()
     before = found.before_tensors
     inline_bytes = 0 if flags & TABLES else max(control_bytes - before, 0)
-    return Ids(found.context_id, found.message_id, found.creation, inline_bytes)
+    context_id = context_of(found.context_id)
+    return Ids(context_id, found.message_id, found.creation, inline_bytes)
+
+
+def context_of(context_id: int) -> int:
+    """Returns the context that a message names, or 0 where it has none."""
+    return 0 if context_id == NO_GRAD else context_id

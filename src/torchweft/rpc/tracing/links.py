@@ -15,12 +15,9 @@ from torchweft.rpc.tracing.heads import FAST_LENGTHS, LENGTHS, head_in
 from torchweft.transport.link import Link
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
-from torchweft.wire.messages import Kind
 
 Note = Callable[[Any], None]
 Number = Callable[[], int]
-
-_CALL, _REPLY = int(Kind.CALL), int(Kind.REPLY)
 
 
 class TracedLink(Link):
@@ -44,7 +41,7 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
         number: Returns the next number of a row.
     """
     clock: Callable[[], float] = time.monotonic
-    fast = FAST_LENGTHS
+    fast, usual = FAST_LENGTHS, LENGTHS
     send, hold = base.send, base.hold
     receive, receive_spinning = base.receive, base.receive_spinning
     receive_own, end_own = base.receive_own, base.end_own
@@ -120,10 +117,8 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
     def note_frames(frames: Sequence[Frame], peer: int) -> None:
         now_s, thread = clock(), get_ident()
         for kind, flags, identity, control, buffers in frames:
-            if kind == _CALL or kind == _REPLY:
-                head = bytes(control[: LENGTHS[kind]])
-            else:
-                head = head_in(kind, flags, control)
+            length = usual.get(kind)
+            head = bytes(control[:length]) if length else head_in(kind, flags, control)
             size = HEADER_BYTES + len(control)
             if buffers:
                 size += sum([8 + len(each) for each in buffers])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from _thread import get_ident
 from collections import Counter
@@ -64,7 +65,7 @@ def traced_pass(note: Note, number: Number) -> type[LocalPass]:
                     ("messages", tuple(progress.executed)),
                     ("answered", tuple(progress.answered)),
                 )
-                name, context_id = names[0][0] if names else "leaves", self._context.id
+                name, context_id = next(iter(names), "leaves"), self._context.id
                 row = (number(), RAN, began_s, ended_s, get_ident(), BACKWARD, name, context_id)
                 note((*row, details))
             return outgoing, progress
@@ -72,7 +73,7 @@ def traced_pass(note: Note, number: Number) -> type[LocalPass]:
     return Traced
 
 
-def _operations(parts: Iterable[Reached], ends: object) -> tuple[tuple[str, int], ...]:
+def _operations(parts: Iterable[Reached], ends: object) -> dict[str, int]:
     """Returns the names of the operations in parts of a graph, the first to run first."""
     found: Counter[str] = Counter()
     seen: set[Node | None] = {None}
@@ -83,4 +84,4 @@ def _operations(parts: Iterable[Reached], ends: object) -> tuple[tuple[str, int]
         nodes = [node for node in nodes if node is not None and type(node) is not PLACEHOLDER]
         found.update([node.name() for node in nodes if node.next_functions])
         level = [target for node in nodes for target, _ in node.next_functions if target]
-    return tuple(found.items())[:_MOST_NAMES]
+    return dict(itertools.islice(found.items(), _MOST_NAMES))

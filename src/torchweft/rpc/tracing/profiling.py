@@ -12,7 +12,8 @@ from collections import deque
 from typing import Any
 
 import torch
-from torch.autograd.profiler import profile as Profile  # noqa: N812 (torch's class)
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler import profile as Profile
 
 from torchweft.protocol.observing.trace import Row
 from torchweft.runtime.reports import log_exception
@@ -71,7 +72,7 @@ class Profiling:
                 self.dropped += 1
                 continue
             device = event.device_type()
-            is_host = device == torch.autograd.DeviceType.CPU
+            is_host = device == DeviceType.CPU
             name = "" if is_host else f"{device.name.lower()}:{event.device_index()}"
             ended_s = began_s + event.duration_ns() * _NS
             lane = event.device_resource_id()
@@ -79,15 +80,13 @@ class Profiling:
 
 
 def _profile_of_all_threads() -> Any:
-    experimental = torch._C._profiler._ExperimentalConfig
-    with contextlib.suppress(TypeError):  # Versions of torch without it see one thread.
-        config = experimental(profile_all_threads=True)
-        return Profile(
-            use_device="cuda" if torch.cuda.is_available() else None,
-            use_kineto=True,
-            experimental_config=config,
-        )
-    return Profile(use_device="cuda" if torch.cuda.is_available() else None, use_kineto=True)
+    settings: dict[str, Any] = {"use_kineto": True}
+    if torch.cuda.is_available():
+        settings["use_device"] = "cuda"
+    with contextlib.suppress(TypeError):  # Older versions of torch see the calling thread only.
+        every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        settings["experimental_config"] = every
+    return Profile(**settings)
 
 
 def _after_each(profiling: Profiling) -> None:
@@ -95,7 +94,7 @@ def _after_each(profiling: Profiling) -> None:
     end = Profile.__exit__
 
     def end_and_read(self: Any, *error: Any) -> Any:
-        result = end(self, *error)
+        result = end(self, *error)  # type: ignore[no-untyped-call]
         try:
             profiling.read(self)
         except Exception:  # The program goes on without.

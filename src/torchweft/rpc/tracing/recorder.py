@@ -44,7 +44,7 @@ from torchweft.protocol.observing.trace import (
 )
 from torchweft.rpc.completion import Call
 from torchweft.rpc.counting import key_of, name_of
-from torchweft.rpc.tracing.heads import ids_in
+from torchweft.rpc.tracing.heads import context_of, ids_in
 from torchweft.rpc.tracing.links import Note, Number, TracedLink, traced_link
 from torchweft.rpc.tracing.passes import traced_messages, traced_pass
 from torchweft.rpc.tracing.profiling import Profiling
@@ -52,7 +52,7 @@ from torchweft.rpc.watching import Watcher, Watching
 from torchweft.rpc.worker import Worker
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER, HEADER_BYTES
-from torchweft.wire.messages import ERROR_REPLY, NO_CREATION, Kind
+from torchweft.wire.messages import ERROR_REPLY, Kind
 
 _MOST_NAMES = 10_000
 
@@ -337,7 +337,7 @@ def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
                     self.worker,
                     self.number,
                     name,
-                    0 if parent is None else parent.peer.id,
+                    -1 if parent is None else parent.peer.id,
                     0 if parent is None else parent.number,
                     self.on_done is not None,
                     frame is None or frame[1] & failed != 0,
@@ -382,7 +382,7 @@ def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
                     self.number,
                     self.creation,
                     name,
-                    self.context_id,
+                    context_of(self.context_id),
                     error is not None,
                 ]
                 note(row)
@@ -439,16 +439,14 @@ def _finished(row: Any) -> Row:
     """Returns a row as it travels: with the numbers in the head of a message."""
     tag = row[1]
     if tag == SENT:
-        *front, head = row
+        *front, size_bytes, head = row
         kind, flags, count, control_bytes, number = HEADER.unpack_from(head)
         ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
-        stream_bytes = front[6] - HEADER_BYTES - 8 * count - control_bytes
-        numbers = (ids.context_id, ids.message_id, ids.creation, ids.inline_bytes)
-        began_ended_thread_peer, size_bytes = front[:6], front[6]
-        return (*began_ended_thread_peer, kind, number, size_bytes, *numbers, stream_bytes)
+        stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
+        told = (ids.context_id, ids.message_id, ids.creation, ids.inline_bytes, stream_bytes)
+        return (*front, kind, number, size_bytes, *told)
     if tag == RECEIVED:
         *front, size_bytes, kind, flags, number, head = row
         ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
-        numbers = (ids.context_id, ids.message_id, ids.creation)
-        return (*front, kind, number, size_bytes, *numbers)
+        return (*front, kind, number, size_bytes, ids.context_id, ids.message_id, ids.creation)
     return tuple(row)

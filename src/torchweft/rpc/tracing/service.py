@@ -11,10 +11,11 @@ from typing import Any
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
+from torchweft.agent.served_calls import current_call
 from torchweft.errors import ConfigurationError
 from torchweft.probe import clock_id
 from torchweft.protocol.observing.trace import Row
-from torchweft.rpc.current_call import check_types, current_call
+from torchweft.rpc.current_call import check_types
 from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.serialize.registry import remotely_callable
 
