@@ -87,8 +87,8 @@ def events(joined: Joined, began_s: float) -> Iterator[Event]:
     made = list(_slices(joined))
     _set_apart(made)
     timed: list[Event] = []
-    for each in made:
-        timed += _events_of(each, numbers[each.worker], tracks[each.worker], began_s)
+    for place, each in enumerate(made):
+        timed += _events_of(place, each, numbers[each.worker], tracks[each.worker], began_s)
     timed += _in_flight(joined, numbers, began_s)
     # A slice comes before those inside of it.
     timed.sort(key=lambda event: (event["ts"], -event.get("dur", 0.0)))
@@ -298,7 +298,9 @@ class _Tracks:
         return 0, f"{self._names.get(lane, f'thread {lane}')}: torch.profiler"
 
 
-def _events_of(one: Slice, pid: int, tracks: _Tracks, began_s: float) -> Iterator[Event]:
+def _events_of(
+    place: int, one: Slice, pid: int, tracks: _Tracks, began_s: float
+) -> Iterator[Event]:
     began_us = _us(one.began_s - began_s)
     tid = tracks.number_of(one.track)
     event = {"name": one.name, "cat": one.category, "pid": pid, "tid": tid, "ts": began_us}
@@ -309,7 +311,7 @@ def _events_of(one: Slice, pid: int, tracks: _Tracks, began_s: float) -> Iterato
             event |= {"bind_id": one.flow, "flow_out": one.is_out, "flow_in": one.is_in}
         yield event
         return
-    identity = f"{pid}.{one.category}.{one.args.get('call', began_us)}"
+    identity = f"0x{place:x}"
     yield event | {"ph": "b", "id": identity, "args": one.args}
     yield event | {"ph": "e", "id": identity, "ts": ended_us}
     if one.flow and (one.is_in or one.is_out):

@@ -207,8 +207,8 @@ class Trace:
             if peer.is_self:
                 some, more = service.take(self._id)
             else:
-                call = (peer.info, service.take, (self._id,))
-                some, more = rpc_sync(*call, timeout=self._timeout_s)
+                args = (self._id,)
+                some, more = rpc_sync(peer.info, service.take, args, timeout=self._timeout_s)
             if not (some or more):
                 return rows, profiled
             rows += some
