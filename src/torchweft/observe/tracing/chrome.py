@@ -153,23 +153,22 @@ def _slices_of_call(
         yield one
     if served is None:
         return
-    told = {**args, "from": joined.name_of(call.caller)}
+    name = served.function
+    told = {**args, "function": name, "from": joined.name_of(call.caller)}
     queued_s = served.began_s - served.arrived_s
     told["queued_us"] = round(queued_s * _US, 1)
     if served.failed:
         told["failed"] = True
     worker, thread = call.callee, served.began_in
     if queued_s > _QUEUED_S:
-        name = f"queued {call.function}"
         span = (served.arrived_s, served.began_s)
-        yield Slice(worker, thread, *span, "queue", name, dict(args), is_apart=True)
+        yield Slice(worker, thread, *span, "queue", f"queued {name}", dict(args), is_apart=True)
     moves = served.began_in != served.ended_in
-    run = Slice(worker, thread, served.began_s, served.ended_s, "run", call.function, told)
+    run = Slice(worker, thread, served.began_s, served.ended_s, "run", name, told)
     run.flow, run.is_in, run.is_apart = flow, bool(flow), moves
     yield run
-    name = f"answer {call.function}"
-    ended_s = max(served.answered_s, served.ended_s)
-    yield Slice(worker, served.ended_in, served.ended_s, ended_s, "answer", name, dict(args))
+    span = (served.ended_s, max(served.answered_s, served.ended_s))
+    yield Slice(worker, served.ended_in, *span, "answer", f"answer {name}", dict(args))
 
 
 def _bytes_of(message: Message | None, name: str) -> dict[str, Any]:

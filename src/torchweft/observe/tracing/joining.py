@@ -34,6 +34,9 @@ from torchweft.wire.messages import NO_CREATION, Kind
 CALLS = frozenset({int(Kind.CALL), int(Kind.CALL_WITH_CODE)})
 _REPLY, _GRADIENTS = int(Kind.REPLY), int(Kind.GRADIENTS)
 
+_SERVICE = "torchweft.rpc.tracing.service."
+"""Begins the names of the functions by which workers are traced."""
+
 Key = tuple[Any, ...]
 
 
@@ -163,13 +166,24 @@ def join(traces: Iterable[tuple[WorkerTrace, Alignment]]) -> Joined:
         traces: The record of each worker, and the alignment of its clock.
     """
     workers = {each.id: _aligned(each, alignment) for each, alignment in traces}
-    own = set().union(*[each.own_calls for each in workers.values()])
+    own = set().union(*map(_own_calls, workers.values()))
     messages: list[Message] = []
     omitted: list[Message] = []
     for message in _messages(workers):
         (omitted if _call_of(message) in own else messages).append(message)
     calls = _calls(workers, messages, own)
     return Joined(workers, calls, messages, omitted)
+
+
+def _own_calls(worker: WorkerTrace) -> set[tuple[int, int]]:
+    """Returns callers and numbers of calls that belong to this or another trace."""
+    own = set(worker.own_calls)
+    for record in worker.records:
+        if isinstance(record, Made) and record.function.startswith(_SERVICE):
+            own.add((worker.id, record.number))
+        elif isinstance(record, Served) and record.function.startswith(_SERVICE):
+            own.add((record.caller, record.number))
+    return own
 
 
 _TIMES: dict[type, tuple[int, ...]] = {

@@ -55,6 +55,8 @@ from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import ERROR_REPLY, Kind
 
 _MOST_NAMES = 10_000
+_SETTLE_S = 0.1
+"""How long to wait for messages that are being written, before the counters are read."""
 
 
 class Names:
@@ -215,13 +217,15 @@ class Recorder:
             recording = self._checked(trace)
             if not recording.ended_s:
                 self._note_own_call(recording)
-                self._switch_off()
-                recording.ended_s = time.monotonic()
                 counted = self._counted_before.items()
+                for link, _ in counted:  # A thread counts a message after it has written it.
+                    link.drain(_SETTLE_S)
                 recording.links = [
                     (peer, link.bytes_sent - sent, link.bytes_received - received)
                     for link, (peer, sent, received) in counted
                 ]
+                self._switch_off()
+                recording.ended_s = time.monotonic()
                 self._counted_before = {}
                 recording.dropped = recording.number() - len(recording.rows)
                 assert recording.profiling is not None
