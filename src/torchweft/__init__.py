@@ -13,7 +13,18 @@ from typing import TYPE_CHECKING, Any
 from torchweft.version import VERSION
 
 if TYPE_CHECKING:
-    from torchweft import autograd, checkpoint, errors, launch, mapreduce, memory, nn, optim, rpc
+    from torchweft import (
+        autograd,
+        checkpoint,
+        errors,
+        launch,
+        mapreduce,
+        memory,
+        nn,
+        observe,
+        optim,
+        rpc,
+    )
     from torchweft.errors import WeftError
     from torchweft.ids import WorkerInfo
     from torchweft.launch import cluster
@@ -51,6 +62,7 @@ __all__ = [
     "mapreduce",
     "memory",
     "nn",
+    "observe",
     "optim",
     "remote",
     "rpc",
@@ -59,7 +71,9 @@ __all__ = [
     "shutdown",
 ]
 
-_FOLDERS = frozenset("autograd checkpoint errors launch mapreduce memory nn optim rpc".split())
+_FOLDERS = frozenset(
+    "autograd checkpoint errors launch mapreduce memory nn observe optim rpc".split()
+)
 _HOME = {
     "Secret": "torchweft.secret",
     "TlsOptions": "torchweft.transport.secure",

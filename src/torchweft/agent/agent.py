@@ -152,6 +152,8 @@ class Agent:
         self.pulled_bytes = 0
         self.offered_bytes = 0
         self.lent_bytes = 0
+        self.on_pulled: Callable[[Peer, str, int], None] | None = None
+        """Called after tensors were fetched, with the channel and the bytes, while traced."""
         self.default_timeout_s = default_timeout_s
         self.slots = Slots()
         self.events = Events()
@@ -273,6 +275,8 @@ class Agent:
         """Counts the bytes of tensors that were fetched over a channel."""
         self.pulled_bytes += size_bytes
         peer.moved[f"received {channel}"] += size_bytes
+        if self.on_pulled is not None:
+            self.on_pulled(peer, channel, size_bytes)
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:

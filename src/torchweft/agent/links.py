@@ -84,6 +84,8 @@ class Links:
         self._is_closed = False
         self.farewell = ""
         """Why this worker leaves, for peers that may not expect it."""
+        self.on_made: Callable[[Link, Peer], None] | None = None
+        """Called with each new link before it is used, while traced."""
         receiver.on(Kind.ACKNOWLEDGED, _on_acknowledged, inline=True)
         receiver.on(Kind.GOODBYE, _on_goodbye, inline=True)
 
@@ -105,11 +107,16 @@ class Links:
             knobs.CONTROL_LIMIT_BYTES.get(),
             knobs.FRAME_LIMIT_BYTES.get(),
         )
+        link: Link
         if terms is None:
-            return Link(connection, parser, self._when_full)
-        keep_alive(connection, self.patience.detection_s)
-        on_break = functools.partial(self._on_break, peer)
-        return ResumableLink(connection, parser, self._when_full, on_break, self._limit_bytes)
+            link = Link(connection, parser, self._when_full)
+        else:
+            keep_alive(connection, self.patience.detection_s)
+            on_break = functools.partial(self._on_break, peer)
+            link = ResumableLink(connection, parser, self._when_full, on_break, self._limit_bytes)
+        if self.on_made is not None:
+            self.on_made(link, peer)
+        return link
 
     def _on_break(self, peer: Peer, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
         self.pause(link)

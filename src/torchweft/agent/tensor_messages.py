@@ -9,7 +9,7 @@ worker to itself touches neither bytes nor channels: its tensors arrive by refer
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -153,6 +153,8 @@ class TensorMessages:
         self._memory = agent.memory
         self._idle_s = knobs.POOL_IDLE_S.get()
         self._next_trim_s = 0.0
+        self.on_offered: Callable[[Peer, Kind, int, Mapping[str, int]], None] | None = None
+        """Called for each message some of whose tensors do not go over the link, while traced."""
         agent.timers.add(self.tick)
         agent.receiver.on(Kind.PULLED, self._on_pulled, inline=True)
         agent.receiver.on(Kind.SUPPLY, self._on_supply, inline=True)
@@ -231,7 +233,7 @@ class TensorMessages:
             if copies is not None:
                 ready = ready_parts(copies, prepared.striped)
         if prepared.table:
-            self._note_offered(peer, buffers, prepared)
+            self._note_offered(peer, kind, number, buffers, prepared)
         control = b"".join((front, encode_tables(table, prepared.table)))
         try:
             frame = encode_frame(kind, flags | TABLES, number, control, prepared.following)
@@ -253,7 +255,9 @@ class TensorMessages:
         handles = self._devices.handles(peer, buffers)
         return prepare_offered(buffers, handles, channels, held, copier, peer.reach_data)
 
-    def _note_offered(self, peer: Peer, buffers: Sequence[Held], prepared: Prepared) -> None:
+    def _note_offered(
+        self, peer: Peer, kind: Kind, number: int, buffers: Sequence[Held], prepared: Prepared
+    ) -> None:
         offered = sum([each.nbytes for each in buffers])
         if prepared.following:
             offered -= sum([each.nbytes for each in prepared.following])
@@ -263,14 +267,21 @@ class TensorMessages:
         lent, striped = [each.size_bytes for each in prepared.lent], 0
         if prepared.striped:
             striped = sum([each.nbytes for each in prepared.striped])
-        moved, shared = peer.moved, sum(lent) - prepared.shared_bytes
-        moved["lent"] += prepared.shared_bytes
-        moved["sent shm"] += shared
-        moved["sent striped"] += striped
+        shared = sum(lent) - prepared.shared_bytes
         on_devices = sum([each.nbytes for each in buffers if isinstance(each, Offered)])
-        moved["sent cuda_ipc"] += on_devices
-        moved["sent rdma"] += prepared.staged_bytes
-        moved["sent cma"] += offered - shared - striped - on_devices - prepared.staged_bytes
+        moved = {
+            "lent": prepared.shared_bytes,
+            "sent shm": shared,
+            "sent striped": striped,
+            "sent cuda_ipc": on_devices,
+            "sent rdma": prepared.staged_bytes,
+            "sent cma": offered - shared - striped - on_devices - prepared.staged_bytes,
+        }
+        counts = peer.moved
+        for name, count in moved.items():  # Faster than ``Counter.update``.
+            counts[name] += count
+        if self.on_offered is not None:
+            self.on_offered(peer, kind, number, moved)
 
     def read(self, frame: Frame) -> TensorMessage:
         """Decodes the tables of a received message, without fetching tensors.

@@ -72,6 +72,10 @@ def mode_of(flags: int) -> PassMode:
 
 _HEAD = struct.Struct("<qqqqIIIII")
 _HEAD_INTEGERS = 3
+HEAD_BYTES = _HEAD.size
+"""Bytes at the begin of gradients that say which they are; no more than that."""
+NAME_BYTES = 8 * _HEAD_INTEGERS
+"""Bytes at the begin of any other message that say which pass it belongs to."""
 _PROGRESS_INTEGERS = 4
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
 
@@ -153,6 +157,17 @@ def _progress_of(walked: int, executed: int, answered: int, numbers: tuple[int, 
     executed += walked
     answered += executed
     return Progress(ids[:walked], ids[walked:executed], ids[executed:answered], ids[answered:])
+
+
+def ids_in(head: Buffer) -> tuple[int, int]:
+    """Returns the context and the message of gradients, from their first ``HEAD_BYTES``."""
+    context_id, _, message_id, *_ = _HEAD.unpack_from(head)
+    return context_id, message_id
+
+
+def context_in(head: Buffer) -> int:
+    """Returns the context of any other message, from its first ``NAME_BYTES``."""
+    return decode_ints(head[:NAME_BYTES])[1]
 
 
 def encode(name: PassName, message: Message) -> bytes:

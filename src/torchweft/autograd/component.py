@@ -57,10 +57,11 @@ class Component:
         mode: PassMode,
     ) -> None:
         self._sends = sends = reached.sends
-        self._reached = reached
         self._ends = ends
         self._sink = sink
         self._mode = mode
+        self.reached = reached
+        """The sends, and the leaves and receives that they reach together."""
         self._place_of = {send.message_id: place for place, send in enumerate(sends)}
         self._all = (1 << len(sends)) - 1
         self._live = 0
@@ -107,7 +108,7 @@ class Component:
 
     def _keep(self, node: Node, output_nr: int, gradient: Tensor | None) -> None:
         """Adds to the gradients pending at a node; None only marks the node as one to run."""
-        if node in self._reached.cuts:
+        if node in self.reached.cuts:
             if gradient is not None:
                 self._sink([((node, output_nr), gradient)], [gradient])  # type: ignore[list-item]
             return
@@ -147,10 +148,10 @@ class Component:
     def _newly_reached(self) -> set[int]:
         """Returns the receives that the latest live sends are the first to reach."""
         news, self._news = self._news, []
-        if not news or not self._reached.receives:
+        if not news or not self.reached.receives:
             return set()
         if self._live == self._all:
-            found = self._reached.receives
+            found = self.reached.receives
         else:
             edges = [edge for number in news for edge in self._sends[self._place_of[number]].edges]
             found = receives_behind(edges, self._ends, self._visited)
@@ -160,16 +161,16 @@ class Component:
 
     def _run_ready(self) -> list[Answer]:
         is_in_pieces = self._partition is not None or self._is_some_undefined
-        if self._arrived == self._all and not is_in_pieces and not self._reached.cuts:
+        if self._arrived == self._all and not is_in_pieces and not self.reached.cuts:
             return self._run(self._whole())
-        if not self._reached.receives and self._arrived != self._all:
+        if not self.reached.receives and self._arrived != self._all:
             return []
         if self._partition is None:
             self._partition = self._partitioned()
         return self._advance_partition(self._partition)
 
     def _whole(self) -> Group:
-        return Group(self._all, self._reached.leaves, self._answerable(self._reached.receives))
+        return Group(self._all, self.reached.leaves, self._answerable(self.reached.receives))
 
     def _answerable(self, receives: Mapping[Node, ReceiveRecord]) -> dict[Node, ReceiveRecord]:
         """Omits receives that no live send reaches: their senders await no answer."""
@@ -178,7 +179,7 @@ class Component:
 
     def _partitioned(self) -> Partition:
         seeds = [(1 << place, send.edges) for place, send in enumerate(self._sends)]
-        return Partition(seeds, self._ends, self._reached.leaves)
+        return Partition(seeds, self._ends, self.reached.leaves)
 
     def _advance_partition(self, partition: Partition) -> list[Answer]:
         answers_any = any(
@@ -191,8 +192,8 @@ class Component:
         for group in groups:
             ready.leaves.update(group.leaves)
             ready.receives.update(self._answerable(group.receives))
-        if partition.groups or self._reached.cuts:
-            for node in partition.before_cut(groups, self._arrived, self._reached.cuts):
+        if partition.groups or self.reached.cuts:
+            for node in partition.before_cut(groups, self._arrived, self.reached.cuts):
                 self._run_alone(node)
         if self._is_some_undefined:
             self._run_undefined(partition.in_order(groups))
@@ -216,7 +217,7 @@ class Component:
         gradients = self._pending.pop(node, None)
         if gradients is None:
             return
-        passed = [place for place in self._reached.passed if place[0] == node]
+        passed = [place for place in self.reached.passed if place[0] == node]
         if passed:  # Before the node's hooks, as in the engine.
             pairs = pairs_of(passed, [gradients.get(output_nr) for _, output_nr in passed])
             self._sink(pairs, [gradient for _, gradient in pairs])
@@ -234,9 +235,9 @@ class Component:
         """Runs the nodes of a group, which must lead only to ready nodes."""
         roots = self._take_roots()
         for edge, _ in roots:
-            if edge.node in self._reached.leaves:  # A parameter that was itself sent.
-                ready.leaves[edge.node] = self._reached.leaves[edge.node]
-        targets, variables = targets_of(ready.leaves, ready.receives, self._reached.passed)
+            if edge.node in self.reached.leaves:  # A parameter that was itself sent.
+                ready.leaves[edge.node] = self.reached.leaves[edge.node]
+        targets, variables = targets_of(ready.leaves, ready.receives, self.reached.passed)
         captured = self._grad(roots, targets)
         for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
         borrowed = [gradient for _, gradient in roots]
@@ -250,7 +251,7 @@ class Component:
     def _used(self) -> Collection[Node]:
         """Returns the placeholders that gradients lead to, including undefined gradients."""
         if self._is_all_used and self._arrived == self._all == self._live:
-            return self._reached.receives
+            return self.reached.receives
         return receives_behind(self._used_edges, self._ends, set())
 
     def _take_roots(self) -> list[tuple[GradientEdge, Tensor]]:

@@ -84,6 +84,8 @@ class Engine:
         self._agent = agent
         self._envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
         self._listener = Listener(agent)
+        self.pass_type: type[LocalPass] = LocalPass
+        """The type of this worker's parts of passes; another one while they are traced."""
         self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -129,7 +131,7 @@ class Engine:
         """
         context = self.contexts.get(context_id)
         here = mode._replace(retain_graph=True) if retains_here else mode
-        local = LocalPass(context, here, gradients, input_gradients, self.outside)
+        local = self.pass_type(context, here, gradients, input_gradients, self.outside)
         local.start(roots)
         led = self._begin_to_lead(context_id, mode, local)
         try:
@@ -386,7 +388,7 @@ class Engine:
         name = state.name
         assert name is not None
         context = self.contexts.get_or_create(name.context_id)
-        state.local = LocalPass(context, name.mode, outside=self.outside)
+        state.local = self.pass_type(context, name.mode, outside=self.outside)
         with self._lock:
             passes = self._passes_of.setdefault(name.context_id, [])
             if passes:

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
-from torchweft.cli import doctor, manifest, probe, run, top
+from torchweft.cli import doctor, manifest, probe, run, top, trace
 from torchweft.errors import ConfigurationError
 from torchweft.secret import write_new
 
@@ -62,6 +62,7 @@ def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
     run.add_parser(subcommands, arguments)
     top.add_parsers(subcommands)
+    trace.add_parser(subcommands)
     doctor.add_parser(subcommands)
     manifest.add_parser(subcommands, arguments)
     probe.add_parser(subcommands)

@@ -197,7 +197,7 @@ def create(
             references.not_created(reference)
         raise
     if worker.note_creation is not None:
-        worker.note_creation(function)
+        worker.note_creation(function, reference)
     return handle
 
 

@@ -8,6 +8,7 @@ timer thread sorts the times into histograms.
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 import time
@@ -20,10 +21,11 @@ import numpy as np
 
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
+from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.latency import LEAST_S, STEPS
 from torchweft.protocol.observing.report import FunctionCounts
-from torchweft.rpc.completion import Call, CallWithCode
-from torchweft.rpc.serving import ServedTypes
+from torchweft.rpc.completion import Call
+from torchweft.rpc.watching import Watcher, Watching
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe
 from torchweft.wire.messages import ERROR_REPLY
@@ -178,19 +180,21 @@ class Counting:
 
     Args:
         worker: The worker.
-        served: The types of its served calls.
+        watching: Has its calls counted.
     """
 
-    def __init__(self, worker: Worker, served: ServedTypes) -> None:
-        self._worker = worker
-        self._served = served
+    def __init__(self, worker: Worker, watching: Watching) -> None:
+        self._watching = watching
         self._lock = threading.Lock()
         self._is_on = False
         self._until_s = -math.inf
         self._since_s = 0.0
         self.made, self.taken = Tally("out"), Tally("in")
-        self._pending_type = counted_pending(self.made)
-        self._served_types = counted_served(self.taken)
+        self._watcher = Watcher(
+            functools.partial(counted_pending, self.made),
+            functools.partial(counted_served, self.taken),
+            self._note_creation,
+        )
         self._timer = worker.agent.timers.add(self.tick)
         if knobs.COUNTERS.get():
             self.extend(math.inf)
@@ -208,12 +212,10 @@ class Counting:
             if self._is_on:
                 return
             self._is_on, self._since_s = True, now_s
-            self._worker.call_type = self._pending_type
-            self._worker.note_creation = self._note_creation
-            self._served.use(*self._served_types)
+            self._watching.begin(self._watcher)
         self._timer.wake_by(now_s + _COLLECT_S)
 
-    def _note_creation(self, function: Any) -> None:
+    def _note_creation(self, function: Any, _: ReferenceId) -> None:
         """Counts a call for whose answer nobody waits: it takes no time at the caller."""
         self.made.entry_of(function).untimed(0.0)
 
@@ -226,16 +228,14 @@ class Counting:
         with self._lock:
             if self._is_on and now_s > self._until_s:
                 self._is_on = False
-                self._worker.call_type = PendingCall
-                self._worker.note_creation = None
-                self._served.use(Call, CallWithCode)
+                self._watching.end(self._watcher)
             is_on = self._is_on
         self.made.collect()
         self.taken.collect()
         return now_s + _COLLECT_S if is_on else math.inf
 
 
-def counted_pending(tally: Tally) -> type[PendingCall]:
+def counted_pending(tally: Tally, base: type[PendingCall] = PendingCall) -> type[PendingCall]:
     """Returns a type of calls that note in ``tally`` when they end."""
     # Names of the enclosing function are found faster than attributes. A code object is found by
     # its id, since its hash takes as long as the rest of this.
@@ -243,7 +243,7 @@ def counted_pending(tally: Tally) -> type[PendingCall]:
     clock: Callable[[], float] = time.monotonic
     failed = ERROR_REPLY
 
-    class Counted(PendingCall):
+    class Counted(base):  # type: ignore[valid-type, misc]
         """A call that is counted at its caller."""
 
         __slots__ = ()
@@ -254,7 +254,7 @@ def counted_pending(tally: Tally) -> type[PendingCall]:
             taken_s = clock() - self.started_s
             self._done.release()
             try:
-                entry = entries[id(function.__code__)]  # type: ignore[union-attr]
+                entry = entries[id(function.__code__)]
             except (AttributeError, KeyError):
                 entry = entry_of(function)
             # By places: names of a tuple take longer. The flags of a frame are its second place.
@@ -263,31 +263,24 @@ def counted_pending(tally: Tally) -> type[PendingCall]:
     return Counted
 
 
-def counted_served(tally: Tally) -> tuple[type[Call], type[CallWithCode]]:
-    """Returns types of served calls that note in ``tally`` when they end."""
+def counted_served(tally: Tally, base: type[Call] = Call) -> type[Call]:
+    """Returns a type of served calls that note in ``tally`` when they end."""
     entries, entry_of = tally.entries, tally.entry_of
     clock: Callable[[], float] = time.monotonic
-    answer = Call.__call__
+    answer = base.__call__
 
-    def count(call: Call, result: Any, error: BaseException | None) -> None:
-        answer(call, result, error)
-        function = call.function
-        try:
-            entry = entries[function]  # type: ignore[index]
-        except (KeyError, TypeError):
-            entry = entry_of(function)
-        entry[error is not None](clock() - call.arrived_s)
-
-    class Counted(Call):
+    class Counted(base):  # type: ignore[valid-type, misc]
         """A served call that is counted."""
 
         __slots__ = ()
-        __call__ = count
 
-    class CountedWithCode(CallWithCode):
-        """A served call with functions by value that is counted."""
+        def __call__(self, result: Any, error: BaseException | None) -> None:
+            answer(self, result, error)
+            function = self.function
+            try:
+                entry = entries[function]
+            except (KeyError, TypeError):
+                entry = entry_of(function)
+            entry[error is not None](clock() - self.arrived_s)
 
-        __slots__ = ()
-        __call__ = count
-
-    return Counted, CountedWithCode
+    return Counted

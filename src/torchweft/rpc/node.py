@@ -24,6 +24,8 @@ from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.reporting import Reporter
 from torchweft.rpc.stream_sources import SOURCES, Sources
+from torchweft.rpc.tracing.recorder import RECORDER, Recorder
+from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
@@ -52,6 +54,7 @@ class Node:
         leaving: Takes it out of the group.
         waits: Logs waits that take long.
         counting: Counts its calls while it is observed.
+        recorder: Records what it does while it is traced.
         dumps: Writes what the worker does to files.
         spin_limit: Makes idle threads of OpenMP sleep.
         store: The store.
@@ -79,7 +82,9 @@ class Node:
             copies_own=options.copy_to_self,
             warns_of_lost_gradients=options.lost_gradients == "warn",
         )
-        self.counting = Counting(self.worker, serving.install(self.worker))
+        watching = Watching(self.worker, serving.install(self.worker))
+        self.counting = Counting(self.worker, watching)
+        self.recorder = Recorder(self.worker, watching)
         stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
@@ -99,6 +104,7 @@ class Node:
         agent.slots[GATHERINGS] = self.gatherings
         agent.slots[NODE] = self
         agent.slots[PORTS] = self.ports
+        agent.slots[RECORDER] = self.recorder
         agent.slots[SOURCES] = self.sources
 
     def start(self) -> None:

@@ -127,9 +127,9 @@ class Worker:
         """Returns the error to raise in the program in place of another worker's error."""
         self.unseen = UnseenErrors(agent, self.references, reader.unpack_error, self.pack_error)
         self.call_type: type[PendingCall] = PendingCall
-        """The type of calls that wait for an answer; another one while they are counted."""
-        self.note_creation: Callable[[Any], None] | None = None
-        """Called with the function of each call that makes a value, while calls are counted."""
+        """The type of calls that wait for an answer; another one while they are watched."""
+        self.note_creation: Callable[[Any, ReferenceId], None] | None = None
+        """Called for each call that makes a value, while calls are watched."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Called with the caller and the error of every call that failed here."""
         agent.receiver.discard = self.discard_reply

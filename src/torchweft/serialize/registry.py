@@ -81,6 +81,7 @@ remotely_callable = Mark(
     "torchweft.rpc.collective",
     "torchweft.rpc.serving",
     "torchweft.rpc.stream_sources",
+    "torchweft.rpc.tracing.service",
 )
 """Workers of Weft call these functions on one another, on strict workers as well. They must check
 their arguments: types, that functions are registered, and that objects were made for them."""

@@ -307,6 +307,35 @@ def decode_call(control: Buffer) -> CallHead:
     return remaining_s, creation, function, (context_id, message_id, handed, start, payload_end)
 
 
+CALL_HEAD_BYTES, REPLY_HEAD_BYTES = _CALL_BYTES, _REPLY_BYTES
+"""Bytes at the begin of a ``CALL`` and a ``REPLY`` that have numbers only, no name and no value."""
+CODES_BYTES = _CODES.size
+
+
+class Sizes(NamedTuple):
+    """The numbers in the head of a message with a value; see ``ValueHead`` and ``CallHead``."""
+
+    creation: int
+    context_id: int
+    message_id: int
+    before_tensors: int
+    """Bytes of the control part before the tensors."""
+
+
+def sizes_of_call(head: Buffer) -> Sizes:
+    """Reads the first ``CALL_HEAD_BYTES`` of a ``CALL``."""
+    _, creation, context_id, message_id, name, count, payload = _CALL_HEAD.unpack_from(head)
+    before = _CALL_BYTES + name + count * _REFERENCE_BYTES + payload
+    return Sizes(creation, context_id, message_id, before)
+
+
+def sizes_of_reply(head: Buffer) -> Sizes:
+    """Reads the first ``REPLY_HEAD_BYTES`` of a ``REPLY``."""
+    context_id, message_id, count, payload = _REPLY_HEAD.unpack_from(head)
+    before = _REPLY_BYTES + count * _REFERENCE_BYTES + payload
+    return Sizes(NO_CREATION, context_id, message_id, before)
+
+
 def decode_code_names(control: Buffer) -> tuple[tuple[int, ...], Buffer]:
     """Returns the numbers in a ``CALL_WITH_CODE``, and the ``CALL``; raises ProtocolError."""
     if len(control) < _CODES.size:

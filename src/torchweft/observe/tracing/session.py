@@ -1,0 +1,323 @@
+"""Leads a trace: begins it on all workers, aligns their clocks, collects and writes it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
+from torchweft.arguments import wrong_type
+from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
+from torchweft.observe.tracing import chrome
+from torchweft.observe.tracing.graph import Graph, graph_of
+from torchweft.observe.tracing.joining import Joined, join
+from torchweft.observe.tracing.reading import load
+from torchweft.probe import clock_id
+from torchweft.protocol.observing.clocks import SAME, Alignment, Lead, Reading, lead_of
+from torchweft.protocol.observing.trace import (
+    LinkBytes,
+    Profiled,
+    Row,
+    Thread,
+    WorkerTrace,
+    read,
+)
+from torchweft.rpc import rpc_async, rpc_sync
+from torchweft.rpc.tracing import service
+
+LIMIT = 200_000
+TIMEOUT_S = 30.0
+_READINGS = 16
+
+
+class Trace:
+    """Records what all workers of the group do in a block, and writes it as one file.
+
+    The worker that enters the block leads the trace. Open the file in https://ui.perfetto.dev, or
+    pass it to ``torchweft trace``. One trace at a time; a worker that joins meanwhile has no part.
+    The file is written also if the block raises.
+
+    Args:
+        path: The file, which is replaced.
+        profiler: Whether ``torch.profiler`` runs on all workers meanwhile. What the program's own
+            profiles record is merged in any case, if they end within the block.
+        limit: How many records each worker keeps, about 250 bytes each. For new records the oldest
+            are dropped, and ``dropped`` counts them.
+        timeout: Seconds to wait for the other workers, at the begin and at the end.
+
+    Raises:
+        ConfigurationError: There is no folder for the file, or a number is not positive.
+        ObserveError: A worker is traced already, at the begin of the block.
+        NotInitialized: This process is no worker.
+
+    Attributes:
+        path: The file.
+        missing: Workers without records, and why.
+        clock_error_s: By how much the times of two workers may be shifted against each other, in
+            seconds; 0 if all run on one host.
+        dropped: How many records had no room, by the name of the worker.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        profiler: bool = False,
+        limit: int = LIMIT,
+        timeout: float = TIMEOUT_S,
+    ) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise wrong_type("path", path, "pass the name of a file, such as 'step.json'")
+        for name, value, kind in (("profiler", profiler, bool), ("limit", limit, int)):
+            if not isinstance(value, kind):
+                raise wrong_type(name, value, f"pass one of type {kind.__name__}")
+        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
+            raise wrong_type("timeout", timeout, "pass a number of seconds")
+        if not 0 < limit <= service.MOST_ROWS:
+            raise ConfigurationError(
+                f"limit is {limit}; a worker keeps from 1 to {service.MOST_ROWS} records"
+            )
+        if not timeout > 0:
+            raise ConfigurationError(f"timeout is {timeout}; pass a positive number of seconds")
+        self.path = Path(path)
+        if not self.path.parent.is_dir():
+            raise ConfigurationError(f"the folder {str(self.path.parent)!r} does not exist")
+        self.missing: dict[str, str] = {}
+        self.clock_error_s = 0.0
+        self.dropped: dict[str, int] = {}
+        self._profiles = profiler
+        self._limit = limit
+        self._timeout_s = float(timeout)
+        self._id = secrets.randbits(62)
+        self._traced: list[Peer] = []
+        self._leads: dict[int, Lead | None] = {}
+        self._joined: Joined | None = None
+        self._began_s = 0.0
+
+    # The block
+
+    def __enter__(self) -> Trace:
+        agent = current()
+        others = [peer for peer in agent.members.present() if not peer.is_self]
+        clocks = self._ask(others, service.read_clock)
+        for peer in others:
+            if peer.id in clocks:
+                self._leads[peer.id] = self._lead(peer, clocks[peer.id][0])
+        reached = [peer for peer in others if peer.id in clocks]
+        arguments = (self._id, self._limit, self._profiles)
+        try:
+            begun = self._ask(reached, service.begin, arguments)
+            self._traced = [peer for peer in reached if peer.id in begun]
+            service.begin(*arguments)
+        except BaseException:
+            self._give_up(reached)
+            raise
+        self._traced.append(agent.me)
+        self._began_s = time.monotonic()
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self._finish()
+        except BaseException:
+            self._give_up(self._traced)
+            if error is None:
+                raise
+            # The block's own error says more.
+
+    def _finish(self) -> None:
+        agent = current()
+        others = [peer for peer in self._traced if not peer.is_self]
+        about = {agent.me.id: service.end(self._id)}
+        about |= self._ask(others, service.end, (self._id,))
+        traces: list[tuple[WorkerTrace, Alignment]] = []
+        for peer in self._traced:
+            if peer.id in about:
+                try:
+                    rows, profiled = self._take(peer)
+                except (WorkerLost, TimeoutError, ConnectionError) as error:
+                    self.missing[peer.name] = _reason(error)
+                    continue
+                trace = _trace_of(about[peer.id], rows, profiled)
+                traces.append((trace, self._alignment(peer)))
+        for peer in agent.members.present():
+            if peer not in self._traced and peer.name not in self.missing:
+                self.missing[peer.name] = "it joined after the begin of the trace"
+        errors = sorted([alignment.error_s for _, alignment in traces])
+        self.clock_error_s = sum(errors[-2:])  # The two worst clocks, compared with each other.
+        self.dropped = {
+            trace.name: trace.dropped + trace.profiled_dropped
+            for trace, _ in traces
+            if trace.dropped or trace.profiled_dropped
+        }
+        self._joined = joined = join(traces)
+        self._write(joined, {trace.id: alignment.error_s for trace, alignment in traces})
+
+    def _give_up(self, peers: Iterable[Peer]) -> None:
+        """Has all workers stop, and drop what they have recorded; waits for none."""
+        for peer in peers:
+            if peer.is_self:
+                service.forget(self._id)
+            elif peer.lost is None:
+                rpc_async(peer.info, service.forget, (self._id,), timeout=self._timeout_s)
+        service.forget(self._id)
+
+    def _ask(
+        self, peers: Iterable[Peer], function: Callable[..., Any], args: tuple[Any, ...] = ()
+    ) -> dict[int, Any]:
+        """Calls a function on several workers; returns the results of those that answer.
+
+        Raises:
+            ObserveError: A worker refuses.
+        """
+        calls = {}
+        for peer in peers:
+            try:
+                calls[peer] = rpc_async(peer.info, function, args, timeout=self._timeout_s)
+            except (WorkerLost, LookupError) as error:
+                self.missing[peer.name] = _reason(error)
+        results, refusals = {}, []
+        for peer, call in calls.items():
+            try:
+                results[peer.id] = call.wait()
+            except (WorkerLost, TimeoutError) as error:
+                self.missing[peer.name] = _reason(error)
+            except ObserveError as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
+        return results
+
+    def _take(self, peer: Peer) -> tuple[list[Row], list[Row]]:
+        rows: list[Row] = []
+        profiled: list[Row] = []
+        while True:
+            if peer.is_self:
+                some, more = service.take(self._id)
+            else:
+                args = (self._id,)
+                some, more = rpc_sync(peer.info, service.take, args, timeout=self._timeout_s)
+            if not (some or more):
+                return rows, profiled
+            rows += some
+            profiled += more
+
+    # Clocks
+
+    def _lead(self, peer: Peer, clock: str) -> Lead | None:
+        """Measures by how much a clock is ahead; None if this worker reads the same clock."""
+        return None if clock and clock == clock_id() else self._measure(peer)
+
+    def _measure(self, peer: Peer) -> Lead:
+        readings = []
+        for _ in range(_READINGS):
+            sent_s = time.monotonic()
+            _, read_s = rpc_sync(peer.info, service.read_clock, timeout=self._timeout_s)
+            readings.append(Reading(sent_s, read_s, time.monotonic()))
+        return lead_of(readings)
+
+    def _alignment(self, peer: Peer) -> Alignment:
+        first = self._leads.get(peer.id)
+        return SAME if first is None else Alignment(first, self._measure(peer))
+
+    # The result
+
+    def _write(self, joined: Joined, errors_s: dict[int, float]) -> None:
+        about = {
+            "leader": current().info.name,
+            "began_s": self._began_s,
+            "clock_error_us": round(self.clock_error_s * 1e6, 3),
+            "missing": self.missing,
+            "workers": [
+                {
+                    "name": each.name,
+                    "rank": each.rank,
+                    "host": each.host,
+                    "pid": each.pid,
+                    "clock_error_us": round(errors_s[each.id] * 1e6, 3),
+                    "records": len(each.records),
+                    "dropped": each.dropped,
+                    "profiled": len(each.profiled),
+                    "profiled_dropped": each.profiled_dropped,
+                }
+                for each in sorted(joined.workers.values(), key=lambda each: each.rank)
+            ],
+        }
+        # The whole file or none: a reader never finds a part.
+        with tempfile.NamedTemporaryFile(
+            "w", dir=self.path.parent, prefix=f".{self.path.name}.", delete=False
+        ) as file:
+            try:
+                chrome.write(file, joined, about, self._began_s)
+                file.close()
+                umask = os.umask(0)
+                os.umask(umask)
+                os.chmod(file.name, 0o666 & ~umask)
+                os.replace(file.name, self.path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+
+    @property
+    def joined(self) -> Joined:
+        """The calls and messages of the trace.
+
+        Raises:
+            ObserveError: The block has not ended.
+        """
+        if self._joined is None:
+            raise ObserveError("the trace has no records yet: leave its block first")
+        return self._joined
+
+    def graph(self, context_id: int) -> Graph:
+        """Returns the distributed graph of an autograd context, as far as the trace has it.
+
+        Args:
+            context_id: The number of the context.
+
+        Raises:
+            ObserveError: The block has not ended, or no message of the context is in the trace.
+        """
+        if not isinstance(context_id, int):
+            raise ArgumentTypeError(
+                f"context_id is a {type(context_id).__name__}; pass the number of the context"
+            )
+        if self._joined is None:
+            raise ObserveError("the trace has no messages yet: leave its block first")
+        return graph_of(load(self.path), context_id)
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _trace_of(about: dict[str, Any], rows: list[Row], profiled: list[Row]) -> WorkerTrace:
+    return WorkerTrace(
+        id=about["id"],
+        name=about["name"],
+        rank=about["rank"],
+        host=about["host"],
+        pid=about["pid"],
+        began_s=about["began_s"],
+        ended_s=about["ended_s"],
+        peers=about["peers"],
+        threads={thread: Thread(*known) for thread, known in about["threads"].items()},
+        own_calls=frozenset(map(tuple, about["own_calls"])),
+        links=tuple([LinkBytes(*each) for each in about["links"]]),
+        dropped=about["dropped"],
+        records=read(rows),
+        profiled=[Profiled._make(row) for row in profiled],
+        profiled_dropped=about["profiled_dropped"],
+    )

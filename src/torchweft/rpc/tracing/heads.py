@@ -1,0 +1,103 @@
+"""What a trace keeps of a message: its header, and the numbers at the begin of its control part.
+
+No byte of a value is kept: the numbers of each kind of message have a fixed size. They are copied
+when the message is sent or read, and only understood when the trace is fetched.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchweft.autograd import codec
+from torchweft.autograd.outside import NO_GRAD
+from torchweft.wire.frames import HEADER_BYTES, Buffer
+from torchweft.wire.messages import (
+    CALL_HEAD_BYTES,
+    CODES_BYTES,
+    NO_CREATION,
+    PLAIN,
+    REPLY_HEAD_BYTES,
+    TABLES,
+    Kind,
+    sizes_of_call,
+    sizes_of_reply,
+)
+
+_CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
+_CALL_WITH_CODE, _GRADIENTS = int(Kind.CALL_WITH_CODE), int(Kind.GRADIENTS)
+
+LENGTHS: dict[int, int] = {
+    _CALL: CALL_HEAD_BYTES,
+    _REPLY: REPLY_HEAD_BYTES,
+    _GRADIENTS: codec.HEAD_BYTES,
+    int(Kind.BACKWARD): codec.NAME_BYTES,
+}
+"""Bytes to keep of the control part, by the kind of message."""
+FAST_LENGTHS = [
+    HEADER_BYTES + LENGTHS[kind] if kind in (_CALL, _REPLY) else 0 for kind in range(256)
+]
+"""The same for whole frames of the usual kinds, header included; 0 for all others."""
+
+
+def head_in(kind: int, flags: int, control: Buffer) -> bytes:
+    """Returns what is kept of a control part."""
+    if kind == _CALL_WITH_CODE:
+        return bytes(control[: _codes_bytes(control) + CALL_HEAD_BYTES])
+    if kind == _POST:
+        return bytes(control[: 1 if flags & PLAIN else CALL_HEAD_BYTES])
+    return bytes(control[: LENGTHS.get(kind, 0)])
+
+
+def _codes_bytes(control: Buffer) -> int:
+    return CODES_BYTES + 8 * int.from_bytes(control[:CODES_BYTES], "little")
+
+
+class Ids(NamedTuple):
+    """The numbers of a message.
+
+    Attributes:
+        context_id: Its autograd context, or 0.
+        message_id: Its recorded message, or that which its gradients belong to; or 0.
+        creation: The number of the reference that it creates, or ``NO_CREATION``.
+        inline_bytes: Bytes of tensors inside of its control part, with their description.
+    """
+
+    context_id: int = 0
+    message_id: int = 0
+    creation: int = NO_CREATION
+    inline_bytes: int = 0
+
+
+def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
+    """Returns the numbers in what was kept of a message.
+
+    Args:
+        kind: Its kind.
+        flags: Its flags.
+        head: The return value of ``head_in``.
+        control_bytes: Size of its control part.
+    """
+    if kind == _GRADIENTS and len(head) == codec.HEAD_BYTES:
+        return Ids(*codec.ids_in(head))
+    if kind == Kind.BACKWARD and len(head) == codec.NAME_BYTES:
+        return Ids(codec.context_in(head))
+    if kind == _POST and flags & PLAIN and head:
+        return Ids(inline_bytes=control_bytes - 1 - head[0])
+    if kind == _CALL_WITH_CODE:
+        codes = _codes_bytes(head)
+        head, control_bytes = head[codes:], control_bytes - codes
+    if kind in (_CALL, _CALL_WITH_CODE, _POST) and len(head) == CALL_HEAD_BYTES:
+        found = sizes_of_call(head)
+    elif kind == _REPLY and len(head) == REPLY_HEAD_BYTES:
+        found = sizes_of_reply(head)
+    else:
+        return Ids()
+    before = found.before_tensors
+    inline_bytes = 0 if flags & TABLES else max(control_bytes - before, 0)
+    context_id = context_of(found.context_id)
+    return Ids(context_id, found.message_id, found.creation, inline_bytes)
+
+
+def context_of(context_id: int) -> int:
+    """Returns the context that a message names, or 0 where it has none."""
+    return 0 if context_id == NO_GRAD else context_id

@@ -1,0 +1,127 @@
+"""Derives types of links that note each message.
+
+A link changes its class when a trace begins, and back when it ends. Its own methods do the work.
+"""
+
+from __future__ import annotations
+
+import time
+from _thread import get_ident
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchweft.protocol.observing.trace import RECEIVED, SENT
+from torchweft.rpc.tracing.heads import FAST_LENGTHS, LENGTHS, head_in
+from torchweft.transport.link import Link
+from torchweft.transport.spinning import Spinning
+from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
+
+Note = Callable[[Any], None]
+Number = Callable[[], int]
+
+
+class TracedLink(Link):
+    """What the derived types have in common: for the parts that switch a trace on and off."""
+
+    traced_peer: int
+    """The id of the worker at the other end."""
+    traced_own: Sequence[Frame]
+    """What ``receive_own`` returned last."""
+
+
+def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink]:
+    """Returns a subclass of a type of links that notes messages.
+
+    A row is noted before its message is written: when the answer to a message has come, the row
+    exists. The time at which the write had ended is set afterwards.
+
+    Args:
+        base: ``Link`` or a subclass.
+        note: Takes a row; atomic.
+        number: Returns the next number of a row.
+    """
+    clock: Callable[[], float] = time.monotonic
+    fast, usual = FAST_LENGTHS, LENGTHS
+    send, hold = base.send, base.hold
+    receive, receive_spinning = base.receive, base.receive_spinning
+    receive_own, end_own = base.receive_own, base.end_own
+
+    class Traced(base):  # type: ignore[valid-type, misc]
+        """A link whose messages are noted."""
+
+        def send(self, parts: list[Buffer], *, may_block: bool) -> None:
+            part = parts[0]
+            length = fast[part[0]]
+            # Neither buffers behind the message, nor their sizes in front of it.
+            if length and len(parts) == 1 and not part[2]:
+                now_s = clock()
+                row = [number(), SENT, now_s, now_s, get_ident(), self.traced_peer]
+                row += (len(part), part[:length])
+                note(row)
+                send(self, parts, may_block=may_block)
+                row[3] = clock()
+            else:
+                rows = note_parts(parts, self.traced_peer)
+                send(self, parts, may_block=may_block)
+                now_s = clock()
+                for row in rows:
+                    row[3] = now_s
+
+        def hold(self, part: Buffer) -> int:
+            note_parts([part], self.traced_peer)
+            count: int = hold(self, part)
+            return count
+
+        def receive(self, *, may_block: bool) -> list[Frame]:
+            frames: list[Frame] = receive(self, may_block=may_block)
+            if frames:
+                note_frames(frames, self.traced_peer)
+            return frames
+
+        def receive_spinning(self, spinning: Spinning) -> list[Frame]:
+            frames: list[Frame] = receive_spinning(self, spinning)
+            if frames:
+                note_frames(frames, self.traced_peer)
+            return frames
+
+        def receive_own(self, *, may_block: bool) -> list[Frame] | None:
+            # Noted by ``end_own``: without it, another thread receives these frames once more.
+            frames: list[Frame] | None = receive_own(self, may_block=may_block)
+            self.traced_own = frames or ()
+            return frames
+
+        def end_own(self, consumed: list[int]) -> None:
+            note_frames(self.traced_own, self.traced_peer)
+            end_own(self, consumed)
+
+    def note_parts(parts: list[Buffer], peer: int) -> list[list[Any]]:
+        """Notes the frames in parts, each of which begins with a part."""
+        rows = []
+        now_s, thread, place = clock(), get_ident(), 0
+        while place < len(parts):
+            part = memoryview(parts[place])
+            kind, flags, count, control, _ = HEADER.unpack_from(part)
+            begin = HEADER_BYTES + 8 * count
+            least = begin + control
+            size = len(part)
+            place += 1
+            if count and size == least:  # Otherwise its only buffer is in the same part.
+                size += sum([len(each) for each in parts[place : place + count]])
+                place += count
+            head = bytes(part[:HEADER_BYTES]) + head_in(kind, flags, part[begin:least])
+            row = [number(), SENT, now_s, now_s, thread, peer, size, head]
+            note(row)
+            rows.append(row)
+        return rows
+
+    def note_frames(frames: Sequence[Frame], peer: int) -> None:
+        now_s, thread = clock(), get_ident()
+        for kind, flags, identity, control, buffers in frames:
+            length = usual.get(kind)
+            head = bytes(control[:length]) if length else head_in(kind, flags, control)
+            size = HEADER_BYTES + len(control)
+            if buffers:
+                size += sum([8 + len(each) for each in buffers])
+            note((number(), RECEIVED, now_s, thread, peer, size, kind, flags, identity, head))
+
+    return Traced

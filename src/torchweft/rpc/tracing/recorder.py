@@ -1,0 +1,456 @@
+"""Records what one worker does while it is traced.
+
+The types of calls, links and passes are replaced by subclasses that note rows. So a worker that is
+not traced pays nothing. A row is appended to a ring, which is one step of C: no lock is taken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from _thread import get_ident
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torchweft.agent.agent import Slot
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import current_call
+from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.autograd.graph import LocalPass
+from torchweft.errors import ObserveError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.membership.registration import HOST
+from torchweft.protocol.observing.trace import (
+    CREATED,
+    MADE,
+    OFFERED,
+    PULLED,
+    RAN,
+    RECEIVED,
+    SENT,
+    SERVED,
+    STEP,
+    Row,
+)
+from torchweft.rpc.completion import Call
+from torchweft.rpc.counting import key_of, name_of
+from torchweft.rpc.tracing.heads import context_of, ids_in
+from torchweft.rpc.tracing.links import Note, Number, TracedLink, traced_link
+from torchweft.rpc.tracing.passes import traced_messages, traced_pass
+from torchweft.rpc.tracing.profiling import Profiling
+from torchweft.rpc.watching import Watcher, Watching
+from torchweft.rpc.worker import Worker
+from torchweft.transport.link import Link
+from torchweft.wire.frames import HEADER, HEADER_BYTES
+from torchweft.wire.messages import ERROR_REPLY, Kind
+
+_MOST_NAMES = 10_000
+_SETTLE_S = 0.1
+"""How long to wait for messages that are being written, before the counters are read."""
+
+
+class Names:
+    """The names of called functions; looked up once for each. Thread-safe."""
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, str] = {}
+        self._kept: list[object] = []
+
+    def of(self, function: Any) -> str:
+        """Returns the name of a function."""
+        key = key_of(function)
+        name = self.by_key.get(key)
+        if name is None:
+            name = name_of(function)
+            if len(self._kept) < _MOST_NAMES and not isinstance(key, str):
+                # Kept, so that its id is not used again. Code has no captured values.
+                self._kept.append(getattr(function, "__code__", function))
+                self.by_key[key] = name
+        return name
+
+
+class Recording:
+    """What one worker has noted for one trace.
+
+    Args:
+        trace: The number of the trace.
+        leader: The id of the worker that leads it.
+        limit: How many rows are kept.
+    """
+
+    def __init__(self, trace: int, leader: int, limit: int) -> None:
+        self.trace = trace
+        self.leader = leader
+        self.rows: deque[Any] = deque(maxlen=limit)
+        self.names = Names()
+        self.began_s = time.monotonic()
+        self.ended_s = 0.0
+        self.own_calls: list[tuple[int, int]] = []
+        self.links: list[tuple[int, int, int]] = []
+        self.dropped = 0
+        self.number: Number = itertools.count().__next__
+        self.profiling: Profiling | None = None
+
+
+class Recorder:
+    """Records what one worker does while it is traced. Thread-safe.
+
+    Args:
+        worker: The worker.
+        watching: Has its calls noted.
+    """
+
+    def __init__(self, worker: Worker, watching: Watching) -> None:
+        self._worker = worker
+        self._agent = worker.agent
+        self._watching = watching
+        self._lock = threading.Lock()
+        self._recording: Recording | None = None
+        self._watcher: Watcher | None = None
+        self._plain_types: dict[type[Any], type[Link]] = {}
+        self._traced_types: dict[type[Link], type[TracedLink]] = {}
+        self._counted_before: dict[Link, tuple[int, int, int]] = {}
+        self._hooks: list[Any] = []
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this worker is traced now."""
+        return self._recording is not None and not self._recording.ended_s
+
+    def begin(self, trace: int, leader: int, limit: int, *, profiles: bool) -> None:
+        """Begins to note.
+
+        Args:
+            trace: The number of the trace, which its leader has chosen.
+            leader: The id of the worker that leads the trace; noting ends if it is lost.
+            limit: How many rows are kept; the oldest are dropped for new ones.
+            profiles: Whether ``torch.profiler`` runs meanwhile.
+
+        Raises:
+            ObserveError: The worker is traced already.
+        """
+        with self._lock:
+            if self._recording is not None:
+                name = self._agent.peers[self._recording.leader].name
+                raise ObserveError(
+                    f"worker {self._agent.info.name!r} is traced already, by worker {name!r}; "
+                    "let that trace end first"
+                )
+            self._recording = recording = Recording(trace, leader, limit)
+            self._note_own_call(recording)
+            recording.profiling = Profiling(limit, profiles=profiles)
+            self._switch_on(recording)
+            self._agent.on_lost(self._peer_lost)
+
+    def _note_own_call(self, recording: Recording) -> None:
+        served = current_call.get()
+        if served is not None:
+            recording.own_calls.append((served.peer.id, served.number))
+
+    def _peer_lost(self, peer: Peer) -> None:
+        recording = self._recording
+        if recording is not None and recording.leader == peer.id:
+            self.forget(recording.trace)
+
+    def _switch_on(self, recording: Recording) -> None:
+        note, number, names = recording.rows.append, recording.number, recording.names
+        self._watcher = watcher_of(note, number, names)
+        self._watching.begin(self._watcher)
+        agent, worker = self._agent, self._worker
+        worker.tensor_messages.__class__ = traced_messages(note, number)
+        worker.tensor_messages.on_offered = _note_offered(note, number)
+        agent.on_pulled = _note_pulled(note, number)
+        worker.engine.pass_type = traced_pass(note, number)
+        self._hooks = _note_steps(note, number)
+        self._traced_types, self._plain_types, self._counted_before = {}, {}, {}
+        agent.links.on_made = self._trace_link
+        for peer in list(agent.peers.values()):
+            if peer.link is not None:
+                self._trace_link(peer.link, peer)
+
+    def _trace_link(self, link: Link, peer: Peer) -> None:
+        recording = self._recording
+        if recording is None or isinstance(link, tuple(self._plain_types)):
+            return
+        base = type(link)
+        if base not in self._traced_types:
+            traced = traced_link(base, recording.rows.append, recording.number)
+            self._traced_types[base], self._plain_types[traced] = traced, base
+        self._counted_before[link] = (peer.id, link.bytes_sent, link.bytes_received)
+        vars(link).update(traced_peer=peer.id, traced_own=())
+        link.__class__ = self._traced_types[base]
+
+    def _switch_off(self) -> None:
+        agent, worker = self._agent, self._worker
+        agent.links.on_made = None
+        for link in self._counted_before:
+            plain = self._plain_types.get(type(link))
+            if plain is not None:
+                link.__class__ = plain
+        worker.engine.pass_type = LocalPass
+        agent.on_pulled = None
+        worker.tensor_messages.on_offered = None
+        worker.tensor_messages.__class__ = TensorMessages
+        for hook in self._hooks:
+            hook.remove()
+        if self._watcher is not None:
+            self._watching.end(self._watcher)
+        agent.off_lost(self._peer_lost)
+
+    def end(self, trace: int) -> dict[str, Any]:
+        """Stops noting; returns plain values about the recording, without its rows.
+
+        Raises:
+            ObserveError: The worker does not record that trace.
+        """
+        with self._lock:
+            recording = self._checked(trace)
+            if not recording.ended_s:
+                self._note_own_call(recording)
+                counted = self._counted_before.items()
+                for link, _ in counted:  # A thread counts a message after it has written it.
+                    link.drain(_SETTLE_S)
+                recording.links = [
+                    (peer, link.bytes_sent - sent, link.bytes_received - received)
+                    for link, (peer, sent, received) in counted
+                ]
+                self._switch_off()
+                recording.ended_s = time.monotonic()
+                self._counted_before = {}
+                recording.dropped = recording.number() - len(recording.rows)
+                assert recording.profiling is not None
+                recording.profiling.end()
+            return self._about(recording)
+
+    def _about(self, recording: Recording) -> dict[str, Any]:
+        me, profiling = self._agent.me, recording.profiling
+        assert profiling is not None
+        return {
+            "id": me.id,
+            "name": me.name,
+            "rank": me.info.id,
+            "pid": os.getpid(),
+            "host": str(me.registration.facts.get(HOST, "")),
+            "began_s": recording.began_s,
+            "ended_s": recording.ended_s,
+            "peers": {peer.id: peer.name for peer in list(self._agent.peers.values())},
+            "threads": {
+                each.ident: (each.native_id or 0, each.name)
+                for each in threading.enumerate()
+                if each.ident is not None
+            },
+            "own_calls": recording.own_calls,
+            "links": recording.links,
+            "dropped": recording.dropped,
+            "profiled_dropped": profiling.dropped,
+        }
+
+    def take(self, trace: int, count: int) -> tuple[list[Row], list[Row]]:
+        """Takes rows out of a recording that has ended, and events of ``torch.profiler``.
+
+        When there is none left, the recording is over.
+
+        Args:
+            trace: The number of the trace.
+            count: How many of each to return at most.
+        """
+        with self._lock:
+            recording = self._checked(trace)
+            rows, profiling = recording.rows, recording.profiling
+            assert profiling is not None
+            taken = [rows.popleft() for _ in range(min(count, len(rows)))]
+            profiled = profiling.take(count)
+            if not (taken or profiled):
+                self._recording = None
+            return [_finished(row) for row in taken], profiled
+
+    def forget(self, trace: int) -> None:
+        """Ends a trace without its rows; nothing if the worker does not record it."""
+        with self._lock:
+            recording = self._recording
+            if recording is None or recording.trace != trace:
+                return
+            if not recording.ended_s:
+                self._switch_off()
+                assert recording.profiling is not None
+                recording.profiling.end()
+            self._recording = None
+
+    def _checked(self, trace: int) -> Recording:
+        recording = self._recording
+        if recording is None or recording.trace != trace:
+            name = self._agent.info.name
+            raise ObserveError(
+                f"worker {name!r} does not record this trace: it joined after the begin, or the "
+                "trace was given up"
+            )
+        return recording
+
+
+RECORDER: Slot[Recorder] = Slot()
+
+
+def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
+    """Returns what derives the types of calls that are noted."""
+    known, name_for = names.by_key, names.of
+    clock: Callable[[], float] = time.monotonic
+    failed = ERROR_REPLY
+
+    def pending(base: type[PendingCall]) -> type[PendingCall]:
+        init, finish = base.__init__, base.finish
+
+        class Traced(base):  # type: ignore[valid-type, misc]
+            """A call that is noted at its caller, before those that wait for it go on."""
+
+            __slots__ = ("thread",)
+
+            def __init__(
+                self,
+                worker: int,
+                worker_name: str,
+                function: Any,
+                timeout_s: float,
+                on_done: Callable[[PendingCall], None] | None = None,
+                parent: ServedCall | None = None,
+            ) -> None:
+                init(self, worker, worker_name, function, timeout_s, on_done, parent)
+                self.thread = get_ident()
+
+            def finish(self) -> None:
+                function, frame, parent = self.function, self.frame, self.parent
+                try:
+                    name = known[id(function.__code__)]
+                except (AttributeError, KeyError):
+                    name = name_for(function)
+                row = (
+                    number(),
+                    MADE,
+                    self.started_s,
+                    clock(),
+                    self.thread,
+                    self.worker,
+                    self.number,
+                    name,
+                    -1 if parent is None else parent.peer.id,
+                    0 if parent is None else parent.number,
+                    self.on_done is not None,
+                    frame is None or frame[1] & failed != 0,
+                )
+                note(row)
+                finish(self)
+
+        return Traced
+
+    def served(base: type[Call]) -> type[Call]:
+        begins, answer = base.begins, base.__call__
+
+        class Traced(base):  # type: ignore[valid-type, misc]
+            """A served call that is noted before its caller goes on."""
+
+            __slots__ = ("began_s", "creation", "thread")
+
+            def begins(self, creation: int, remaining_s: float, now_s: float) -> bool:
+                self.began_s, self.creation, self.thread = now_s, creation, get_ident()
+                does_begin: bool = begins(self, creation, remaining_s, now_s)
+                return does_begin
+
+            def __call__(self, result: Any, error: BaseException | None) -> None:
+                if self.has_ended:
+                    answer(self, result, error)
+                    return
+                function, now_s = self.function, clock()
+                try:
+                    name = known[function]
+                except (TypeError, KeyError):
+                    name = name_for(function)
+                row = [
+                    number(),
+                    SERVED,
+                    self.arrived_s,
+                    self.began_s,
+                    now_s,
+                    now_s,
+                    self.thread,
+                    get_ident(),
+                    self.peer.id,
+                    self.number,
+                    self.creation,
+                    name,
+                    context_of(self.context_id),
+                    error is not None,
+                ]
+                note(row)
+                answer(self, result, error)
+                row[5] = clock()
+
+        return Traced
+
+    def note_creation(function: Any, reference: ReferenceId) -> None:
+        name = name_for(function)
+        owner, creation = reference.owner, reference.number
+        note((number(), CREATED, clock(), get_ident(), owner, creation, name))
+
+    return Watcher(pending, served, note_creation)
+
+
+def _note_offered(
+    note: Note, number: Number
+) -> Callable[[Peer, Kind, int, Mapping[str, int]], None]:
+    def note_offered(peer: Peer, kind: Kind, of: int, moved: Mapping[str, int]) -> None:
+        channels = tuple([(name.removeprefix("sent "), n) for name, n in moved.items() if n])
+        now_s = time.monotonic()
+        note((number(), OFFERED, now_s, get_ident(), peer.id, int(kind), of, channels))
+
+    return note_offered
+
+
+def _note_pulled(note: Note, number: Number) -> Callable[[Peer, str, int], None]:
+    def note_pulled(peer: Peer, channel: str, size_bytes: int) -> None:
+        note((number(), PULLED, time.monotonic(), get_ident(), peer.id, channel, size_bytes))
+
+    return note_pulled
+
+
+def _note_steps(note: Note, number: Number) -> list[Any]:
+    """Notes the steps of all optimizers of the process; returns the handles of the hooks."""
+    began: dict[int, float] = {}
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        began[get_ident()] = time.monotonic()
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        thread = get_ident()
+        now_s = time.monotonic()
+        name = type(optimizer).__name__
+        count = sum([len(group["params"]) for group in optimizer.param_groups])
+        details = (("parameters", count),)
+        note((number(), RAN, began.pop(thread, now_s), now_s, thread, STEP, name, 0, details))
+
+    return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+def _finished(row: Any) -> Row:
+    """Returns a row as it travels: with the numbers in the head of a message."""
+    tag = row[1]
+    if tag == SENT:
+        *front, size_bytes, head = row
+        kind, flags, count, control_bytes, number = HEADER.unpack_from(head)
+        ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
+        stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
+        told = (ids.context_id, ids.message_id, ids.creation, ids.inline_bytes, stream_bytes)
+        return (*front, kind, number, size_bytes, *told)
+    if tag == RECEIVED:
+        *front, size_bytes, kind, flags, number, head = row
+        ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
+        return (*front, kind, number, size_bytes, ids.context_id, ids.message_id, ids.creation)
+    return tuple(row)

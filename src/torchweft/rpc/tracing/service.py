@@ -1,0 +1,67 @@
+"""The functions that the leader of a trace calls on the other workers.
+
+They tell names of functions, numbers, sizes and times, which any member may see by observing; they
+read and return no value of the program. So a strict worker runs them as well.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.current import current
+from torchweft.agent.served_calls import current_call
+from torchweft.errors import ConfigurationError
+from torchweft.probe import clock_id
+from torchweft.protocol.observing.trace import Row
+from torchweft.rpc.current_call import check_types
+from torchweft.rpc.tracing.recorder import RECORDER
+from torchweft.serialize.registry import remotely_callable
+
+MOST_ROWS = 5_000_000
+"""Records that a worker keeps at most, about 250 bytes each."""
+BATCH = 20_000
+"""Records in one answer."""
+
+
+@remotely_callable
+def read_clock() -> tuple[str, float]:
+    """Returns the id of this worker's clock, and its time."""
+    return clock_id(), time.monotonic()
+
+
+@remotely_callable
+def begin(trace: int, limit: int, profiles: bool) -> None:
+    """Has this worker record what it does."""
+    check_types(trace=(trace, int), limit=(limit, int), profiles=(profiles, bool))
+    if not 0 < limit <= MOST_ROWS:
+        raise ConfigurationError(f"limit is {limit}; a worker keeps 1 to {MOST_ROWS} records")
+    agent = current()
+    agent.slots[RECORDER].begin(trace, _caller(agent), limit, profiles=profiles)
+
+
+def _caller(agent: Agent) -> int:
+    served = current_call.get()
+    return agent.me.id if served is None else int(served.peer.id)
+
+
+@remotely_callable
+def end(trace: int) -> dict[str, Any]:
+    """Has this worker stop recording; returns what it says about the recording."""
+    check_types(trace=(trace, int))
+    return current().slots[RECORDER].end(trace)
+
+
+@remotely_callable
+def take(trace: int) -> tuple[list[Row], list[Row]]:
+    """Returns the next rows of a recording that has ended, and of ``torch.profiler``."""
+    check_types(trace=(trace, int))
+    return current().slots[RECORDER].take(trace, BATCH)
+
+
+@remotely_callable
+def forget(trace: int) -> None:
+    """Has this worker stop recording, and drop the recording."""
+    check_types(trace=(trace, int))
+    current().slots[RECORDER].forget(trace)

@@ -1,0 +1,433 @@
+"""Traces of real workers hold every call, arrow and byte that the counters hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft
+from tests.processes.conftest import options
+from tests.processes.functions import wait_until
+from tests.trace_reader import Found, read_trace
+from torchweft import rpc
+from torchweft.agent.calls import PendingCall
+from torchweft.agent.current import current
+from torchweft.autograd import backward, context
+from torchweft.autograd.graph import LocalPass
+from torchweft.cli.main import main
+from torchweft.errors import ConfigurationError, ObserveError
+from torchweft.launch import Cluster, Nursery
+from torchweft.nn import RemoteModule
+from torchweft.observe.tracing.joining import Joined
+from torchweft.observe.tracing.session import Trace
+from torchweft.optim import DistributedOptimizer
+from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
+from torchweft.rpc.node import current_node
+from torchweft.transport.link import Link
+from torchweft.transport.resumable import ResumableLink
+from torchweft.wire.messages import Kind
+
+SERVICE = "torchweft.rpc.tracing.service."
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def onwards(value: Any) -> Any:
+    return rpc.rpc_sync("worker1", double, args=(value,))
+
+
+async def later(value: Any) -> Any:
+    return value
+
+
+def fail() -> None:
+    raise ValueError("on purpose")
+
+
+def count_calls() -> None:
+    current_node().counting.extend(3600.0)
+
+
+def counted() -> dict[tuple[str, str], int]:
+    """Returns how often each function was called, by the counters of this worker."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for each in current_node().counting.counts():
+        if not each.function.startswith(SERVICE):
+            counts[each.function, each.direction] += each.calls
+    return dict(counts)
+
+
+def moved() -> dict[str, int]:
+    """Returns the bytes of tensors that this worker has moved beside connections."""
+    sums: Counter[str] = Counter()
+    for peer in list(current().peers.values()):
+        sums.update(peer.moved)
+    return {name: count for name, count in sums.items() if count}
+
+
+def is_plain() -> bool:
+    """Whether nothing of a trace is left in this worker."""
+    worker = current_node().worker
+    links = [peer.link for peer in current().peers.values() if peer.link is not None]
+    return (
+        not current_node().recorder.is_on
+        and worker.note_creation is None
+        and worker.call_type is PendingCall
+        and worker.engine.pass_type is LocalPass
+        and type(worker.tensor_messages).__name__ == "TensorMessages"
+        and {type(link) for link in links} <= {Link, ResumableLink}
+    )
+
+
+@pytest.fixture(scope="module")
+def trio(nursery: Nursery) -> Iterator[Cluster]:
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        for name in group.names:  # So that all pairs are connected.
+            rpc.rpc_sync(name, onwards, args=(1,))
+        yield group
+
+
+WORKERS = ("driver", "worker0", "worker1")
+
+
+def step() -> int:
+    """Calls, nested calls, references, a backward pass and a step of an optimizer."""
+    weights = torch.ones(4, requires_grad=True)
+    for _ in range(3):
+        rpc.rpc_sync("worker0", onwards, args=(weights,))
+    for each in [rpc.rpc_async("worker1", later, args=(number,)) for number in range(4)]:
+        each.wait()
+    with pytest.raises(ValueError, match="on purpose"):
+        rpc.rpc_sync("worker0", fail)
+    rpc.rpc_sync("driver", double, args=(3,))
+    rpc.rpc_sync("worker0", lambda: 7)
+    large = rpc.remote("worker0", double, args=(torch.ones(1 << 18),))
+    assert large.to_here().sum() == 1 << 19
+    module = RemoteModule("worker1", torch.nn.Linear, (4, 4))
+    optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
+    with context() as context_id:
+        hidden = rpc.rpc_sync("worker0", onwards, args=(weights,))
+        backward(context_id, [module(hidden).sum()])
+        optimizer.step(context_id)
+    # Workers tell one another of the end of a context, without answers.
+    wait_until(
+        lambda: not any(rpc.rpc_sync(name, count_contexts) for name in WORKERS),
+        lambda: "contexts are left",
+    )
+    return context_id
+
+
+def count_contexts() -> int:
+    return len(current_node().worker.contexts.ids())
+
+
+class Traced:
+    """A traced step, and what the counters counted meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        for name in WORKERS:
+            rpc.rpc_sync(name, count_calls)
+        before = {name: rpc.rpc_sync(name, counted) for name in WORKERS}
+        moved_before = {name: rpc.rpc_sync(name, moved) for name in WORKERS}
+        with Trace(path) as self.trace:
+            self.context_id = step()
+        self.moved = {
+            name: Counter(rpc.rpc_sync(name, moved)) - Counter(moved_before[name])
+            for name in WORKERS
+        }
+        self.counted = {name: Counter(rpc.rpc_sync(name, counted)) for name in WORKERS}
+        for name in WORKERS:
+            self.counted[name] -= Counter(before[name])
+        self.found: Found = read_trace(path)
+        self.joined: Joined = self.trace.joined
+
+
+@pytest.fixture(scope="module")
+def traced(trio: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Traced:
+    return Traced(tmp_path_factory.mktemp("trace") / "step.json")
+
+
+MEASURED = {f"{__name__}.counted", f"{__name__}.moved"}
+"""The calls of the test itself, before and after the trace."""
+
+
+def test_the_trace_has_every_call_that_the_counters_have(traced: Traced) -> None:
+    by_worker: dict[str, Counter[tuple[str, str]]] = {name: Counter() for name in WORKERS}
+    for event in traced.found.slices:
+        if event["cat"] in ("call", "create"):
+            by_worker[traced.found.worker_of(event)][event["args"]["function"], "out"] += 1
+        elif event["cat"] == "run":
+            by_worker[traced.found.worker_of(event)][event["args"]["function"], "in"] += 1
+    for name in WORKERS:
+        expected = {k: n for k, n in traced.counted[name].items() if k[0] not in MEASURED}
+        assert dict(by_worker[name]) == expected, name
+    assert by_worker["driver"][f"{__name__}.onwards", "out"] == 4
+    assert by_worker["worker1"][f"{__name__}.double", "in"] == 4
+
+
+def test_every_call_between_workers_has_both_arrows(traced: Traced) -> None:
+    chains = Counter(
+        (flow[0]["args"].get("call"), *[each["cat"] for each in flow])
+        for flow in traced.found.flows.values()
+    )
+    for call in traced.joined.calls:
+        if call.caller == call.callee:
+            assert chains[call.key, "call", "run"] == 1, call
+            continue
+        assert call.served is not None, call
+        moves = call.served.began_in != call.served.ended_in
+        assert chains[call.key, "send", "receive", "mark" if moves else "run"] == 1, call
+        if call.number:
+            assert chains[call.key, "send", "receive"] == 1, call
+
+
+def test_gradients_have_arrows_from_sender_to_receiver(traced: Traced) -> None:
+    ends = Counter(
+        tuple(traced.found.worker_of(each) for each in flow)
+        for flow in traced.found.flows.values()
+        if flow[0]["name"] == "send gradients"
+    )
+    # module: driver -> worker1 -> driver; hidden: driver -> worker0 -> worker1 and back.
+    assert ends["driver", "worker1"] == 1
+    assert ends["worker1", "driver"] == 1
+    assert ends["driver", "worker0"] == 1
+    assert ends["worker0", "worker1"] == 1
+
+
+def test_the_trace_has_every_byte_that_the_connections_count(traced: Traced) -> None:
+    ids = {each.id: each for each in traced.joined.workers.values()}
+    assert len(ids) == len(WORKERS)
+    for worker in ids.values():
+        sent, received = Counter[int](), Counter[int]()
+        for record in worker.records:
+            if isinstance(record, Sent):
+                sent[record.peer] += record.size_bytes
+            elif isinstance(record, Received):
+                received[record.peer] += record.size_bytes
+        assert {each.peer: each.sent for each in worker.links} == sent
+        assert {each.peer: each.received for each in worker.links} == received
+    told = sum(event["args"]["bytes"] for event in traced.found.of("send"))
+    omitted = sum(each.size_bytes for each in traced.joined.omitted if each.sent is not None)
+    assert told + omitted == sum(each.sent for worker in ids.values() for each in worker.links)
+
+
+def test_the_trace_has_every_byte_of_every_channel(traced: Traced) -> None:
+    for worker in traced.joined.workers.values():
+        found: Counter[str] = Counter()
+        for record in worker.records:
+            if isinstance(record, Offered):
+                for channel, count in record.channels:
+                    found["lent" if channel == "lent" else f"sent {channel}"] += count
+            elif isinstance(record, Pulled):
+                found[f"received {record.channel}"] += record.size_bytes
+        assert found == traced.moved[worker.name]
+    assert sum(traced.moved["driver"].values()) >= 2 << 20
+    fetched = Counter[str]()
+    for event in traced.found.of("fetch"):
+        fetched.update(event["args"].get("tensors", {}))
+    pulled = sum(
+        count
+        for each in traced.moved.values()
+        for name, count in each.items()
+        if name.startswith("received ")
+    )
+    assert sum(fetched.values()) == pulled
+
+
+def test_no_message_between_two_workers_lacks_an_end(traced: Traced) -> None:
+    for message in traced.joined.messages:
+        if message.kind in (Kind.CALL, Kind.CALL_WITH_CODE, Kind.REPLY, Kind.GRADIENTS):
+            assert message.sent is not None, message
+            assert message.received is not None, message
+            assert message.received.at_s >= message.sent.began_s, message
+
+
+def test_passes_and_optimizers_are_in_the_trace(traced: Traced) -> None:
+    parts = traced.found.of("backward")
+    assert {traced.found.worker_of(each) for each in parts} == set(WORKERS)
+    operations = Counter[str]()
+    for each in parts:
+        assert each["args"]["context"] == traced.context_id
+        operations.update(each["args"]["operations"])
+    assert operations["AddmmBackward0"] == 1
+    assert operations["MulBackward0"] == 1
+    steps = {(traced.found.worker_of(each), each["name"]) for each in traced.found.of("optimizer")}
+    assert steps == {
+        ("driver", "optimizer DistributedOptimizer"),
+        ("worker1", "optimizer SGD"),
+    }
+
+
+def test_a_nested_call_names_its_parent(traced: Traced) -> None:
+    keys = {each["args"]["call"] for each in traced.found.of("run")}
+    nested = [
+        each["args"]["parent"] for each in traced.found.of("call") if "parent" in each["args"]
+    ]
+    assert len(nested) >= 4
+    assert keys.issuperset(nested)
+
+
+def test_nothing_is_missing_and_the_clocks_are_one(traced: Traced) -> None:
+    assert (traced.trace.missing, traced.trace.dropped) == ({}, {})
+    assert traced.trace.clock_error_s == 0.0
+    assert traced.found.about["leader"] == "driver"
+    assert [each["name"] for each in traced.found.about["workers"]] == list(WORKERS)
+
+
+def test_the_graph_of_the_context_goes_both_ways(traced: Traced) -> None:
+    graph = traced.trace.graph(traced.context_id)
+    assert graph.workers == WORKERS
+    back = [(each.sender, each.receiver) for each in graph.edges if each.direction == "backward"]
+    assert ("worker0", "worker1") in back
+    assert {part.worker for part in graph.parts} == set(WORKERS)
+    assert all(each.taken_s >= 0 for each in graph.edges)
+
+
+def test_perfetto_counts_the_same(traced: Traced) -> None:
+    trace_processor = pytest.importorskip("perfetto.trace_processor")
+    try:
+        processor = trace_processor.TraceProcessor(trace=str(traced.trace.path))
+    except Exception as error:  # The package downloads the program when it is first used.
+        pytest.skip(f"Perfetto's trace processor cannot be had: {error}")
+    with contextlib.closing(processor):
+
+        def number(query: str) -> int:
+            (row,) = processor.query(query)
+            return int(row.n)
+
+        assert number("select count(*) as n from slice") == len(traced.found.slices)
+        assert number("select count(*) as n from slice where category = 'run'") == len(
+            traced.found.of("run")
+        )
+        steps = sum(len(flow) - 1 for flow in traced.found.flows.values())
+        assert number("select count(*) as n from flow") == steps
+        sent = "select sum(extract_arg(arg_set_id, 'args.bytes')) as n from slice "
+        told = sum(event["args"]["bytes"] for event in traced.found.of("send"))
+        assert number(f"{sent} where category = 'send'") == told
+        errors = "select sum(value) as n from stats where severity in ('error', 'data_loss')"
+        assert number(errors) == 0
+
+
+def test_the_command_shows_the_trace(traced: Traced, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(traced.trace.path)
+    assert main(["trace", path]) == 0
+    assert f"{__name__}.onwards" in capsys.readouterr().out
+    picture = traced.trace.path.with_name("graph.svg")
+    context_id = str(traced.context_id)
+    assert main(["trace", path, "--context", context_id]) == 0
+    assert "backward  on worker1" in capsys.readouterr().out
+    assert main(["trace", path, "--context", context_id, "--svg", str(picture)]) == 0
+    assert picture.read_text().startswith("<svg")
+    assert main(["trace", path, "--context", "999999"]) == 1
+    assert "no message of autograd context 999999" in capsys.readouterr().err
+    assert main(["trace", path, "--svg", str(picture)]) == 2
+
+
+# What a trace leaves behind, and what it does not take
+
+
+def test_a_trace_leaves_nothing_behind(trio: Cluster, tmp_path: Path) -> None:
+    for name in WORKERS:  # They count from another test.
+        rpc.rpc_sync(name, stop_counting)
+    with Trace(tmp_path / "trace.json"):
+        assert not is_plain()
+        assert not rpc.rpc_sync("worker0", is_plain)
+    for name in WORKERS:
+        assert rpc.rpc_sync(name, is_plain), name
+
+
+def stop_counting() -> None:
+    counting = current_node().counting
+    counting._until_s = 0.0
+    counting.tick(1e9)
+
+
+def test_a_block_that_raises_is_written_as_well(trio: Cluster, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="on purpose"), Trace(tmp_path / "trace.json"):
+        rpc.rpc_sync("worker0", fail)
+    (call,) = read_trace(tmp_path / "trace.json").of("call")
+    assert call["args"]["failed"]
+
+
+def test_values_are_not_in_the_trace(trio: Cluster, tmp_path: Path) -> None:
+    password, text = "correct-horse-battery", b"staple" * 4
+    with Trace(tmp_path / "trace.json"):
+        assert rpc.rpc_sync("worker0", double, args=(password,)) == password * 2
+        rpc.rpc_sync("worker1", len, args=(text,))
+        with pytest.raises(KeyError):
+            rpc.rpc_sync("worker0", {}.__getitem__, args=(password,))
+    content = (tmp_path / "trace.json").read_text()
+    assert "double" in content
+    assert "horse" not in content
+    assert "staple" not in content
+
+
+def test_a_full_ring_drops_the_oldest_and_says_so(trio: Cluster, tmp_path: Path) -> None:
+    with Trace(tmp_path / "trace.json", limit=50) as trace:
+        for number in range(40):
+            rpc.rpc_sync("worker0", double, args=(number,))
+        rpc.rpc_sync("worker0", onwards, args=(1,))
+    found = read_trace(tmp_path / "trace.json")
+    assert trace.dropped["driver"] > 0
+    assert trace.dropped["worker0"] > 0
+    assert "worker1" not in trace.dropped
+    (about,) = [each for each in found.about["workers"] if each["name"] == "driver"]
+    assert (about["records"], about["dropped"]) == (50, trace.dropped["driver"])
+    own = [each for each in found.of("call") if found.worker_of(each) == "driver"]
+    assert own[-1]["args"]["function"].endswith(".onwards")
+
+
+def test_a_second_trace_is_refused_and_the_first_goes_on(trio: Cluster, tmp_path: Path) -> None:
+    with Trace(tmp_path / "first.json"):
+        with pytest.raises(ObserveError, match="traced already, by worker 'driver'"):
+            Trace(tmp_path / "second.json").__enter__()
+        rpc.rpc_sync("worker0", double, args=(1,))
+    assert len(read_trace(tmp_path / "first.json").of("run")) == 1
+    assert not (tmp_path / "second.json").exists()
+
+
+def test_a_profile_of_the_program_is_merged(trio: Cluster, tmp_path: Path) -> None:
+    with Trace(tmp_path / "trace.json"), torch.profiler.profile():
+        torch.ones(8) + 1
+        rpc.rpc_sync("worker0", double, args=(1,))
+    found = read_trace(tmp_path / "trace.json")
+    (call,) = found.of("call")
+    added = [each for each in found.of("torch.profiler") if each["name"] == "aten::add"]
+    assert [found.worker_of(each) for each in added] == ["driver"]
+    # A second at most, where the clock since 1970 is set meanwhile.
+    assert abs(added[0]["ts"] - call["ts"]) < 1e6
+    assert found.tracks[1, added[0]["tid"]] == "MainThread: torch.profiler"
+
+
+def test_a_trace_may_profile_all_workers(trio: Cluster, tmp_path: Path) -> None:
+    with Trace(tmp_path / "trace.json", profiler=True):
+        rpc.rpc_sync("worker0", double, args=(torch.ones(8),))
+    found = read_trace(tmp_path / "trace.json")
+    (run,) = found.of("run")
+    ran = [each for each in found.of("torch.profiler") if each["name"] == "aten::mul"]
+    assert [found.worker_of(each) for each in ran] == ["worker0"]
+    assert run["ts"] - 1e3 <= ran[0]["ts"] <= run["ts"] + run["dur"] + 1e3
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ({"limit": 0}, "a worker keeps from 1"),
+        ({"timeout": 0}, "a positive number of seconds"),
+        ({"path": "no/such/folder/trace.json"}, "'no/such/folder' does not exist"),
+    ],
+)
+def test_bad_arguments_are_named(others: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        Trace(**{"path": tmp_path / "trace.json", **others})
+    for name, value in (("path", 7), ("profiler", 1), ("limit", "many"), ("timeout", "long")):
+        with pytest.raises(TypeError, match=name):
+            Trace(**{"path": tmp_path / "trace.json", name: value})

@@ -1,0 +1,191 @@
+"""The file of a trace keeps to the rules of Perfetto, and holds what was recorded."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.made_up_traces import CONTEXT, MAIN, SERVING, call, step, worker
+from tests.trace_reader import Found, check_nesting, read_trace
+from torchweft.errors import ObserveError
+from torchweft.observe.tracing import chrome
+from torchweft.observe.tracing.graph import graph_of
+from torchweft.observe.tracing.joining import Joined, join
+from torchweft.observe.tracing.reading import load, summary
+from torchweft.protocol.observing.clocks import SAME
+from torchweft.protocol.observing.trace import STEP, Made, Profiled, Ran, Record, Served
+
+ABOUT = {
+    "clock_error_us": 3.0,
+    "missing": {"other": "it joined after the begin of the trace"},
+    "workers": [
+        {"name": "trainer", "host": "here", "dropped": 0, "profiled_dropped": 0},
+        {"name": "server", "host": "here", "dropped": 4, "profiled_dropped": 0},
+    ],
+}
+
+
+def written(joined: Joined, path: Path) -> Found:
+    with path.open("w") as file:
+        chrome.write(file, joined, ABOUT, 0.0)
+    return read_trace(path)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "step.json"
+
+
+def test_a_call_is_a_chain_of_slices_and_arrows(path: Path) -> None:
+    found = written(step(), path)
+    assert found.processes == {1: "trainer on here", 2: "server on here"}
+    assert found.tracks[1, 1000] == "MainThread"
+    (made,), (run,), (answer,) = found.of("call"), found.of("run"), found.of("answer")
+    assert (made["ts"], made["dur"], made["name"]) == (1_000_000, 100_000, "call model.forward")
+    assert (run["ts"], run["dur"]) == (1_030_000, 40_000)
+    assert run["args"]["queued_us"] == 10_000
+    assert (answer["ts"], answer["dur"]) == (1_070_000, 12_000)
+    assert [each["dur"] for each in found.of("queue")] == [10_000]
+    chains = [[each["cat"] for each in flow] for flow in found.flows.values()]
+    assert sorted(chains, key=len) == [
+        ["send", "receive"],
+        ["send", "receive"],
+        ["send", "receive", "run"],
+    ]
+    (gradients,) = [f for f in found.flows.values() if f[0]["name"] == "send gradients"]
+    assert [found.worker_of(each) for each in gradients] == ["trainer", "server"]
+    (backward,) = found.of("backward")
+    assert backward["args"]["operations"] == {"MulBackward0": 2, "SumBackward0": 1}
+
+
+def test_bytes_in_flight_return_to_nothing(path: Path) -> None:
+    found = written(step(), path)
+    by_worker: dict[int, list[int]] = {1: [], 2: []}
+    for each in found.counters:
+        by_worker[each["pid"]].append(each["args"]["bytes"])
+    assert by_worker == {1: [100, 0, 80, 0], 2: [60, 0]}
+
+
+def test_a_call_with_a_future_is_on_a_track_of_its_own(path: Path) -> None:
+    caller, callee = call()
+    records = [each._replace(is_async=True) if isinstance(each, Made) else each for each in caller]
+    found = written(join([(worker(0, records), SAME), (worker(1, callee), SAME)]), path)
+    (made,) = found.of("call")
+    assert made["ph"] == "b"
+
+
+def test_a_coroutine_is_on_a_track_of_its_own_and_its_arrow_ends_in_the_thread(path: Path) -> None:
+    caller, callee = call()
+    records = [
+        each._replace(ended_in=MAIN) if isinstance(each, Served) else each for each in callee
+    ]
+    found = written(join([(worker(0, caller), SAME), (worker(1, records), SAME)]), path)
+    (run,) = found.of("run")
+    assert run["ph"] == "b"
+    chains = [[each["cat"] for each in flow] for flow in found.flows.values()]
+    assert ["send", "receive", "mark"] in chains
+
+
+def test_profiled_events_have_tracks_beside_those_of_their_threads(path: Path) -> None:
+    caller, callee = call()
+    events = [
+        Profiled(1.03, 1.05, "", 2001, "aten::mm"),
+        Profiled(1.04, 1.06, "cuda:0", 7, "gemm"),
+    ]
+    traced = worker(1, callee)._replace(profiled=events)
+    found = written(join([(worker(0, caller), SAME), (traced, SAME)]), path)
+    names = {each["name"]: found.tracks[2, each["tid"]] for each in found.of("torch.profiler")}
+    assert names == {"aten::mm": "weft: torch.profiler", "gemm": "cuda:0 stream 7"}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_work_of_threads_nests(seed: int, path: Path) -> None:
+    made_up = random.Random(seed)
+    records: list[Record] = []
+    for number in range(40):
+        began_s = made_up.randrange(100) / 10
+        ended_s = began_s + made_up.randrange(30) / 10
+        thread = made_up.choice((MAIN, SERVING, 33))
+        records.append(Ran(began_s, ended_s, thread, STEP, f"step {number}", 0, ()))
+    found = written(join([(worker(0, records), SAME), (worker(1, []), SAME)]), path)
+    assert len(found.of(STEP)) == len(records)
+
+
+def test_the_reader_of_these_tests_sees_slices_that_overlap() -> None:
+    track = {"pid": 1, "tid": 1}
+    with pytest.raises(AssertionError):
+        check_nesting([{**track, "ts": 0, "dur": 10}, {**track, "ts": 5, "dur": 10}])
+
+
+# What is read from the file
+
+
+def test_the_summary_names_functions_channels_and_what_is_missing(path: Path) -> None:
+    written(step(), path)
+    text = summary(load(path))
+    assert text.startswith("2 workers, 1.0 s, clocks within 3.0 us")
+    assert "model.forward" in text
+    assert "backward MulBackward0" in text
+    assert "of them tensors, inline" in text
+    assert "nothing of other: it joined after the begin of the trace" in text
+    assert "server had no room for 4 records" in text
+
+
+def test_the_graph_has_messages_bytes_and_times(path: Path) -> None:
+    written(step(), path)
+    graph = graph_of(load(path), CONTEXT)
+    assert graph.workers == ("trainer", "server")
+    told = [(each.direction, each.sender, each.size_bytes) for each in graph.edges]
+    assert told == [
+        ("forward", "trainer", 100),
+        ("forward", "server", 60),
+        ("backward", "trainer", 80),
+    ]
+    assert [each.taken_s for each in graph.edges] == pytest.approx([0.02, 0.02, 0.02])
+    (part,) = graph.parts
+    assert (part.worker, part.runs, part.taken_s) == ("server", 1, pytest.approx(0.02))
+    text = graph.text()
+    assert "context 77: 2 workers, 3 messages, 240 B" in text
+    assert "backward  on server: 20 ms in 1 part: MulBackward0 x 2, SumBackward0" in text
+    picture = graph.svg()
+    assert picture.count("marker-end") == 2 + 3
+    assert picture.count(">trainer<") == picture.count(">server<") == 1
+
+
+def test_a_context_that_is_not_in_the_trace_is_named_with_those_that_are(path: Path) -> None:
+    written(step(), path)
+    with pytest.raises(ObserveError, match="no message of autograd context 4; it has those of 77"):
+        graph_of(load(path), 4)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "it is no JSON"),
+        ("[]", "no trace of Weft"),
+        ('{"traceEvents": []}', "no trace of Weft"),
+        ('{"weft": {"format": 99}}', "has format 99"),
+        ('{"weft": {"format": 1}}', "is damaged"),
+    ],
+)
+def test_another_file_is_refused(content: str, said: str, path: Path) -> None:
+    path.write_text(content)
+    with pytest.raises(ObserveError, match=said):
+        load(path)
+
+
+def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+    with pytest.raises(ObserveError, match="cannot be read: No such file"):
+        load(path)
+
+
+def test_the_events_are_written_one_a_line() -> None:
+    file = io.StringIO()
+    chrome.write(file, step(), ABOUT, 0.0)
+    head, *lines, _ = file.getvalue().splitlines()
+    assert head.endswith('"traceEvents": [')
+    assert all(json.loads(line.rstrip(",")) for line in lines if line != "]}")
