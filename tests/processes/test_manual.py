@@ -10,6 +10,8 @@ import pytest
 from tests.processes.page_programs import ROOT, Program, assert_alike, programs_of, runner_of
 from torchweft.launch import Nursery
 
+pytestmark = pytest.mark.timeout(150)  # The first program imports PyTorch's compiler.
+
 PAGES = [
     "docs/index.md",
     "docs/parameter-server.md",
