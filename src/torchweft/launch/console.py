@@ -106,14 +106,13 @@ class Label:
 
     def render(self, *, in_colour: bool, others: int = 0) -> bytes:
         """Returns the bytes before a line, which so many other workers have written too."""
-        padding = " " * (self.width - len(self.name) + 1)
-        if others:
-            padding = f" and {others} others "
+        name = f"{self.name} and {others} others" if others else self.name
+        padding = " " * max(self.width - len(name) + 1, 1)
         if not in_colour:
-            return f"[{self.name}]{padding}".encode()
+            return f"[{name}]{padding}".encode()
         colour = COLOURS[self.index % len(COLOURS)]
         # The reset comes first as well: a worker may have left its own colour switched on.
-        return f"\x1b[0m\x1b[{colour}m[{self.name}]\x1b[0m{padding}".encode()
+        return f"\x1b[0m\x1b[{colour}m[{name}]\x1b[0m{padding}".encode()
 
 
 class Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import selectors
@@ -178,7 +179,8 @@ class Supervisor:
         for worker in self._workers.values():
             for stream in list(worker.streams):
                 self._end_stream(worker, stream)
-        self._console.show_held()
+        with contextlib.suppress(BrokenPipeError):
+            self._console.show_held()
         self._selector.close()
 
     def _add(self, spec: WorkerSpec, label: Label) -> None:

@@ -103,7 +103,7 @@ def test_equal_lines_of_many_workers_are_one_line_of_standard_error() -> None:
     made.show_held(due_s - 1e-6)
     assert sink.text == b""
     made.announce("the end")
-    assert sink.text == (b"[worker0] and 3 others group is ready\n[trainer] alone\nthe end\n")
+    assert sink.text == (b"[worker0 and 3 others] group is ready\n[trainer] alone\nthe end\n")
     assert made.due_s() is None
 
 
