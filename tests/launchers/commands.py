@@ -38,7 +38,10 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def finished(
-    command: Sequence[str], more: Mapping[str, str] | None = None, cwd: Path | None = None
+    command: Sequence[str],
+    more: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    limit_s: float = LIMIT_S,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end."""
     return subprocess.run(
@@ -47,7 +50,7 @@ def finished(
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=limit_s,
         check=False,
         stdin=subprocess.DEVNULL,
     )

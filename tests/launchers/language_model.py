@@ -10,10 +10,11 @@ from tests.launchers.commands import HERE, finished
 
 LANGUAGE_MODEL = str(HERE.parents[1] / "examples" / "language_model" / "train.py")
 TEXT = "".join(
-    f"the {i % 7} cat {i % 11} sat on {i % 13} mats and {i % 5} dogs ran. " for i in range(300)
+    f"the {i % 7} cat {i % 11} sat on {i % 13} mats and {i % 5} dogs ran. " for i in range(120)
 )
 # No dropout: its random numbers on the server are drawn in the order in which trainers call.
 SMALL = "--epochs 2 --dropout 0 --batch 4 --window 8 --embedding 16 --hidden 16".split()
+LIMIT_S = 240.0
 NOISE = 1e-4
 """Relative difference of perplexities whose sums were taken in another order."""
 
@@ -35,6 +36,6 @@ def trained(
     command: Sequence[str], directory: Path, more: Mapping[str, str] | None = None
 ) -> list[float]:
     """Trains by a command that ends with the example; returns the perplexities."""
-    done = finished([*command, *options(directory)], more, directory)
+    done = finished([*command, *options(directory)], more, directory, LIMIT_S)
     assert done.returncode == 0, done.stderr + done.stdout
     return perplexities(directory)

@@ -10,12 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.commands import AS_ROOT, TORCHWEFT, needed
-from tests.launchers.language_model import LANGUAGE_MODEL, NOISE, options, perplexities, trained
+from tests.launchers.commands import AS_ROOT, TORCHWEFT, environment, needed
+from tests.launchers.language_model import (
+    LANGUAGE_MODEL,
+    LIMIT_S,
+    NOISE,
+    options,
+    perplexities,
+    trained,
+)
 from tests.launchers.slurm_cluster import SlurmCluster
 from tests.launchers.sshd import Sshd
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 INSIDE = [LANGUAGE_MODEL, "--inside"]
 WORKERS = "4"
@@ -26,7 +33,7 @@ WORKERS = "4"
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     """The perplexities of ``python train.py`` on this machine."""
     found = trained([sys.executable, LANGUAGE_MODEL], tmp_path_factory.mktemp("script"))
-    assert found[1] < found[0] < 20
+    assert found[1] < found[0]
     return found
 
 
@@ -34,6 +41,7 @@ def assert_same(found: list[float], expected: list[float]) -> None:
     assert found == pytest.approx(expected, rel=NOISE)
 
 
+@pytest.mark.keeps("descriptors")  # The client of the kernel keeps its event loop.
 def test_in_a_notebook(expected: list[float], tmp_path: Path) -> None:
     for package in ("nbformat", "ipykernel"):
         pytest.importorskip(package)
@@ -43,7 +51,10 @@ def test_in_a_notebook(expected: list[float], tmp_path: Path) -> None:
     cells = [nbformat.v4.new_code_cell(f"%run {' '.join([LANGUAGE_MODEL, *options(tmp_path)])}")]
     notebook = nbformat.v4.new_notebook(cells=cells)
     context = {"metadata": {"path": str(tmp_path)}}
-    client.NotebookClient(notebook, timeout=90, kernel_name="python3", resources=context).execute()
+    client.NotebookClient(
+        notebook, timeout=LIMIT_S, kernel_name="python3", resources=context
+    ).execute(env=environment())
+    assert "figures.json and state.pt" in str(notebook.cells[0].outputs)
     assert_same(perplexities(tmp_path), expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -132,3 +133,20 @@ def test_a_cluster(server: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
     with torchweft.cluster(on=Ssh("alpha,beta", options=server.options)) as cluster:
         for name in cluster.names:
             assert rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
+
+
+def test_the_doctor_examines_other_hosts(server: Sshd) -> None:
+    on = f"ssh --hosts alpha,beta --ssh-options '{server.options}'"
+    done = finished([*TORCHWEFT, "doctor", "--on", on, "--json"])
+    findings = json.loads(done.stdout)["findings"]
+    versions = [each for each in findings if each["check"] == "versions"]
+    assert [(each["level"], each["where"]) for each in versions] == [("ok", "all workers")] * 3
+    pairs = {each["where"] for each in findings if each["check"] == "pair"}
+    names = ("driver", "worker0", "worker1")
+    assert pairs == {f"{one} -> {other}" for one in names for other in names if one != other}
+
+
+def test_the_doctor_on_a_launcher_without_its_options() -> None:
+    done = finished([*TORCHWEFT, "doctor", "--on", "ssh"])
+    assert done.returncode == 2
+    assert "torchweft doctor: ssh needs hosts" in done.stderr

@@ -6,6 +6,7 @@ import atexit
 import ctypes
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -222,7 +223,8 @@ def test_workers_log_as_the_caller_does(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s of %(name)s: %(message)s"))
+    form = "%(levelname)s of %(name)s in %(weft_worker)s for %(weft_call)s: %(message)s"
+    handler.setFormatter(logging.Formatter(form))
     root, level = logging.getLogger(), logging.getLogger().level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
@@ -232,7 +234,10 @@ def test_workers_log_as_the_caller_does(
     finally:
         root.removeHandler(handler)
         root.setLevel(level)
-    assert "[worker0] INFO of of.worker: hello\n" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert re.search(r"\[worker0\] INFO of of\.worker in worker0 for driver#\d+: hello\n", said), (
+        said
+    )
 
 
 def look_around() -> tuple[str, int, str, str]:

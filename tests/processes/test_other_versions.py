@@ -12,6 +12,7 @@ import torch
 from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.agent.current import is_set
+from torchweft.compat import rpc as compat_rpc
 from torchweft.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,6 +38,15 @@ def join(
     )
     rank = NAMES.index(name)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def join_as_torch(name: str, path: str, version: str) -> None:
+    """Joins as a program for PyTorch's RPC does."""
+    if version:
+        torch.__version__ = version  # type: ignore[assignment]
+    options = compat_rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}")
+    rank = NAMES.index(name)
+    compat_rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
 def is_member() -> bool:
@@ -84,3 +94,13 @@ def test_workers_that_allow_other_versions_exchange_tensors(
     for name in NAMES:
         workers.result(name)
     assert workers.do("a", double, "b") == workers.do("b", double, "a") == [2.0, 2.0]
+
+
+def test_programs_for_pytorchs_rpc_work_with_other_versions(
+    workers: OpenWorkers, tmp_path: Path
+) -> None:
+    for name, version in zip(NAMES, ("", OTHER), strict=True):
+        workers.begin(name, join_as_torch, name, str(tmp_path / "store"), version)
+    for name in NAMES:
+        workers.result(name)
+    assert workers.do("a", double, "b") == [2.0, 2.0]

@@ -11,12 +11,17 @@ them.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import BinaryIO, Protocol
+
+from torchweft import knobs
+from torchweft.launch.folding import MANY, Folding, Held
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """Terminal colours that workers take in turn; red is left to errors."""
@@ -99,18 +104,22 @@ class Label:
     index: int
     width: int
 
-    def render(self, *, in_colour: bool) -> bytes:
-        """Returns the bytes to write before a line."""
-        padding = " " * (self.width - len(self.name) + 1)
+    def render(self, *, in_colour: bool, others: int = 0) -> bytes:
+        """Returns the bytes before a line, which so many other workers have written too."""
+        name = f"{self.name} and {others} others" if others else self.name
+        padding = " " * max(self.width - len(name) + 1, 1)
         if not in_colour:
-            return f"[{self.name}]{padding}".encode()
+            return f"[{name}]{padding}".encode()
         colour = COLOURS[self.index % len(COLOURS)]
         # The reset comes first as well: a worker may have left its own colour switched on.
-        return f"\x1b[0m\x1b[{colour}m[{self.name}]\x1b[0m{padding}".encode()
+        return f"\x1b[0m\x1b[{colour}m[{name}]\x1b[0m{padding}".encode()
 
 
 class Console:
     """Writes the workers' lines to two sinks; thread-safe.
+
+    Equal lines that many workers write to standard error are shown once, after a moment: call
+    ``show_held`` at the time that ``due_s`` tells, and at the end.
 
     Args:
         out: Where standard output goes.
@@ -123,11 +132,17 @@ class Console:
         self._err = err
         self._wants_colour = not environment.get("NO_COLOR")
         self._unfinished: tuple[Label, bool] | None = None
+        self._folding: Folding[Label] | None = Folding() if knobs.FOLD_LINES.get() else None
         self._lock = threading.Lock()
 
     def write_lines(self, label: Label, lines: list[bytes], *, is_error: bool) -> None:
         """Writes whole lines of one worker at once."""
         if not lines:
+            return
+        if is_error and self._folding is not None:
+            with self._lock:
+                for line in lines:
+                    self._folding.add(label, line, time.monotonic())
             return
         sink = self._err if is_error else self._out
         prefix = label.render(in_colour=self._wants_colour and sink.is_terminal())
@@ -135,12 +150,38 @@ class Console:
             start = self._leave_unfinished(label, is_error)
             sink.write(start + b"".join(prefix + line + b"\n" for line in lines))
 
+    def due_s(self) -> float | None:
+        """Returns the time, by the monotonic clock, of the next ``show_held``; None for no need."""
+        return None if self._folding is None else self._folding.due_s()
+
+    def show_held(self, now_s: float = math.inf) -> None:
+        """Writes the lines that were held up to a time; by default all."""
+        with self._lock:
+            self._show_held(now_s)
+
+    def _show_held(self, now_s: float = math.inf) -> None:
+        if self._folding is None:
+            return
+        found = list(self._folding.take(now_s))
+        if found:
+            start = self._leave_unfinished(found[0].labels[0], is_error=True)
+            self._err.write(start + b"".join(map(self._rendered, found)))
+
+    def _rendered(self, held: Held[Label]) -> bytes:
+        in_colour = self._wants_colour and self._err.is_terminal()
+        first, *others = held.labels
+        if len(held.labels) >= MANY:
+            return first.render(in_colour=in_colour, others=len(others)) + held.line + b"\n"
+        marks = (label.render(in_colour=in_colour) for label in held.labels)
+        return b"".join(mark + held.line + b"\n" for mark in marks)
+
     def show_partial(self, label: Label, partial: bytes, *, is_error: bool) -> None:
         """Shows an unfinished line if the sink is a terminal."""
         sink = self._err if is_error else self._out
         if not partial or not sink.is_terminal():
             return
         with self._lock:
+            self._show_held()
             start = self._leave_unfinished(label, is_error)
             sink.write(start + label.render(in_colour=self._wants_colour) + partial)
             self._unfinished = (label, is_error)
@@ -148,6 +189,7 @@ class Console:
     def announce(self, text: str) -> None:
         """Writes a message of the launcher itself to standard error."""
         with self._lock:
+            self._show_held()
             start = b"\n" if self._unfinished is not None else b""
             self._unfinished = None
             self._err.write(start + text.encode(errors="replace") + b"\n")

@@ -335,6 +335,9 @@ _STYLES: dict[type[logging.PercentStyle], str] = {
 
 def logging_here() -> Configuration:
     """Returns this process's logging configuration, for ``configure``."""
+    from torchweft.runtime import log_records
+
+    log_records.install()
     loggers = logging.root.manager.loggerDict
     named = {name: each for name, each in loggers.items() if isinstance(each, logging.Logger)}
     own = {name: each.level for name, each in named.items() if not _is_of_torch(name)}
@@ -347,6 +350,9 @@ def logging_here() -> Configuration:
 
 def configure(configuration: Configuration) -> None:
     """Applies a configuration from ``logging_here`` to this process, a worker."""
+    from torchweft.runtime import log_records
+
+    log_records.install()
     logging.disable(configuration["disabled"])
     for name, level in configuration["levels"].items():
         logging.getLogger(name or None).setLevel(level)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import selectors
@@ -145,6 +146,7 @@ class Supervisor:
         for event, _ in self._selector.select(self._wait_s(timeout_s)):
             event.data()
         self._show_partials()
+        self._console.show_held(time.monotonic())
 
     def stop(self, ladder: Ladder) -> None:
         """Signals all workers, one rung of the ladder after the other, until they have ended."""
@@ -177,6 +179,8 @@ class Supervisor:
         for worker in self._workers.values():
             for stream in list(worker.streams):
                 self._end_stream(worker, stream)
+        with contextlib.suppress(BrokenPipeError):
+            self._console.show_held()
         self._selector.close()
 
     def _add(self, spec: WorkerSpec, label: Label) -> None:
@@ -244,7 +248,8 @@ class Supervisor:
 
     def _wait_s(self, timeout_s: float | None) -> float | None:
         now_s = time.monotonic()
-        deadlines = [stream.show_at_s for stream in self._streams()] + [self._drain_until_s]
+        deadlines = [stream.show_at_s for stream in self._streams()]
+        deadlines += [self._drain_until_s, self._console.due_s()]
         waits = [max(0.0, deadline - now_s) for deadline in deadlines if deadline is not None]
         return min(waits + ([] if timeout_s is None else [timeout_s]), default=None)
 

@@ -13,8 +13,10 @@ from torch.distributed.distributed_c10d import Store
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
+from torchweft.agent.served_calls import current_call
 from torchweft.autograd.engine import ENGINE
 from torchweft.rpc import serving, stack_report
+from torchweft.rpc.activity import key_of
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.counting import Counting
 from torchweft.rpc.dumps import Dumps, answer_signal
@@ -27,6 +29,7 @@ from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.tracing.recorder import RECORDER, Recorder
 from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.runtime import log_records
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
@@ -116,6 +119,7 @@ class Node:
         # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         answer_signal()
+        log_records.set_origin(self._origin)
         self.agent.answer_observers(self._observers.answer)
         self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
@@ -179,6 +183,7 @@ class Node:
         self.worker.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)
+        log_records.set_origin(None)
         self.gatherings.close()
         self.worker.unseen.close()
         self.spin_limit.close()
@@ -186,6 +191,12 @@ class Node:
         self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)
         self.agent.close(max(end_s - time.monotonic(), 0.0))
+
+    def _origin(self) -> log_records.Origin:
+        """Returns the origin of a log record."""
+        call = current_call.get()
+        told = "" if call is None else key_of(self.worker, call)
+        return log_records.Origin(self.agent.info.name, told)
 
     def _end_unasked(self) -> None:
         """Leaves when the interpreter ends, if the program has not done so before."""

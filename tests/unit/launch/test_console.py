@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchweft import knobs
 from torchweft.launch import console
 from torchweft.launch.console import (
     CLEAR_LINE,
@@ -43,6 +44,7 @@ def test_names_stand_in_one_column_before_every_line() -> None:
     made, sink = make_console(is_terminal=False)
     made.write_lines(FIRST, [b"one", b""], is_error=False)
     made.write_lines(SECOND, [b"two"], is_error=True)
+    made.show_held()
     assert sink.text == b"[ps]      one\n[ps]      \n[trainer] two\n"
 
 
@@ -51,6 +53,7 @@ def test_standard_error_goes_to_standard_error() -> None:
     made = Console(out, err, {})
     made.write_lines(FIRST, [b"result"], is_error=False)
     made.write_lines(FIRST, [b"warning"], is_error=True)
+    made.show_held()
     assert (out.text, err.text) == (b"[ps]      result\n", b"[ps]      warning\n")
 
 
@@ -87,6 +90,29 @@ def test_a_file_gets_whole_lines_only() -> None:
     made, sink = make_console(is_terminal=False)
     made.show_partial(FIRST, b"50%", is_error=False)
     assert sink.text == b""
+
+
+def test_equal_lines_of_many_workers_are_one_line_of_standard_error() -> None:
+    made, sink = make_console(is_terminal=False)
+    for rank in range(4):
+        made.write_lines(Label(f"worker{rank}", rank, 7), [b"group is ready"], is_error=True)
+    made.write_lines(SECOND, [b"alone"], is_error=True)
+    assert sink.text == b""
+    due_s = made.due_s()
+    assert due_s is not None
+    made.show_held(due_s - 1e-6)
+    assert sink.text == b""
+    made.announce("the end")
+    assert sink.text == (b"[worker0 and 3 others] group is ready\n[trainer] alone\nthe end\n")
+    assert made.due_s() is None
+
+
+def test_folding_can_be_switched_off() -> None:
+    with knobs.FOLD_LINES.override(0):
+        made, sink = make_console(is_terminal=False)
+    made.write_lines(FIRST, [b"at once"], is_error=True)
+    assert sink.text == b"[ps]      at once\n"
+    assert made.due_s() is None
 
 
 def test_a_replaced_standard_output_is_written_to(capsys: pytest.CaptureFixture[str]) -> None:
