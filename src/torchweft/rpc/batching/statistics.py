@@ -89,9 +89,9 @@ def _percentile(counts: dict[Number, int], percent: float) -> Number:
     return value
 
 
-def _bound_s(wait_s: float) -> float:
-    mantissa, exponent = math.frexp(wait_s)
-    return math.ldexp(math.ceil(8 * mantissa), exponent - 3)
+def _bound_s(key: int) -> float:
+    """Returns the time at which a wait is counted: its binary exponent, and eighths of it."""
+    return math.ldexp(key & 15, (key >> 4) - 3)
 
 
 class Counts:
@@ -99,7 +99,7 @@ class Counts:
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
-        self.waits: dict[float, int] = {}
+        self._waits: dict[int, int] = {}
         self.wait_s = self.longest_wait_s = self.run_s = 0.0
         self.failed = self.refused = self.left = 0
 
@@ -108,9 +108,11 @@ class Counts:
         size = len(waits_s)
         self.sizes[size] = self.sizes.get(size, 0) + 1
         self.wait_s += sum(waits_s)
-        for wait_s in waits_s:
-            bound_s = _bound_s(wait_s)
-            self.waits[bound_s] = self.waits.get(bound_s, 0) + 1
+        waits = self._waits
+        for wait_s in waits_s:  # Hot path.
+            mantissa, exponent = math.frexp(wait_s)
+            key = (exponent << 4) + math.ceil(8 * mantissa)
+            waits[key] = waits.get(key, 0) + 1
         self.longest_wait_s = max(self.longest_wait_s, waits_s[0])
 
     def add_run(self, run_s: float, failed: int) -> None:
@@ -121,12 +123,15 @@ class Counts:
     def snapshot(self, waiting: int) -> BatchStatistics:
         """Returns the statistics so far."""
         sizes = dict(self.sizes)
+        waits: dict[float, int] = {}
+        for key, count in self._waits.items():  # Of a bound there may be two keys.
+            waits[_bound_s(key)] = waits.get(_bound_s(key), 0) + count
         return BatchStatistics(
             batches=sum(sizes.values()),
             sizes=sizes,
             wait_s=self.wait_s,
             longest_wait_s=self.longest_wait_s,
-            waits=dict(self.waits),
+            waits=waits,
             run_s=self.run_s,
             waiting=waiting,
             failed=self.failed,
