@@ -20,6 +20,7 @@ class Options:
         observers: How many there are.
         environments: Of each observer.
         steps: Environment steps, after which the training ends.
+        until_solved: Whether the training ends as soon as the mean return is reached.
         unroll: Steps of each environment in a trajectory.
         stream: Whether observers go on while the learner learns.
         seed: Seed of the weights, the environments and the actions.
@@ -31,6 +32,7 @@ class Options:
     observers: int
     environments: int
     steps: int
+    until_solved: bool
     unroll: int
     stream: bool
     seed: int
@@ -62,6 +64,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     add_number("--observers", 1, 2, "observers")
     add_number("--environments", 1, 4, "environments of each observer")
     add_number("--steps", 1, 60_000, "environment steps of all together")
+    add("--until-solved", action="store_true", help="end as soon as the mean return is 195")
     add_number("--unroll", 1, 32, "steps of each environment in a trajectory")
     add("--stream", action="store_true", help="observers go on while the learner learns")
     add_number("--seed", 0, 0, "where random numbers start")

@@ -138,6 +138,8 @@ def train(observers: Observers, learner: Learner, options: Options, history: His
             history.seconds = time.monotonic() - began_s
             returns = {name: round(mean) for name, mean in history.by_observer().items()}
             shown.step(history.steps - before, **returns)
+            if options.until_solved and history.solved_after:
+                break
 
 
 def make_figures(

@@ -30,6 +30,7 @@ from torchweft.launch import Cluster
 from torchweft.rl import (
     Agent,
     Environments,
+    LocalPolicy,
     NoObservers,
     Observers,
     ProgramMismatch,
@@ -38,6 +39,7 @@ from torchweft.rl import (
     Trajectory,
     WrongActions,
     WrongObservations,
+    categorical,
 )
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
@@ -249,6 +251,54 @@ def test_an_agent_of_another_worker(group: Cluster) -> None:
         assert len(observers.round()) == 2
         assert agent.rpc_sync().get_version() == 0
         assert observers.staleness == {0: 2}
+
+
+def test_states_of_environments_that_are_gone_are_dropped(group: Cluster) -> None:
+    def kept(agent: Any) -> list[str]:
+        agent = agent.rpc_sync() if isinstance(agent, rpc.RRef) else agent
+        return sorted(agent.state_dict()["states"])
+
+    for where, agent in (
+        ("process", Agent(walk_policy())),
+        (WORKERS, Agent(walk_policy())),
+        (WORKERS, rpc.remote("worker0", functions.make_agent)),
+    ):
+        with Observers(
+            where, Environments(make_walk, 2, seed=5), agent, count=2, steps=2, time_limit_s=LIMIT_S
+        ) as observers:
+            observers.round()
+            assert kept(agent) == ["5", "6", "7", "8"]
+        wait_until(lambda agent=agent: not kept(agent), lambda: "they are kept")  # type: ignore[misc]
+
+
+def test_a_vector_of_gymnasium_itself(group: Cluster) -> None:
+    pytest.importorskip("gymnasium")
+
+    class Balance(LocalPolicy):
+        def decide(
+            self, observations: torch.Tensor, draws: torch.Tensor, states: torch.Tensor
+        ) -> tuple[torch.Tensor, dict[str, torch.Tensor], torch.Tensor]:
+            actions, logs = categorical(self.network(observations), draws)
+            return actions, {"logs": logs}, states
+
+    def collected(where: Any) -> list[Trajectory]:
+        torch.manual_seed(0)
+        agent = Agent(Balance(nn.Linear(4, 2), (4,), rows=16))
+        environments = Environments("CartPole-v1", 8, seed=3, halves=2, vectorized=True)
+        with Observers(
+            where, environments, agent, count=2, steps=60, time_limit_s=LIMIT_S
+        ) as observers:
+            return [each for _ in range(2) for each in observers.round()]
+
+    found = collected(WORKERS)
+    assert equal(rows_of(found), rows_of(collected("process")))
+    for each in found:
+        assert each.observations.shape == (60, 8, 4)
+        assert each.ends.any()
+        assert torch.equal(each.valid[1:], ~each.ends[:-1])
+        assert each.steps == 60 * 8 - int((~each.valid).sum())
+        assert (each.rewards[each.valid] == 1).all()
+        assert all(episode.reward == episode.steps for episode in each.episodes)
 
 
 def test_observations_that_cannot_be_stacked_fail_alone(group: Cluster) -> None:

@@ -63,6 +63,7 @@ def test_the_others_go_on_when_an_observer_is_killed(three: Cluster) -> None:
         assert names == ["worker0", "worker2"]
         assert steps_of(after) == everything * 2 // 3
         assert "worker1" in str(observers.left_out["worker1"])
+        assert agent.policy.state_dict()["states"].keys() == {"0", "1", "4", "5"}
         # Batches wait for two calls now.
         before = agent.policy.forwards
         observers.round()

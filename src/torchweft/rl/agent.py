@@ -92,6 +92,11 @@ class Agent:
                 self._awaited = self._observers
             functions.expect_calls(self.act, self._awaited)
 
+    @expose
+    def forget(self, environments: Tensor) -> None:
+        """Drops the recurrent states of environments that are gone, by number, int64 ``(n,)``."""
+        self.policy.forget(environments)
+
     def statistics(self) -> functions.BatchStatistics:
         """Returns what the batches have been so far."""
         return functions.batch_statistics(self.act)

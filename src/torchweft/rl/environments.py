@@ -57,10 +57,15 @@ class Environments:
                 "halves=1 or, with an even number of environments, halves=2"
             )
 
+    def numbers(self, place: int) -> Array:
+        """Returns the numbers of the environments of an observer, int64 ``(count,)``."""
+        first = self.seed + place * self.count
+        return np.arange(first, first + self.count)
+
     def group(self, place: int, half: int) -> Group:
         """Makes one half of the environments of an observer."""
         size = self.count // self.halves
-        first = self.seed + place * self.count + half * size
+        first = int(self.numbers(place)[half * size])
         if self.vectorized:
             return _Native(self._made(size), first, size)
         return _List([self._made() for _ in range(size)], first)

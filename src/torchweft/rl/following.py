@@ -125,6 +125,12 @@ class FollowingPolicy:
             self._policy.version = self._subscriber.version
         return self._policy, self._subscriber
 
+    def forget(self, environments: Tensor) -> None:
+        """Drops the recurrent states of environments that are gone, by number, int64 ``(n,)``."""
+        with self._lock:
+            if self._policy is not None:
+                self._policy.forget(environments)
+
     def close(self) -> None:
         """Stops following in this process; the next ``act`` follows again."""
         with self._lock:

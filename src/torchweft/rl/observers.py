@@ -21,7 +21,10 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from torchweft.errors import ConfigurationError, WorkerLost
+import numpy as np
+import torch
+
+from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
@@ -32,6 +35,7 @@ from torchweft.rl.policies import Policy
 from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Trajectory
 from torchweft.rpc import RRef
+from torchweft.rpc.futures import ignore_errors
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 
@@ -284,6 +288,7 @@ class Observers:
         for place in places:
             if isinstance(place, InThread):
                 place.join(self._time_limit_s)
+        self._forget(self._seats, waits=False)
 
     def __enter__(self) -> Self:
         return self
@@ -470,6 +475,27 @@ class Observers:
     def _lose(self, seat: _Seat, cause: BaseException) -> None:
         seat.state, seat.cause = LOST, cause
         self._expect_active()
+        self._forget([seat])
+
+    def _forget(self, seats: Sequence[_Seat], waits: bool = True) -> None:
+        """Drops the recurrent states of environments that are gone, where they are kept."""
+        numbers = np.concatenate([self._environments.numbers(seat.number) for seat in seats])
+        agent: Any = self._agent
+        if not isinstance(agent, RRef):
+            if hasattr(agent, "forget"):
+                agent.forget(torch.from_numpy(numbers))
+            return
+        if self._agent_lost is not None:
+            return
+        try:
+            told = agent.rpc_async(self._time_limit_s).forget(torch.from_numpy(numbers))
+            ignore_errors(told)
+            if waits:  # An observer that is made anew has the same numbers.
+                told.wait()
+        except WorkerLost as error:
+            self._note_agent_lost(error)
+        except NotInitialized:
+            pass  # This worker has left its group.
 
     def _close(self, seats: Sequence[_Seat]) -> None:
         for seat in seats:

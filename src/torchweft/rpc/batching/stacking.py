@@ -7,7 +7,7 @@ tensor. Calls of one kind can be stacked. See ``docs/protocols/batching.md`` for
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class Parts(NamedTuple):
 
 
 def take_apart(value: Any) -> Parts:
-    """Takes nested tuples, lists and dicts apart."""
+    """Takes nested tuples, lists and dicts apart; the leaves of a dict are in order of its keys."""
     if type(value) is tuple:
         # The arguments of most calls: a few tensors, or one.
         for each in value:
@@ -56,10 +56,34 @@ def _structure(value: Any, leaves: list[Any]) -> Hashable:
     if isinstance(value, (tuple, list)):
         return type(value), tuple([_structure(each, leaves) for each in value])
     if isinstance(value, dict):
-        keys = tuple(value)
-        return type(value), keys, tuple([_structure(value[key], leaves) for key in keys])
+        keys = Keys(value)
+        return type(value), keys, tuple([_structure(value[key], leaves) for key in keys.ordered])
     leaves.append(value)
     return _OTHER
+
+
+class Keys:
+    """The keys of a dict; equal for dicts with the same keys, in whatever order they have them."""
+
+    __slots__ = ("given", "ordered")
+
+    def __init__(self, keys: Iterable[Any]) -> None:
+        self.given = tuple(keys)
+        try:
+            self.ordered = tuple(sorted(self.given))
+        except TypeError:
+            self.ordered = tuple(sorted(self.given, key=lambda key: (str(type(key)), repr(key))))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Keys) and self.ordered == other.ordered
+
+    def __hash__(self) -> int:
+        return hash(self.ordered)
+
+    def joined(self, kind: Callable[[Any], Any], values: Iterable[Any]) -> Any:
+        """Returns a dict of values that are in order, with its keys as they were given."""
+        pairs = dict(zip(self.ordered, values, strict=True))
+        return kind((key, pairs[key]) for key in self.given)
 
 
 def put_together(structure: Any, leaves: Sequence[Any]) -> Any:
@@ -75,7 +99,7 @@ def _put_together(structure: Any, leaves: Any) -> Any:
     kind = structure[0]
     values = [_put_together(each, leaves) for each in structure[-1]]
     if len(structure) == 3:
-        return kind(zip(structure[1], values, strict=True))
+        return structure[1].joined(kind, values)
     if hasattr(kind, "_make"):  # a named tuple
         return kind._make(values)
     return kind(values)

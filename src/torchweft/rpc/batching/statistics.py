@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torchweft.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,8 @@ class BatchStatistics:
         sizes: How many of them had each size.
         wait_s: Seconds that calls waited for their batch to be closed, all together.
         longest_wait_s: The longest of these times.
+        waits: How many calls waited, by the time: each is counted at a bound in seconds which is
+            above its time by less than a quarter.
         run_s: Seconds that the batches ran, all together.
         waiting: How many calls wait now.
         failed: Calls that ended with an error.
@@ -26,6 +32,7 @@ class BatchStatistics:
     sizes: dict[int, int] = field(default_factory=dict)
     wait_s: float = 0.0
     longest_wait_s: float = 0.0
+    waits: dict[float, int] = field(default_factory=dict)
     run_s: float = 0.0
     waiting: int = 0
     failed: int = 0
@@ -47,12 +54,52 @@ class BatchStatistics:
         """How long a call waited on average, in seconds; 0 before the first."""
         return self.wait_s / self.calls if self.batches else 0.0
 
+    def size_percentile(self, percent: float) -> int:
+        """Returns the size that so many percent of the batches do not exceed; 0 before the first.
+
+        Raises:
+            ConfigurationError: ``percent`` is not between 0 and 100.
+        """
+        return _percentile(self.sizes, percent) if self.sizes else 0
+
+    def wait_percentile_s(self, percent: float) -> float:
+        """Returns the time that so many percent of the calls waited at most, in seconds.
+
+        It is too long by a quarter at most; 0 before the first batch.
+
+        Raises:
+            ConfigurationError: ``percent`` is not between 0 and 100.
+        """
+        found = _percentile(self.waits, percent) if self.waits else 0.0
+        return min(found, self.longest_wait_s)
+
+
+Number = TypeVar("Number", int, float)
+
+
+def _percentile(counts: dict[Number, int], percent: float) -> Number:
+    if not 0 <= percent <= 100:
+        raise ConfigurationError(f"{percent} percent: pass a number from 0 to 100")
+    needed = percent / 100 * sum(counts.values())
+    reached = 0
+    for value in sorted(counts):
+        reached += counts[value]
+        if reached >= needed:
+            break
+    return value
+
+
+def _bound_s(key: int) -> float:
+    """Returns the time at which a wait is counted: its binary exponent, and eighths of it."""
+    return math.ldexp(key & 15, (key >> 4) - 3)
+
 
 class Counts:
     """The statistics of a queue, while they grow; the queue keeps its threads apart."""
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
+        self._waits: dict[int, int] = {}
         self.wait_s = self.longest_wait_s = self.run_s = 0.0
         self.failed = self.refused = self.left = 0
 
@@ -61,6 +108,11 @@ class Counts:
         size = len(waits_s)
         self.sizes[size] = self.sizes.get(size, 0) + 1
         self.wait_s += sum(waits_s)
+        waits = self._waits
+        for wait_s in waits_s:  # Hot path.
+            mantissa, exponent = math.frexp(wait_s)
+            key = (exponent << 4) + math.ceil(8 * mantissa)
+            waits[key] = waits.get(key, 0) + 1
         self.longest_wait_s = max(self.longest_wait_s, waits_s[0])
 
     def add_run(self, run_s: float, failed: int) -> None:
@@ -71,11 +123,15 @@ class Counts:
     def snapshot(self, waiting: int) -> BatchStatistics:
         """Returns the statistics so far."""
         sizes = dict(self.sizes)
+        waits: dict[float, int] = {}
+        for key, count in self._waits.items():  # Of a bound there may be two keys.
+            waits[_bound_s(key)] = waits.get(_bound_s(key), 0) + count
         return BatchStatistics(
             batches=sum(sizes.values()),
             sizes=sizes,
             wait_s=self.wait_s,
             longest_wait_s=self.longest_wait_s,
+            waits=waits,
             run_s=self.run_s,
             waiting=waiting,
             failed=self.failed,

@@ -45,6 +45,24 @@ def test_a_value_is_taken_apart_and_put_together(value: Any) -> None:
     assert all(one is other for one, other in pairs)
 
 
+@pytest.mark.parametrize("keys", [("a", "b", "c"), (3, "b", None)], ids=["alike", "mixed"])
+def test_the_order_of_the_keys_of_a_dict_does_not_count(keys: tuple[Any, ...]) -> None:
+    values = {key: torch.full((2,), float(place)) for place, key in enumerate(keys)}
+    one, other = {"x": values}, {"x": dict(reversed(values.items()))}
+    parts = [take_apart(each) for each in (one, other)]
+    assert parts[0].structure == parts[1].structure
+    assert hash(parts[0].structure) == hash(parts[1].structure)
+    assert kind_of(parts[0], False) == kind_of(parts[1], False)
+    assert are_alike(parts)
+    columns = list(zip(*[each.leaves for each in parts], strict=True))
+    joined = put_together(parts[1].structure, stack(columns, None))
+    assert list(joined["x"]) == list(reversed(keys))
+    for place, key in enumerate(keys):
+        assert joined["x"][key].tolist() == [[place] * 2] * 2
+    fewer = take_apart({"x": {key: values[key] for key in keys[1:]}})
+    assert fewer.structure != parts[0].structure
+
+
 def test_tensors_are_stacked_and_other_values_listed() -> None:
     tensors, numbers = stack([(torch.ones(2), torch.zeros(2)), (3, "x")], None)
     assert tensors.tolist() == [[1.0, 1.0], [0.0, 0.0]]
