@@ -25,7 +25,7 @@ def _rows() -> Iterator[Row]:
         yield Row(
             name,
             title,
-            operations=(5 if count == 1 else 2) * EPISODE * count,
+            operations=(4 if count == 1 else 2) * EPISODE * count,
             ours=COMPAT.name,
             targets=() if target is None else (target,),
             is_short=target is not None,

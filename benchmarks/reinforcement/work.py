@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.frame.api import Api, worker_name
+from benchmarks.frame.api import Api, current, worker_name
 from benchmarks.frame.work import Work
 from benchmarks.reinforcement.native import NATIVE, OBSERVERS, STEPS, observers_of
-from torchweft import compat
-from torchweft.rpc import functions
 
 # The user's program: the same file on each side, which imports torch.distributed.rpc.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reinforcement_learning"))
@@ -23,16 +21,18 @@ import tutorial
 
 MANY = 16
 
-IS_WEFT = compat.is_installed()
+IS_WEFT = current().rpc.__name__.startswith("torchweft.")
 
 if IS_WEFT:
+    from torchweft.rpc import functions
 
-    class OwnAgent(tutorial.Agent):
+    class OwnAgent(tutorial.Agent):  # type: ignore[misc]
         """Batches calls by Weft's decorator, in place of the tutorial's pattern."""
 
         @functions.batched(largest=OBSERVERS, smallest=OBSERVERS, longest_wait=0.01)
         def choose(self, observers: list[int], states: Tensor) -> Tensor:
             """Decides for all observers that ask at this time."""
+            actions: Tensor
             actions, all_logs = self.decide(states)
             for observer, logs in zip(observers, all_logs.unbind(), strict=True):
                 self.logs[observer].append(logs)
