@@ -77,6 +77,14 @@ def test_increments_are_restored(guide: Path) -> None:
     assert run(guide / "increments.py") == ["done: 30", "same rows: True"]
 
 
+def test_the_number_of_servers_is_tuned(guide: Path) -> None:
+    lines = run(guide / "tuned.py")
+    assert lines[0].split() == ["servers", "measured", "predicted"]
+    assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]
+    assert sum(line.endswith("chosen") for line in lines[1:4]) == 1
+    assert lines[4].startswith("t(P) = ")
+
+
 def test_the_number_of_servers_is_the_one_that_the_comment_says() -> None:
     (block,) = [block for block in blocks_of(PAGE) if "__main__" not in block]
     printed = io.StringIO()

@@ -38,6 +38,7 @@ from torchweft.embedding.rules import SGD, Adagrad, RowWiseAdagrad, Rule, Sparse
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.tables import Tables
 from torchweft.embedding.touched import touched_shares
+from torchweft.embedding.tuning import Tuning, tune_partitions
 from torchweft.embedding.wire import Wire
 
 CALLABLES = (
@@ -83,9 +84,11 @@ __all__ = [
     "TablesMismatch",
     "TablesOptimizer",
     "Traffic",
+    "Tuning",
     "Uniform",
     "Wire",
     "fit_step_cost",
     "plan_tables",
     "touched_shares",
+    "tune_partitions",
 ]

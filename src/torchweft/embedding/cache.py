@@ -23,8 +23,8 @@ from torchweft.errors import ConfigurationError
 Policy = Literal["frequency", "recent"]
 _POLICIES: Final = ("frequency", "recent")
 _NEVER: Final = -(1 << 62)
-_DROPPED: Final = 64
-"""A full cache drops one row of so many."""
+_SOUGHT: Final = 64
+"""A full cache seeks one row of so many at once, to drop them when there is no room."""
 
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -89,6 +89,8 @@ class RowCache:
         self._used = np.empty(0, np.int64)
         self._holders = np.empty(0, np.int32)
         self._free = np.empty(0, np.int64)
+        self._victims = np.empty(0, np.int64)  # slots that the policy drops next, first ones first
+        self._sought = 0  # the number of lookups when they were sought
 
     def __len__(self) -> int:
         return len(self._key_of) - len(self._free)
@@ -203,17 +205,33 @@ class RowCache:
         idle = slots[self._holders[slots] == 0]
         self._held -= len(idle)
         self._drop(idle[self._born[idle] == _NEVER])
-        if len(self) - self._held > self._size:
-            self._drop(self._surplus())
+        surplus = len(self) - self._held - self._size
+        if surplus > 0:
+            self._drop(self._surplus(surplus))
 
-    def _surplus(self) -> Ints:
-        """Returns the slots of the rows that the policy drops."""
+    def _surplus(self, count: int) -> Ints:
+        """Returns the slots of some rows that the policy drops, a positive number of them.
+
+        Seeking them in all rows costs too much for each lookup. So more are sought than are dropped
+        now; the others stay until there is no room, and if they are needed before, they are spared.
+        """
+        victims = self._victims
+        is_idle = (self._key_of[victims] >= 0) & (self._holders[victims] == 0)
+        victims = victims[is_idle & (self._used[victims] <= self._sought)]
+        if len(victims) < count:
+            victims = self._seek(max(count, self._size // _SOUGHT))
+        self._victims = victims[count:]
+        return victims[:count]
+
+    def _seek(self, count: int) -> Ints:
+        """Returns the slots of rows that the policy drops first, in that order."""
         slots = np.flatnonzero((self._key_of >= 0) & (self._holders == 0))
-        count = len(slots) - (self._size - self._size // _DROPPED)
         score = self._used[slots]
         if self._policy == "frequency":
             score = (self._counts[self._key_of[slots]].astype(np.int64) << 32) + score
-        return slots[np.argpartition(score, count - 1)[:count]]
+        self._sought = self._lookups
+        first = np.argpartition(score, min(count, len(slots)) - 1)[:count]
+        return slots[first[np.argsort(score[first], kind="stable")]]
 
     def _drop(self, slots: Ints) -> None:
         self._slot_of[self._key_of[slots]] = -1

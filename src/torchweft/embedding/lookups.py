@@ -253,6 +253,12 @@ class Lookups:
             pulled.is_noted = True
             self.touched.append(leaf)
 
+    def follow(self, before: Lookups) -> None:
+        """Goes on from the lookups of another layout of the same tables."""
+        self._traffic = before._traffic
+        self.touched = before.touched
+        self.is_trained = before.is_trained
+
     # Figures
 
     def note_pushed(self, pulled: Iterable[Pulled], versions: Mapping[str, int]) -> None:

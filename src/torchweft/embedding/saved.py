@@ -106,6 +106,34 @@ def _set_mark(host: Host, mark: str) -> None:
         del host.marks[next(iter(host.marks))]
 
 
+def offering(name: str) -> list[RRef[Entry]]:
+    """Returns an entry for each piece of this server, with the rows themselves, for other servers.
+
+    No trainer makes a step until they are taken.
+
+    Raises:
+        StepError: A push waits for those of other trainers.
+    """
+    host = host_of(name)
+    with host.lock:
+        if not host.steps.is_between:
+            raise StepError(
+                f"server {host.name!r} is in the middle of step {host.steps.version} of {name!r}; "
+                "all trainers re-shard between the same two steps",
+                server=host.name,
+                step=host.steps.version,
+                expected=host.steps.version,
+            )
+        entries = []
+        for held in _held_by(host):
+            entry, shard = Entry(), host.shards[held.stack]
+            is_dynamic = isinstance(shard, DynamicShard)
+            tensors = shard.copied(held.member) if is_dynamic else shard.held(held.member)
+            entry.content = {"tensors": tensors, "steps": float(_steps(host, held))}
+            entries.append(RRef(entry))
+    return entries
+
+
 def receiving(name: str, count: int) -> list[RRef[Entry]]:
     """Returns entries that take up pieces of a snapshot."""
     check_types(count=(count, int))
@@ -203,7 +231,7 @@ def taken_ids(
     return end < len(own), content["steps"], tensors
 
 
-CALLABLES = (adopt, leaving, receiving, standing, taken, taken_changed, taken_ids)
+CALLABLES = (adopt, leaving, offering, receiving, standing, taken, taken_changed, taken_ids)
 
 
 def _received(reference: RRef[Entry]) -> Entry:

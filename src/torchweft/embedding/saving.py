@@ -162,6 +162,18 @@ def restore(
     return last.snapshot
 
 
+def move(old: Collection, new: Collection) -> None:
+    """Moves all rows, with the state beside them, to the servers of another plan; bit by bit.
+
+    Each server of the new plan takes the rows that it holds from the servers of the old one.
+    """
+    entries = _call(old, saved.offering, dict.fromkeys(old.servers.values(), (old.name,)))
+    pieces = [held.piece for held in pieces_of(old.plan.layout)]
+    rows = [(piece.plain(), entries[piece.server].pop(0)) for piece in pieces]
+    given = (new.name, [rows], secrets.token_hex(8), new.timeout_s)
+    _call(new, saved.adopt, dict.fromkeys(new.servers.values(), given))
+
+
 def _read(snapshot: Snapshot, state: dict[str, Any]) -> None:
     """Restores some of the entries of a snapshot."""
     restoring.restore_snapshot(

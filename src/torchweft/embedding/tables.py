@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,6 +13,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from torchweft import rpc
 from torchweft.arguments import limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import host, occupied, saving, telling
@@ -28,7 +31,7 @@ from torchweft.embedding.pulled import Pulled, Traffic
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, WeftError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 from torchweft.rpc.telling import tell
 
@@ -110,14 +113,20 @@ class Tables(nn.Module):
                     "rows by numbers; make the tables without a cache, or dynamic tables apart"
                 )
         averages = reduction == "mean"
-        options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire)
-        self._options = options
-        self._client = Client(name, options, limit_of(timeout, _WAIT_S))
-        self._lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
-        told = functools.partial(telling.of_lookups, name, weakref.ref(self._lookups))
-        self._tells = weakref.finalize(self._lookups, tell(told))
+        self.limit_s = limit_of(timeout, _WAIT_S)
+        """The limit of each pull and step; infinite for none."""
+        self._options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire)
+        self._client = Client(name, self._options, self.limit_s)
+        self._lookups = self._looking_up()
+        self._moves = 0
         self._optimizer: TablesOptimizer | None = None
         self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
+
+    def _looking_up(self) -> Lookups:
+        lookups = Lookups(self._client, self.plan, self._wire, self._cache, self._look_up_copy)
+        told = functools.partial(telling.of_lookups, self.name, weakref.ref(lookups))
+        self._tells = weakref.finalize(lookups, tell(told))
+        return lookups
 
     # Lookups
 
@@ -230,14 +239,7 @@ class Tables(nn.Module):
                 f"tables {self.name!r} have staleness=0, so no cached row is valid after a step; "
                 "make them with a larger staleness, or without a cache"
             )
-        for stack in self.plan.layout.stacks:
-            for member in stack.members:
-                if rule.needs_whole_rows and len(member.columns) < member.config.dim:
-                    raise PlanError(
-                        f"table {member.config.name!r} is cut by column, and "
-                        f"{type(rule).__name__} needs whole rows; cut it by row, or use Adagrad",
-                        table=member.config.name,
-                    )
+        _check_rule(rule, self.plan)
         self._client.call_all(host.set_rule, rule)
         touched, form = self._lookups.touched, self._wire.pushed
         self._optimizer = TablesOptimizer(rule, touched, self._push, form)
@@ -249,6 +251,91 @@ class Tables(nn.Module):
         seen = min((each.version for each in pulled), default=0)
         versions = self._client.push(lr, seen, pushes)
         self._lookups.note_pushed(pulled, versions)
+
+    # Other places
+
+    def reshard(self, plan: Plan) -> None:
+        """Moves all rows and their state to the places of another plan, bit by bit. Blocks.
+
+        All trainers call it between the same two steps, with equal plans; then training goes on.
+        Servers count steps, versions and staleness anew, so the next snapshot is a full one. The
+        collection has another ``name`` then, which workers that only read use from then on. Close
+        streams before. If it fails, the rows are where they were.
+
+        Args:
+            plan: The same tables, at other places; the same ones are copies.
+
+        Raises:
+            PlanError: It has other tables or copies, or cuts a table by column, and the optimizer
+                needs whole rows.
+            ConfigurationError: This worker is no trainer, or has gradients that were not pushed; or
+                another trainer could not do its part.
+            TablesMismatch: Another trainer has another plan.
+            StepError: Not all trainers are between the same two steps.
+            WorkerLost: A server or a trainer is lost.
+        """
+        if self._client.trainer < 0:
+            raise ConfigurationError(f"this worker is not among the trainers {self.trainers}")
+        if self._lookups.touched:
+            raise ConfigurationError(
+                f"tables {self.name!r} have gradients that were not pushed; make the step first, "
+                "or drop them by zero_grad()"
+            )
+        if plan.configs != self.plan.configs or plan.copied != self.plan.copied:
+            raise PlanError("the plan has other tables or other copies than these tables")
+        if self._optimizer is not None:
+            _check_rule(self._optimizer.rule, plan)
+        self._agreed(None)  # No trainer is in a step.
+        self._moves += 1  # Also if it fails: servers may have rows under the name for a while.
+        options = self._options._replace(layout=plan.layout)
+        opened: list[Client] = []
+        try:
+            self._agreed(lambda: opened.append(self._opened(options)))
+            old = self._collection()
+            new = old._replace(name=opened[0].name, plan=plan, servers=opened[0].servers)
+            is_first = self._client.trainer == 0
+            self._agreed((lambda: saving.move(old, new)) if is_first else None)
+        except BaseException:
+            for client in opened:
+                with contextlib.suppress(WeftError):
+                    client.close()
+            raise
+        before, (self._client,) = self._client, opened
+        self.plan, self._options, self.name = plan, options, self._client.name
+        self._tells()
+        lookups = self._looking_up()
+        lookups.follow(self._lookups)
+        self._lookups = lookups
+        before.close()
+
+    def _opened(self, options: host.Options) -> Client:
+        """Makes the collection anew, with another layout."""
+        base, _, _ = self.name.partition("@")
+        client = Client(f"{base}@{self._moves}", options, self.limit_s)
+        if self._optimizer is not None:
+            client.call_all(host.set_rule, self._optimizer.rule)
+        return client
+
+    def _agreed(self, action: Callable[[], None] | None) -> None:
+        """Does this trainer's part of something; raises if any trainer could not. Blocks."""
+        failure: Exception | None = None
+        try:
+            if action is not None:
+                action()
+        except Exception as error:
+            failure = error
+        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        outcomes = {get_worker_info().name: told}
+        if len(self.trainers) > 1:
+            timeout_s = 0.0 if math.isinf(self.limit_s) else self.limit_s
+            outcomes = rpc.all_gather(told, self.trainers, timeout=timeout_s)
+        if failure is not None:
+            raise failure
+        for trainer, problem in outcomes.items():
+            if problem:
+                raise ConfigurationError(
+                    f"trainer {trainer!r} could not re-shard {self.name!r}: {problem}"
+                )
 
     # Rows
 
@@ -440,6 +527,17 @@ class Tables(nn.Module):
         self._tells()
         self._lookups.touched.clear()
         self._client.close()
+
+
+def _check_rule(rule: Rule, plan: Plan) -> None:
+    for stack in plan.layout.stacks:
+        for member in stack.members:
+            if rule.needs_whole_rows and len(member.columns) < member.config.dim:
+                raise PlanError(
+                    f"table {member.config.name!r} is cut by column, and "
+                    f"{type(rule).__name__} needs whole rows; cut it by row, or use Adagrad",
+                    table=member.config.name,
+                )
 
 
 def _check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:

@@ -15,7 +15,8 @@ import torch
 
 from torchweft.errors import ConfigurationError
 
-_PARAMETERS = 3
+PARAMETERS = 3
+"""The numbers of partitions that steps must be measured with, at least."""
 
 
 class StepCost(NamedTuple):
@@ -56,10 +57,10 @@ def fit_step_cost(measured: Iterable[tuple[int, float]]) -> StepCost:
     """
     pairs = list(measured)
     counts = {partitions for partitions, _ in pairs}
-    if len(counts) < _PARAMETERS or min(counts) < 1:
+    if len(counts) < PARAMETERS or min(counts) < 1:
         raise ConfigurationError(
             f"steps were measured with {sorted(counts)} partitions; the model needs at least "
-            f"{_PARAMETERS} different numbers, from 1 on"
+            f"{PARAMETERS} different numbers, from 1 on"
         )
     system = torch.tensor([[1 / p, p - 1, 1] for p, _ in pairs], dtype=torch.float64, device="cpu")
     times = torch.tensor([[seconds] for _, seconds in pairs], dtype=torch.float64, device="cpu")

@@ -1,0 +1,161 @@
+"""Finds the number of servers over which tables are cut best, by steps of the running training.
+
+It cuts the tables over some numbers of servers, times steps with each, fits the model of Parallax
+(``plan.partitions``), and cuts them over the number that the model says. The steps are ordinary
+ones, and rows move bit by bit, so nothing is lost for the training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torchweft import rpc
+from torchweft.arguments import did_you_mean
+from torchweft.embedding.errors import PlanError
+from torchweft.embedding.plan import Plan, RowWise, StepCost, TableWise, fit_step_cost
+from torchweft.embedding.plan.partitions import PARAMETERS
+from torchweft.embedding.tables import Tables
+from torchweft.errors import ConfigurationError
+
+_REASON = "tuned: t(P) of measured steps"
+
+
+class Tuning(NamedTuple):
+    """A decision about the number of servers, printed as a table.
+
+    Attributes:
+        measured: The seconds of a step, by number of servers: of the slowest trainer.
+        cost: The model that was fitted.
+        partitions: The number of servers over which the tables are cut now.
+        limit: The largest number that there is.
+    """
+
+    measured: dict[int, float]
+    cost: StepCost
+    partitions: int
+    limit: int
+
+    def __str__(self) -> str:
+        """Returns measured and predicted times, with the decision."""
+        lines = [f"{'servers':>7}  {'measured':>10}  {'predicted':>10}"]
+        for count in sorted({*self.measured, self.partitions}):
+            measured = self.measured.get(count)
+            shown = "-" if measured is None else f"{measured * 1e3:.3f} ms"
+            mark = "  chosen" if count == self.partitions else ""
+            predicted = f"{self.cost.step_s(count) * 1e3:.3f} ms"
+            lines.append(f"{count:>7}  {shown:>10}  {predicted:>10}{mark}")
+        shared, message, rest = (1e3 * each for each in self.cost)
+        lines.append(f"t(P) = {shared:.3f} / P + {message:.3f} (P - 1) + {rest:.3f} ms")
+        return "\n".join(lines)
+
+
+def tune_partitions(
+    tables: Tables,
+    make_step: Callable[[], Any],
+    servers: Sequence[str],
+    *,
+    names: Sequence[str] | None = None,
+    counts: Sequence[int] | None = None,
+    steps: int = 5,
+    warm_up: int = 2,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Tuning:
+    """Cuts tables by row over the number of servers with the shortest step. Blocks.
+
+    All trainers call it between the same two steps, with equal arguments. It makes
+    ``(warm_up + steps)`` steps with each number of servers.
+
+    Args:
+        tables: The tables.
+        make_step: Makes one step of the training.
+        servers: The workers that may hold rows, in the order in which they are used; at least 3.
+        names: The tables to cut; by default those that are cut by row now.
+        counts: The numbers of servers to try, at least 3 different ones; by default the powers of
+            two, 3 and all.
+        steps: How many steps are timed with each.
+        warm_up: How many are made before.
+        clock: Returns the seconds now.
+
+    Raises:
+        ConfigurationError: There are too few servers or numbers of them, or an argument is of no
+            use.
+        PlanError: A name is of no table on servers, or there is none to cut.
+        WorkerLost: A server or a trainer is lost.
+    """
+    tried = sorted(set(_default_counts(len(servers)) if counts is None else counts))
+    if len(tried) < PARAMETERS or tried[0] < 1 or tried[-1] > len(servers):
+        raise ConfigurationError(
+            f"steps are to be timed with {tried} of {len(servers)} servers; the model needs at "
+            f"least {PARAMETERS} different numbers, from 1 to the number of servers"
+        )
+    if steps < 1 or warm_up < 0:
+        raise ConfigurationError(f"steps={steps} and warm_up={warm_up}; time at least one step")
+    chosen = _tables_to_cut(tables.plan, names)
+    measured = {}
+    for count in tried:
+        tables.reshard(_cut(tables.plan, chosen, servers[:count]))
+        for _ in range(warm_up):
+            make_step()
+        measured[count] = _slowest(tables, _step_s(make_step, steps, clock))
+    cost = fit_step_cost(measured.items())
+    best = cost.best(len(servers))
+    if best != tried[-1]:
+        tables.reshard(_cut(tables.plan, chosen, servers[:best]))
+    return Tuning(measured, cost, best, len(servers))
+
+
+def _default_counts(servers: int) -> list[int]:
+    powers = [1 << power for power in range(servers.bit_length())]
+    return [each for each in (*powers, 3, servers) if each <= servers]
+
+
+def _tables_to_cut(plan: Plan, names: Sequence[str] | None) -> list[str]:
+    on_servers = [name for name, placed in plan.placed.items() if not placed.is_copied]
+    if names is None:
+        by_row = [name for name in on_servers if isinstance(plan.placed[name].place, RowWise)]
+        if not by_row:
+            raise PlanError("no table is cut by row; pass the names of those to cut")
+        return by_row
+    for name in names:
+        if name not in on_servers:
+            hint = did_you_mean(name, on_servers)
+            raise PlanError(f"names has {name!r}, which is no table on servers{hint}", table=name)
+    if not names:
+        raise PlanError("names is empty; pass the names of the tables to cut")
+    return list(names)
+
+
+def _cut(plan: Plan, names: Sequence[str], servers: Sequence[str]) -> Plan:
+    """Returns a plan in which some tables are cut by row over some servers."""
+    placed = dict(plan.placed)
+    for config in plan.configs:
+        if config.name in names:
+            own = servers[: config.rows]
+            place = RowWise(*own) if len(own) > 1 else TableWise(own[0])
+            placed[config.name] = placed[config.name]._replace(
+                place=place, shards=place.shards(config), reason=_REASON
+            )
+    return dataclasses.replace(plan, placed=placed)
+
+
+def _step_s(make_step: Callable[[], Any], steps: int, clock: Callable[[], float]) -> float:
+    """Returns the median of the seconds of some steps."""
+    seconds = []
+    for _ in range(steps):
+        began_s = clock()
+        make_step()
+        seconds.append(clock() - began_s)
+    return statistics.median(seconds)
+
+
+def _slowest(tables: Tables, seconds: float) -> float:
+    """Returns the largest time of all trainers, so that all decide the same; blocks."""
+    if len(tables.trainers) == 1:
+        return seconds
+    timeout_s = 0.0 if math.isinf(tables.limit_s) else tables.limit_s
+    return max(rpc.all_gather(seconds, tables.trainers, timeout=timeout_s).values())

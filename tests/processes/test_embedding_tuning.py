@@ -1,0 +1,107 @@
+"""The number of servers is tuned in the course of a training, whose result stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft
+from tests.processes.tuning_functions import (
+    BATCH,
+    MESSAGE_COST,
+    ROW_COST,
+    Training,
+    count_pulls,
+    plan_on,
+    train,
+    tuned,
+)
+from torchweft import rpc
+from torchweft.embedding import PlanError, RowWise, TableConfig, Tables, TableWise, plan_tables
+from torchweft.errors import BrokenChain, ConfigurationError
+from torchweft.launch import Nursery
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
+TRAINERS = ["worker0", "worker1"]
+SERVERS = ["worker1", "worker2", "worker3", "worker0"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(nursery: Nursery) -> Iterator[None]:
+    with torchweft.cluster(workers=4, nursery=nursery):
+        yield
+
+
+def on_trainers(function: Any, *args: Any) -> list[Any]:
+    calls = [
+        rpc.rpc_async(name, function, (me, TRAINERS, SERVERS, *args))
+        for me, name in enumerate(TRAINERS)
+    ]
+    return [call.wait() for call in calls]
+
+
+def test_the_number_with_the_cheapest_step_is_found_and_rows_are_those_of_a_run_without() -> None:
+    for server in SERVERS:
+        rpc.rpc_sync(server, count_pulls)
+    steps = 1 + 4 * 3 + 2
+    expected = on_trainers(train, steps)[0][0]
+    (content, found), (other_content, other_found) = on_trainers(tuned, steps)
+    tuning, places = found
+    # The counted costs of the model itself: 50, 40, 44, 50.
+    assert tuning.measured == {
+        count: MESSAGE_COST * max(count, 1) + ROW_COST * -(-BATCH // count)
+        for count in (1, 2, 3, 4)
+    }
+    assert tuning.partitions == 2
+    assert places == [str(RowWise(*SERVERS[:2]))] * 2 + [str(TableWise(SERVERS[0]))]
+    assert other_found == found
+    assert "2  40000.000 ms" in str(tuning)
+    for name, values in expected.items():
+        assert torch.equal(content[name], values), name
+        assert torch.equal(other_content[name], values), name
+
+
+def test_rows_stay_where_they_are_if_a_trainer_cannot_move_them() -> None:
+    me = rpc.get_worker_info().name
+    training = Training(plan_on(SERVERS[:3], SERVERS[0]), [me], 0, "staying")
+    training.step()
+    tables, before = training.tables, training.content()
+    other = plan_tables([TableConfig("words", 9, 4)], SERVERS)
+    with pytest.raises(PlanError, match="other tables or other copies"):
+        tables.reshard(other)
+    tables({"days": torch.tensor([1])})["days"].sum().backward()
+    with pytest.raises(ConfigurationError, match="gradients that were not pushed"):
+        tables.reshard(plan_on(SERVERS[:2], SERVERS[0]))
+    training.optimizer.zero_grad()
+    # Another collection has the name on one of the servers.
+    blocking = Tables(plan_tables([TableConfig("words", 9, 4)], SERVERS[1:2]), name="staying@1")
+    with pytest.raises(ConfigurationError, match="differ"):
+        tables.reshard(plan_on(SERVERS[:2], SERVERS[0]))
+    blocking.close()
+    for name, values in training.content().items():
+        assert torch.equal(values, before[name])
+    training.step()
+    moved = training.content()
+    tables.reshard(plan_on(SERVERS[:2], SERVERS[3]))
+    assert tables.name == "staying@2"
+    for name, values in training.content().items():
+        assert torch.equal(values, moved[name])
+    training.step()
+    assert tables.traffic()["days"].ids == 3 * BATCH + 1
+    tables.close()
+
+
+def test_a_full_snapshot_is_due_after_rows_have_moved(tmp_path: Any) -> None:
+    me = rpc.get_worker_info().name
+    training = Training(plan_on(SERVERS[:3], SERVERS[0]), [me], 0, "saving")
+    first = training.tables.save(tmp_path, step=0)
+    training.tables.reshard(plan_on(SERVERS[:2], SERVERS[0]))
+    with pytest.raises(BrokenChain, match="do not come from it"):
+        training.tables.save(tmp_path, step=1, since=first)
+    second = training.tables.save(tmp_path, step=1)
+    training.step()
+    assert training.tables.save(tmp_path, step=2, since=second).step == 2
+    training.tables.close()
