@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+BATCHES = 8
+CHECKED_STEPS = 5
+LR = 0.05
 
 
 class Shape(NamedTuple):
@@ -19,6 +25,9 @@ class Shape(NamedTuple):
         dim: Columns of a table.
         bags: Bags of a batch, in each table.
         length: Ids of a bag.
+        pooling: ``sum``, or ``none`` for a row of output for each id.
+        rule: The optimizer.
+        operations: Operations of a round.
     """
 
     name: str
@@ -28,6 +37,9 @@ class Shape(NamedTuple):
     dim: int
     bags: int
     length: int
+    pooling: Literal["sum", "none"] = "sum"
+    rule: Literal["sgd", "adagrad"] = "sgd"
+    operations: int = 30
 
     @property
     def ids(self) -> int:
@@ -35,9 +47,18 @@ class Shape(NamedTuple):
         return self.tables * self.bags * self.length
 
 
+# The numbers of bags can be divided by 2, 3 and 5, the numbers of torchrec's ranks.
 SHAPES = (
-    Shape("bags", "8 tables, bags of 10", 8, 100_000, 64, 512, 10),
-    Shape("single", "26 tables, single ids", 26, 50_000, 32, 1024, 1),
+    Shape("bags", "8 tables, 960 bags of 10", 8, 100_000, 64, 960, 10),
+    Shape("single", "26 tables, 960 single ids", 26, 50_000, 32, 960, 1),
+    Shape("rows", "8 tables, 480 x 10 ids, no pooling", 8, 100_000, 64, 480, 10, "none"),
+    Shape(
+        "large",
+        "8 tables, 3,840 bags of 20, Adagrad",
+        *(8, 100_000, 64, 3840, 20),
+        rule="adagrad",
+        operations=10,
+    ),
 )
 
 
@@ -58,3 +79,10 @@ def initial_values(shape: Shape, table: int) -> Tensor:
 
     numbers = torch.arange(shape.rows * shape.dim, dtype=torch.float32).view(-1, shape.dim)
     return torch.sin(numbers * 0.37 + table) * 0.1
+
+
+def loss_of(outputs: Sequence[Tensor]) -> Tensor:
+    """Returns a loss that costs little beside the lookups."""
+    import torch
+
+    return torch.stack([output.square().mean() for output in outputs]).sum()

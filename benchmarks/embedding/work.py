@@ -10,13 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.embedding.shapes import SHAPES, Shape, draw, initial_values
+from benchmarks.embedding.shapes import (
+    BATCHES,
+    CHECKED_STEPS,
+    LR,
+    SHAPES,
+    Shape,
+    draw,
+    initial_values,
+    loss_of,
+)
 from benchmarks.frame.api import Api, current
 from benchmarks.frame.work import Numbers, Work
-
-CHECKED_STEPS = 5
-BATCHES = 8
-LR = 0.05
 
 
 def works(api: Api) -> dict[str, Work | Numbers]:
@@ -42,23 +47,27 @@ def _run(made: Callable[[], Any], name: str) -> Callable[[], object]:
     return lambda: getattr(made(), name)()
 
 
-def loss_of(outputs: list[Tensor]) -> Tensor:
-    """Returns a loss that costs little beside the lookups."""
-    return torch.stack([output.square().mean() for output in outputs]).sum()
-
-
 class OnWeft:
-    """Tables of ``torchweft.embedding``, cut by row over the servers."""
+    """Tables of ``torchweft.embedding``, each whole on the server that the plan gives it."""
 
     def __init__(self, shape: Shape, servers: tuple[str, ...]) -> None:
-        from torchweft.embedding import SGD, Constant, TableConfig, Tables, plan_tables
+        from torchweft.embedding import (
+            SGD,
+            Adagrad,
+            Constant,
+            TableConfig,
+            Tables,
+            plan_tables,
+        )
 
         self._names = [f"table{number}" for number in range(shape.tables)]
         configs = [
-            TableConfig(name, shape.rows, shape.dim, initial=Constant()) for name in self._names
+            TableConfig(name, shape.rows, shape.dim, shape.pooling, initial=Constant())
+            for name in self._names
         ]
         self._tables = Tables(plan_tables(configs, servers), name=shape.name)
-        self._optimizer = self._tables.optimizer(SGD(lr=LR))
+        rule = {"sgd": SGD, "adagrad": Adagrad}[shape.rule]
+        self._optimizer = self._tables.optimizer(rule(lr=LR))
         for number, name in enumerate(self._names):
             self._tables.set_weights(name, initial_values(shape, number))
         batches = [draw(shape, number) for number in range(BATCHES)]
@@ -82,19 +91,17 @@ class TorchTables(nn.Module):
 
     def __init__(self, shape: Shape, numbers: list[int]) -> None:
         super().__init__()
-        self.bags = nn.ModuleList(
-            nn.EmbeddingBag(
-                shape.rows,
-                shape.dim,
-                mode="sum",
-                sparse=True,
-                _weight=initial_values(shape, number),
-            )
-            for number in numbers
-        )
+        self.tables = nn.ModuleList(_module(shape, number) for number in numbers)
 
     def forward(self, ids: list[Tensor]) -> list[Tensor]:
-        return [bag(each) for bag, each in zip(self.bags, ids, strict=True)]
+        return [table(each) for table, each in zip(self.tables, ids, strict=True)]
+
+
+def _module(shape: Shape, number: int) -> nn.Module:
+    size, values = (shape.rows, shape.dim), initial_values(shape, number)
+    if shape.pooling == "sum":
+        return nn.EmbeddingBag(*size, mode="sum", sparse=True, _weight=values)
+    return nn.Embedding(*size, sparse=True, _weight=values)
 
 
 def look_up(reference: Any, ids: list[Tensor]) -> list[Tensor]:
@@ -124,7 +131,8 @@ class OnTorch:
             for part in self._parts
             for parameter in rpc.rpc_sync(part.owner(), parameters_of, args=(part,))
         ]
-        self._optimizer = self._api.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=LR)
+        rule = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[shape.rule]
+        self._optimizer = self._api.optim.DistributedOptimizer(rule, parameters, lr=LR)
         self._batches = itertools.cycle([draw(shape, number) for number in range(BATCHES)])
 
     def _outputs(self) -> list[Tensor]:

@@ -212,7 +212,7 @@ def _start_all(
 def _start(side: Side, place: Place, log: IO[bytes]) -> subprocess.Popen[str]:
     prefix = list(side.prefixes[place.rank]) if side.prefixes else []
     program = f"{place.folder}.program" if side.runner == "forked" else "benchmarks.frame.worker"
-    command = [sys.executable, "-W", "ignore", "-m", program, place.as_json()]
+    command = [side.interpreter or sys.executable, "-W", "ignore", "-m", program, place.as_json()]
     return subprocess.Popen(
         [*prefix, *command],
         stdin=subprocess.PIPE,

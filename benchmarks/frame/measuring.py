@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import math
+import subprocess
 import sys
 from argparse import Namespace
 from collections import defaultdict
@@ -59,11 +60,23 @@ def available(sides: Sequence[Side]) -> list[Side]:
     """Returns the sides whose module can be imported here; reports the skipped ones."""
     chosen = []
     for side in sides:
-        if side.module and importlib.util.find_spec(side.module) is None:
-            print(f"skipping {side.name}: {side.module} is not installed", file=sys.stderr)
+        if side.module and not _has(side):
+            where = f" for {side.interpreter}" if side.interpreter else ""
+            print(f"skipping {side.name}: {side.module} is not installed{where}", file=sys.stderr)
         else:
             chosen.append(side)
     return chosen
+
+
+def _has(side: Side) -> bool:
+    """Returns whether the side's interpreter finds its module."""
+    if not side.interpreter:
+        return importlib.util.find_spec(side.module) is not None
+    program = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
+    try:
+        return not subprocess.run([side.interpreter, "-c", program, side.module]).returncode
+    except OSError:
+        return False
 
 
 def takes_part(row: Row, group: Group) -> bool:

@@ -15,7 +15,8 @@ class Place:
     Attributes:
         folder: Package of the question.
         side: Name of the side.
-        runner: How the side's processes connect: ``rpc``, ``raw``, ``alone`` or ``forked``.
+        runner: How the side's processes connect: ``rpc``, ``raw``, ``alone``, ``forked`` or
+            ``ranks``.
         api: ``torch``, ``weft`` or ``compat``.
         rank: Rank of the worker; worker 0 makes the calls.
         size: Number of workers in the group.

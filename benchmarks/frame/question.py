@@ -26,8 +26,10 @@ class Side:
         runner: How its processes connect: ``rpc`` (a group of workers; ``work.works(api)`` on
             the first), ``raw`` (a Unix socket between the first and each other process;
             ``work.NAME_works(connections)`` on the first, ``work.serve_NAME(connection)`` on the
-            others), ``alone`` (one process; ``work.NAME_works()``) or ``forked`` (``program.py``
-            runs as a script and forks the other workers). In NAME, a blank is a "_".
+            others), ``alone`` (one process; ``work.NAME_works()``), ``forked`` (``program.py``
+            runs as a script and forks the other workers) or ``ranks`` (processes that ``join``,
+            ``serve`` and ``leave`` of ``NAME_side.py`` connect; its ``works()`` on the first). In
+            NAME, a blank is a "_".
         api: For the runners ``rpc`` and ``forked``: ``torch``, ``weft``, or ``compat``, which is
             torch's names with ``torchweft.compat`` behind them, for programs that import them.
         environment: Variables set for its processes only.
@@ -36,11 +38,13 @@ class Side:
         prefixes: A command to put before each worker's own, such as ``ip netns exec NAME``.
         address: Address of the first worker.
         module: A required module; if it cannot be imported, the side is skipped with a message.
+        interpreter: The Python that runs its processes, of another environment; by default that of
+            the benchmark.
         is_default: Whether it takes part unless ``--sides`` says otherwise.
     """
 
     name: str
-    runner: Literal["rpc", "raw", "alone", "forked"] = "rpc"
+    runner: Literal["rpc", "raw", "alone", "forked", "ranks"] = "rpc"
     api: Literal["torch", "weft", "compat", ""] = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -48,6 +52,7 @@ class Side:
     prefixes: Sequence[Sequence[str]] = ()
     address: str = "127.0.0.1"
     module: str = ""
+    interpreter: str = ""
     is_default: bool = True
 
 

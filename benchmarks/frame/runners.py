@@ -71,10 +71,23 @@ def run_alone(place: Place, answers: TextIO) -> None:
         follow_orders(works, answers)
 
 
+def run_ranks(place: Place, answers: TextIO) -> None:
+    """Runs one rank of a group that the side itself connects, by other means than RPC."""
+    side = importlib.import_module(f"{place.folder}.{_plain(place.side)}_side")
+    side.join(place)
+    if place.rank == 0:
+        follow_orders(side.works(), answers)
+        side.leave()
+    else:
+        _answer(answers, [])
+        side.serve()
+
+
 RUNNERS: dict[str, Callable[[Place, TextIO], None]] = {
     "rpc": run_rpc,
     "raw": run_raw,
     "alone": run_alone,
+    "ranks": run_ranks,
 }
 
 
