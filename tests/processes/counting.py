@@ -27,6 +27,7 @@ from torchweft.autograd import backward, context
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 from torchweft.rpc.node import current_node
+from torchweft.rpc.tracing import service
 
 ROUNDS = 3
 CALLS = 100
@@ -74,6 +75,12 @@ def take() -> dict[str, int]:
 def count_calls() -> None:
     """Has this worker count its calls, as if it was observed."""
     current_node().counting.extend(3600.0)
+
+
+def trace_calls() -> None:
+    """Has this worker record its calls, as in a trace."""
+    current_node().counting.stop()
+    service.begin(1, 10_000, profiles=False)
 
 
 def kinds() -> dict[str, Callable[[], object]]:
@@ -177,6 +184,9 @@ def main(rank: int, file: str) -> None:
         for worker in ("caller", "callee"):
             rpc.rpc_sync(worker, count_calls)
         report["nothing, observed"] = count(kinds()["nothing"])
+        for worker in ("callee", "caller"):
+            rpc.rpc_sync(worker, trace_calls)
+        report["nothing, traced"] = count(kinds()["nothing"])
         print(json.dumps(report), flush=True)
     rpc.shutdown()
 

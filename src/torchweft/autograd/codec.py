@@ -159,10 +159,14 @@ def _progress_of(walked: int, executed: int, answered: int, numbers: tuple[int, 
     return Progress(ids[:walked], ids[walked:executed], ids[executed:answered], ids[answered:])
 
 
-def ids_in(head: Buffer) -> tuple[int, int]:
-    """Returns the context and the message of gradients, from their first ``HEAD_BYTES``."""
-    context_id, _, message_id, *_ = _HEAD.unpack_from(head)
-    return context_id, message_id
+def ids_in(head: Buffer) -> tuple[int, int, int]:
+    """Returns the context and the message of gradients, and where their tensors begin.
+
+    Args:
+        head: Their first ``HEAD_BYTES``.
+    """
+    context_id, _, message_id, _, *counts, payload_bytes = _HEAD.unpack_from(head)
+    return context_id, message_id, _HEAD.size + 8 * sum(counts) + payload_bytes
 
 
 def context_in(head: Buffer) -> int:

@@ -6,7 +6,7 @@ import pytest
 
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
 from torchweft.autograd.outside import NO_GRAD
-from torchweft.protocol.backward import Failed, Gradients
+from torchweft.protocol.backward import Failed, Gradients, Progress
 from torchweft.rpc.tracing.heads import FAST_LENGTHS, Ids, head_in, ids_in
 from torchweft.rpc.tracing.links import traced_link
 from torchweft.transport.link import Link
@@ -26,6 +26,9 @@ CALL = encode_call(4, 1.0, 9, 3, 8, b"module:function", (), SECRET, b"t" * 30)
 REPLY = encode_reply(7, 0, 3, 8, (), SECRET, b"t" * 20)
 NAME = PassName(3, 5, 4, PassMode())
 
+GRADIENTS = encode_head(NAME, Gradients(8, (), Progress([1], [2])), 0, len(SECRET))
+GRADIENTS += SECRET + b"t" * 12
+
 CASES = [
     (CALL, Ids(3, 8, 9, 30)),
     (encode_call(4, 1.0, -1, NO_GRAD, 0, b"m:f", (), SECRET), Ids(0, 0, -1, 0)),
@@ -33,8 +36,8 @@ CASES = [
     (REPLY, Ids(3, 8, -1, 20)),
     (encode_post(6, SECRET, b"t" * 10), Ids(inline_bytes=10)),
     (
-        encode_frame(Kind.GRADIENTS, 0, 5, encode_head(NAME, Gradients(8, ())) + SECRET)[0],
-        Ids(3, 8),
+        encode_frame(Kind.GRADIENTS, 0, 5, GRADIENTS)[0],
+        Ids(3, 8, inline_bytes=12),
     ),
     (encode_frame(Kind.BACKWARD, 0, 5, encode(NAME, Failed(1, "op", SECRET)))[0], Ids(3)),
     (encode_frame(Kind.GOODBYE, 0, 0, SECRET)[0], Ids()),

@@ -78,7 +78,9 @@ def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
         control_bytes: Size of its control part.
     """
     if kind == _GRADIENTS and len(head) == codec.HEAD_BYTES:
-        return Ids(*codec.ids_in(head))
+        context_id, message_id, before = codec.ids_in(head)
+        inline_bytes = 0 if flags & TABLES else max(control_bytes - before, 0)
+        return Ids(context_id, message_id, NO_CREATION, inline_bytes)
     if kind == Kind.BACKWARD and len(head) == codec.NAME_BYTES:
         return Ids(codec.context_in(head))
     if kind == _POST and flags & PLAIN and head:

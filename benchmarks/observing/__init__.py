@@ -1,0 +1,1 @@
+"""Observing: what counters, traces and reports cost."""
