@@ -122,6 +122,8 @@ def train_alone(
     """Trains with the joined batches; returns the state and the norms or losses."""
     net = make_net(0, dtype)
     net.uses_spare = options.get("uses_spare", False)
+    if "words" in options:
+        net.words.weight.data.copy_(options["words"])
     tables = [net.words.weight, net.tower.users.weight, net.days.weight]
     is_table = {id(each) for each in tables}
     optimizers = [
@@ -139,7 +141,7 @@ def train_alone(
                 for trainer in range(trainers)
             ]
             loss = loss_of(net, join_batches(batches))
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * options.get("factor", 1)).backward()  # type: ignore[no-untyped-call]
         found.append(loss.item())
         if "max_norm" in options:
             found[-1] = float(_clip(net, options["max_norm"], options.get("norm_type", 2.0)))
@@ -330,3 +332,50 @@ def raised_by_model(me: int, arguments: dict[str, Any], seed: int = 0) -> tuple[
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+# Options of the tables
+
+
+def spread(ids: Tensor) -> Tensor:
+    """Returns ids that are no numbers of rows."""
+    return ids * 1_000_003 - 2**40
+
+
+def train_with(
+    me: int, steps: int, max_norm: float | None = None, ahead: int | None = None, **options: Any
+) -> tuple[dict[str, Tensor], list[float], dict[int, int], dict[str, int]]:
+    """Trains a model with further options.
+
+    Returns:
+        The state, norms or losses, the staleness, and the hits of the cache by table.
+    """
+    is_dynamic = "dynamic" in options
+    model = HybridModel(
+        make_net(me), ["worker2"], find_unused_parameters=True, timeout=30, **options
+    )
+    optimizer = model.optimizer(RULES["sgd"], DENSE["sgd"])
+    batches = [draw(me, step) for step in range(steps)]
+    if is_dynamic:
+        batches = [
+            (((spread(words), offsets, weights), *others), target)
+            for ((words, offsets, weights), *others), target in batches
+        ]
+    found = []
+    with model.stream(batches, ahead or 0, lambda batch: batch[0]) as stream:
+        for batch in batches if ahead is None else stream:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            found.append(loss.item())
+            if max_norm is not None:
+                found[-1] = float(optimizer.clip_grad_norm_(max_norm))
+            optimizer.step()
+    state = model.full_state_dict()
+    torch.distributed.barrier()
+    assert model.tables is not None
+    staleness = model.tables.staleness()
+    hits = {name: each.hits for name, each in model.tables.traffic().items()}
+    torch.distributed.barrier()
+    model.close()
+    return state, found, staleness, hits

@@ -95,7 +95,7 @@ class Tables(nn.Module):
         self.plan = plan
         self.name = name
         self.trainers = (me,) if trainers is None else tuple(trainers)
-        _check_options(self.trainers, staleness, reduction)
+        check_options(self.trainers, staleness, reduction)
         if cache is not None:
             _check_cache(cache, staleness, me in self.trainers)
         self._wire = wire
@@ -110,7 +110,8 @@ class Tables(nn.Module):
         options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire)
         self._options = options
         self._client = Client(name, options, limit_of(timeout, _WAIT_S))
-        self._lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
+        self.lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
+        """The lookups of this worker; for ``torchweft.hybrid``."""
         self._optimizer: TablesOptimizer | None = None
         self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
 
@@ -134,7 +135,7 @@ class Tables(nn.Module):
             WorkerLost: A server is lost.
             CallTimeout: A server did not answer in time.
         """
-        return self._lookups.look_up(inputs)
+        return self.lookups.look_up(inputs)
 
     def stream(
         self,
@@ -174,6 +175,15 @@ class Tables(nn.Module):
             ConfigurationError: These tables are trained, and ``ahead`` is more than ``staleness``:
                 all rows would be pulled again. Pulls need no bound where nothing is trained.
         """
+        self.check_ahead(ahead)
+        return RowStream(batches, ahead, inputs, self.lookups.send)
+
+    def check_ahead(self, ahead: int) -> None:
+        """Checks that rows which are pulled some batches ahead can be young enough; see ``stream``.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
         client, bound = self._client, self._client.staleness
         if self._optimizer is not None and bound is not None and ahead > bound:
             raise ConfigurationError(
@@ -187,7 +197,6 @@ class Tables(nn.Module):
                 f"the cache of tables {self.name!r} has steps={kept}, and rows that are pulled "
                 f"{ahead} steps ahead are older; pass at most ahead={kept}, or Cache(steps={ahead})"
             )
-        return RowStream(batches, ahead, inputs, self._lookups.send)
 
     def _look_up_copy(self, config: TableConfig, flat: Flat) -> Tensor:
         return look_up_copy(self.copies[config.name], config, flat)
@@ -198,7 +207,7 @@ class Tables(nn.Module):
         Call it after another worker has set or restored rows. ``set_weights`` and ``restore`` do it
         for the worker that calls them.
         """
-        self._lookups.clear_cache()
+        self.lookups.clear_cache()
 
     # Training
 
@@ -234,16 +243,16 @@ class Tables(nn.Module):
                         table=member.config.name,
                     )
         self._client.call_all(host.set_rule, rule)
-        touched, form = self._lookups.touched, self._wire.pushed
+        touched, form = self.lookups.touched, self._wire.pushed
         self._optimizer = TablesOptimizer(rule, touched, self._push, form)
-        self._lookups.is_trained = True
+        self.lookups.is_trained = True
         return self._optimizer
 
     def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
         check_capacity(self._options.layout, pushes, self._options.pushes)
         seen = min((each.version for each in pulled), default=0)
         self._client.push(lr, seen, pushes)
-        self._lookups.note_pushed(pulled)
+        self.lookups.note_pushed(pulled)
 
     # Rows
 
@@ -301,7 +310,7 @@ class Tables(nn.Module):
         Raises:
             BadIds: There is no such table, or its ids are not dynamic.
         """
-        if self._lookups.checker(name).config.dynamic is None:
+        if self.lookups.checker(name).config.dynamic is None:
             raise BadIds(
                 f"the ids of table {name!r} are numbers of rows; read it by weights()", table=name
             )
@@ -312,7 +321,7 @@ class Tables(nn.Module):
         return occupied.joined_occupancy(self._client.call_all(occupied.occupancy).values())
 
     def _with_numbers(self, name: str) -> TableConfig:
-        config = self._lookups.checker(name).config
+        config = self.lookups.checker(name).config
         if config.dynamic is not None:
             raise BadIds(
                 f"table {name!r} has dynamic ids, and so no rows of all ids; read those that it "
@@ -402,7 +411,7 @@ class Tables(nn.Module):
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns what this trainer's lookups and pushes have moved, by table."""
-        return self._lookups.traffic()
+        return self.lookups.traffic()
 
     def staleness(self) -> dict[int, int]:
         """Returns how often each staleness was observed, on all servers and of all trainers.
@@ -422,11 +431,16 @@ class Tables(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
-        self._lookups.touched.clear()
+        self.lookups.touched.clear()
         self._client.close()
 
 
-def _check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
+def check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
+    """Checks options of ``Tables``.
+
+    Raises:
+        ConfigurationError: One of them cannot work.
+    """
     if not trainers or len(set(trainers)) < len(trainers):
         raise ConfigurationError(f"trainers is {list(trainers)}; name each trainer once")
     if staleness is not None and (type(staleness) is not int or staleness < 0):

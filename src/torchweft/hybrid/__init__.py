@@ -4,11 +4,13 @@ from torchweft.hybrid.backends import Choice, Facts, choose_backend, gather_fact
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
+from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan
 from torchweft.hybrid.remote import RemoteHybridModel
 from torchweft.hybrid.starting import init_process_group
 
 __all__ = [
+    "BatchStream",
     "Choice",
     "Dense",
     "Facts",

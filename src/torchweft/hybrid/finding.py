@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import did_you_mean
-from torchweft.embedding import TableConfig
+from torchweft.embedding import Dynamic, TableConfig
 from torchweft.hybrid.errors import PlacementError
 
 TABLE_TYPES = (nn.Embedding, nn.EmbeddingBag)
@@ -41,12 +41,17 @@ class Found:
         return "" if self.config is None else self.config.name
 
 
-def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
+def find_tables(
+    module: nn.Module,
+    named: Iterable[str] = (),
+    dynamic: Mapping[str, Dynamic] | None = None,
+) -> list[Found]:
     """Returns the tables of a module: those with ``sparse=True``, and those that are named.
 
     Args:
         module: The module.
         named: Paths of embeddings that the program places itself.
+        dynamic: Those with dynamic ids, by path.
 
     Raises:
         PlacementError: The module has no such table, a named one cannot be placed, or a table
@@ -54,14 +59,16 @@ def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
     """
     if isinstance(module, TABLE_TYPES):
         raise PlacementError("the module is itself a table; pass a module that contains it")
-    wanted = dict.fromkeys(named)
+    dynamic = dynamic or {}
+    wanted = dict.fromkeys([*named, *dynamic])
     users = _users_of_weights(module)
     embeddings = {path: each for path, each in module.named_modules() if type(each) in TABLE_TYPES}
     for path in wanted:
         if path not in embeddings:
             hint = did_you_mean(path, embeddings)
+            argument = "dynamic" if path in dynamic else "places"
             raise PlacementError(
-                f"places names {path!r}, which is no nn.Embedding or nn.EmbeddingBag of the "
+                f"{argument} names {path!r}, which is no nn.Embedding or nn.EmbeddingBag of the "
                 f"module{hint}",
                 parameter=path,
             )
@@ -71,7 +78,8 @@ def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
             kept = _reason_to_keep(path, table, users)
             if kept and path in wanted:
                 raise PlacementError(f"{path!r} cannot be placed: {kept}", parameter=path)
-            found.append(Found(path, table, None if kept else config_of(path, table), kept))
+            config = None if kept else config_of(path, table, dynamic.get(path))
+            found.append(Found(path, table, config, kept))
     if not found:
         raise PlacementError(
             "the module has no nn.Embedding or nn.EmbeddingBag with sparse=True: name those to "
@@ -80,7 +88,7 @@ def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
     return found
 
 
-def config_of(path: str, table: Any) -> TableConfig:
+def config_of(path: str, table: Any, dynamic: Dynamic | None = None) -> TableConfig:
     """Returns the description of a table."""
     pooling: Any = table.mode if isinstance(table, nn.EmbeddingBag) else "none"
     return TableConfig(
@@ -90,6 +98,7 @@ def config_of(path: str, table: Any) -> TableConfig:
         pooling,
         table.weight.dtype,
         padding_idx=table.padding_idx,
+        dynamic=dynamic,
     )
 
 
@@ -160,7 +169,8 @@ def measure_shares(
     if not count:
         raise PlacementError("there is no batch to count rows in; pass some, or touched={...}")
     configs = [each.config for each in placed if each.config is not None]
-    return {each.name: rows.get(each.name, 0) / count / each.rows for each in configs}
+    # A dynamic table may be full before a batch is at its end.
+    return {each.name: min(1.0, rows.get(each.name, 0) / count / each.rows) for each in configs}
 
 
 @contextmanager
@@ -169,8 +179,9 @@ def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterato
     for each in tables:
         assert each.config is not None
 
-        def note(table: nn.Module, args: Any, kwargs: Any, name: str = each.config.name) -> None:
-            seen.setdefault(name, []).append(ids_of(table, args, kwargs).cpu())
+        def note(table: Any, args: Any, kwargs: Any, config: TableConfig = each.config) -> Any:
+            seen.setdefault(config.name, []).append(ids_of(table, args, kwargs).cpu())
+            return None if config.dynamic is None else _within(table, args, kwargs)
 
         handles.append(each.table.register_forward_pre_hook(note, with_kwargs=True))
     try:
@@ -178,6 +189,13 @@ def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterato
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _within(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments of a call with other ids, which the module has rows for."""
+    if args:
+        return (args[0] % table.num_embeddings, *args[1:]), kwargs
+    return args, {**kwargs, "input": kwargs["input"] % table.num_embeddings}
 
 
 @contextmanager

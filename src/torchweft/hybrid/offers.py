@@ -25,6 +25,7 @@ class Offer(NamedTuple):
     places: dict[str, Place]
     replicas: tuple[str, ...]
     touched: dict[str, float]
+    options: dict[str, Any]
     token: str
 
 
@@ -36,6 +37,7 @@ def make_offer(
     touched: Mapping[str, float],
     places: Mapping[str, Place],
     replicas: Sequence[str],
+    options: Mapping[str, Any],
 ) -> Offer:
     """Returns the checked arguments of this trainer."""
     placed = [each for each in tables if each.config is not None]
@@ -51,6 +53,7 @@ def make_offer(
         {path.replace(".", "/"): place for path, place in places.items()},
         tuple(replicas),
         shares,
+        dict(options),
         uuid.uuid4().hex,
     )
 
@@ -134,5 +137,6 @@ def _named(offer: Offer) -> dict[str, Any]:
     }
     found |= {f"table {each.name!r}": each for each in offer.configs}
     found |= {"servers": offer.servers, "places": offer.places, "replicas": offer.replicas}
+    found |= offer.options
     found["the tables of batches and touched"] = sorted(offer.touched)
     return found

@@ -63,6 +63,7 @@ def offer(**changes: Any) -> Offer:
         "places": {},
         "replicas": (),
         "touched": {"days": 0.2},
+        "options": {"staleness": 0},
         "token": "x",
     }
     return Offer(**{**given, **changes})
@@ -82,6 +83,7 @@ def test_the_shares_of_all_trainers_are_averaged() -> None:
         ({"servers": ("b",)}, "servers"),
         ({"places": {"days": Copies()}}, "places"),
         ({"replicas": ("head",)}, "replicas"),
+        ({"options": {"staleness": 2}}, "staleness"),
         ({"touched": {}}, "the tables of batches and touched"),
     ],
 )
