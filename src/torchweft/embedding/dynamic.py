@@ -89,6 +89,12 @@ class DynamicShard(Shard):
             found[unknown] = self._initial(rows[unknown])
         return found
 
+    def changed_since(self, rows: Tensor, version: int) -> Tensor:
+        """Returns which ids have rows that changed since, or none: they may have lost them."""
+        self._check(rows)
+        places = torch.from_numpy(self._held.find(rows.numpy()))
+        return (self.changed[places.clamp(min=0)] > version) | (places < 0)
+
     def pool(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
         """Refuses: trainers pool the rows of dynamic tables.
 
@@ -173,9 +179,11 @@ class DynamicShard(Shard):
             self._waiting.add(ids[others], counts[others], step)
         return ids[is_due], counts[is_due]
 
-    def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
+    def _change(
+        self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor, version: int
+    ) -> None:
         places = torch.from_numpy(self._held.find(rows.numpy()))
-        super()._change(places, gradients, lr, step)
+        super()._change(places, gradients, lr, step, version)
 
     # Ids and rows
 

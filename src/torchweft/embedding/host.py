@@ -139,8 +139,9 @@ class Host:
             due = self.steps.push(trainer, step, lesson, seen)
             self.steps.count(ahead)
             self._futures[trainer, step] = future
-            for lessons in due.applied:
-                self._apply(lessons)
+            before = self.steps.version - len(due.applied)
+            for version, lessons in enumerate(due.applied, start=before + 1):
+                self._apply(lessons, version)
         self._settle(due)
         return future
 
@@ -167,11 +168,11 @@ class Host:
         shard.check(gradients)
         return gradients
 
-    def _apply(self, lessons: Sequence[Lesson]) -> None:
+    def _apply(self, lessons: Sequence[Lesson], version: int) -> None:
         divisor = len(lessons) if self.options.averages else 1
         for number, shard in self.shards.items():
             pushed = [each.gradients[number] for each in lessons if number in each.gradients]
-            shard.apply(pushed, lessons[0].lr, divisor)
+            shard.apply(pushed, lessons[0].lr, divisor, version)
 
     def _settle(self, due: Due[Lesson]) -> None:
         """Answers pushes; outside of the lock, as callbacks run here."""
@@ -358,6 +359,8 @@ def write(name: str, stack: int, member: int, values: Tensor) -> None:
                 server=host.name,
             )
         rows.copy_(values)
+        # As the next step does: pulls of this version may have seen the rows as they were.
+        host._shard(stack).note_changed(member, host.steps.version + 1)
 
 
 def _rows_of(host: Host, stack: int, number: int) -> Tensor:

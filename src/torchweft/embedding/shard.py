@@ -51,6 +51,8 @@ class Shard:
         )
         self.steps = torch.zeros(len(stack.members), dtype=torch.float64, device="cpu")
         """How many steps each member has made."""
+        self.changed = torch.zeros(len(self.weights), dtype=torch.int64, device="cpu")
+        """The version of the server after the step that changed each row last."""
         self._rule: Rule | None = None
         self.state: dict[str, Tensor] = {}
         self._scratch: dict[str, Tensor] = {}
@@ -68,10 +70,18 @@ class Shard:
         """Returns the rows of a table that this shard has."""
         return member.rows_on(self._server, self.stack.stripes)
 
+    def slice_of(self, number: int) -> slice:
+        """Returns which rows of the tensors here are of a member."""
+        member = self.stack.members[number]
+        return slice(member.base, member.base + len(self.rows_of(member)))
+
+    def note_changed(self, number: int, version: int) -> None:
+        """Notes that all rows of a member are changed in a version."""
+        self.changed[self.slice_of(number)] = version
+
     def held(self, number: int) -> dict[str, Tensor]:
         """Returns the rows of a member and the state beside them; nothing is copied."""
-        member = self.stack.members[number]
-        rows = slice(member.base, member.base + len(self.rows_of(member)))
+        rows = self.slice_of(number)
         state = {f"state.{name}": values[rows] for name, values in self.state.items()}
         return {"weights": self.weights[rows], **state}
 
@@ -83,6 +93,15 @@ class Shard:
         """Sets the optimizer, with new state."""
         self._rule = rule
         self.state = rule.state_for(self.weights)
+
+    def changed_since(self, rows: Tensor, version: int) -> Tensor:
+        """Returns which of some rows a pull that saw a version may have seen otherwise, ``(n,)``.
+
+        Raises:
+            IdOutOfRange: There is no such row.
+        """
+        self._check(rows)
+        return self.changed[rows.long()] > version
 
     def pull(self, rows: Tensor) -> Tensor:
         """Returns rows.
@@ -118,13 +137,14 @@ class Shard:
             if entries:
                 self._check_entries(rows, entries, len(values))
 
-    def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int) -> None:
+    def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int, version: int) -> None:
         """Makes one step of the optimizer with the sum of gradients, in their order.
 
         Args:
             pushed: Checked gradients, such as those of all trainers.
             lr: The learning rate.
             divisor: The sum is divided by it.
+            version: The version of the server after this step.
         """
         assert self._rule is not None
         used = functools.reduce(lambda one, other: one | other, (each.used for each in pushed), 0)
@@ -135,13 +155,15 @@ class Shard:
         for rows, gradients in summed(parts, self._chunk_rows):
             if divisor > 1:
                 gradients = gradients / divisor
-            self._change(rows, gradients, lr, steps_of(rows))
+            self._change(rows, gradients, lr, steps_of(rows), version)
 
     def _admitted(self, parts: Sequence[Part]) -> Sequence[Part]:
         """Returns the gradients of those rows that are changed."""
         return parts
 
-    def _change(self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor) -> None:
+    def _change(
+        self, rows: Tensor, gradients: Tensor, lr: float, step: Tensor, version: int
+    ) -> None:
         """Changes rows that occur once."""
         assert self._rule is not None
         weights = self._copied("weights", self.weights, rows)
@@ -152,6 +174,7 @@ class Shard:
         put(self.weights, rows, weights)
         for name, values in state.items():
             put(self.state[name], rows, values)
+        self.changed.numpy()[rows.numpy()] = version
 
     def _copied(self, name: str, values: Tensor, rows: Tensor) -> Tensor:
         """Returns copies of at most a chunk of rows; they are valid until the next ones."""

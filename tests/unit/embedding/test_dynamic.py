@@ -159,7 +159,7 @@ def test_lookups_and_pushes_are_those_of_a_table_with_these_rows(
     for name, part in pushes.items():
         gradients = Gradients(1, [part])
         shards[name].check(gradients)
-        shards[name].apply([gradients], lr=0.5, divisor=1)
+        shards[name].apply([gradients], lr=0.5, divisor=1, version=1)
     found = [shards[name].pull(rows) for name, (_, rows) in asked.items()]
     order = torch.cat([rows for _, rows in asked.values()]).argsort()
     assert rows.grad is not None
@@ -174,8 +174,11 @@ def test_a_reused_row_has_nothing_of_its_former_id() -> None:
     shard = DynamicShard(stack, 0, seed=0, limit=2)
     shard.set_rule(SGD(momentum=0.9))
     ones = torch.ones(1, 4, dtype=torch.float64)
-    for number in (10, 11, 12, 10):
-        shard.apply([Gradients(1, [(torch.tensor([number]), ones)])], lr=0.5, divisor=1)
+    for version, number in enumerate((10, 11, 12, 10), start=1):
+        part = torch.tensor([number]), ones
+        shard.apply([Gradients(1, [part])], lr=0.5, divisor=1, version=version)
+    # 11 has lost its row, so it reads as its initial value again.
+    assert shard.changed_since(torch.tensor([10, 11, 12]), 3).tolist() == [True, True, False]
     start = initial.values_of_ids(config, torch.tensor([10]), range(4), 0)
     assert torch.equal(shard.pull(torch.tensor([10])), start - 0.5)
     ids, rows = shard.rows()
@@ -226,7 +229,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
             own = torch.from_numpy(np.sort(ids[:end]))
             own = own[server_of(own, 2) == k]
             part = own, torch.ones(len(own), 4, dtype=torch.float64)
-            shard.apply([Gradients(1, [part])], lr=0.5, divisor=1)
+            shard.apply([Gradients(1, [part])], lr=0.5, divisor=1, version=1)
         entries.append(Received())
         entries[-1].content = {"tensors": shard.copied(0), "steps": float(shard.steps[0])}
         before.append(shard.copied(0))

@@ -77,7 +77,7 @@ def test_lookups_and_pushes_are_those_of_embedding_bag(place: Any) -> None:
         for server, part in pulled.pushes(gradient).items():
             pushed = Gradients(pulled.used, [part])
             shards[server].check(pushed)
-            shards[server].apply([pushed], 1.0, 1)
+            shards[server].apply([pushed], 1.0, 1, 1)
     for table in tables:
         weights = before[table.name]
         expected = weights.detach() - weights.grad
