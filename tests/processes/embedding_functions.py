@@ -295,3 +295,23 @@ def weights_of(name: str) -> dict[str, Tensor]:
     """Returns all rows of open tables."""
     tables = _kept[name][0]
     return {each.name: tables.weights(each.name) for each in tables.plan.configs}
+
+
+# Groups of trainers
+
+
+def train_equal_rows(
+    plan: Plan, trainers: Sequence[str], steps: int, **options: Any
+) -> dict[str, Tensor]:
+    """Trains on the same rows as all other trainers."""
+    tables = Tables(plan, trainers=trainers, **options)
+    optimizer = tables.optimizer(SGD(lr=0.1))
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, plan.configs[0].rows, (600,), generator=generator)
+        optimizer.zero_grad()
+        tables({plan.configs[0].name: ids})[plan.configs[0].name].square().mean().backward()
+        optimizer.step()
+    found = {each.name: tables.weights(each.name) for each in plan.configs}
+    tables.close()
+    return found

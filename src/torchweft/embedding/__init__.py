@@ -1,6 +1,6 @@
 """Embedding tables on servers: large tables cut into shards, rows pulled and gradients pushed."""
 
-from torchweft.embedding import host, occupied, saved
+from torchweft.embedding import aggregator, host, occupied, saved
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.dynamic import Occupancy
 from torchweft.embedding.errors import (
@@ -41,7 +41,7 @@ from torchweft.embedding.touched import touched_shares
 from torchweft.embedding.wire import Wire
 
 CALLABLES = (
-    *(*host.CALLABLES, *occupied.CALLABLES, *saved.CALLABLES),
+    *(*aggregator.CALLABLES, *host.CALLABLES, *occupied.CALLABLES, *saved.CALLABLES),
     *(BadIds, BadOffsets, CapacityError, IdOutOfRange, InputError, PlanError, StepError),
     TablesMismatch,
 )

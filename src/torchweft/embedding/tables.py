@@ -17,6 +17,7 @@ from torchweft.embedding.client import Client
 from torchweft.embedding.copies import look_up_copy, make_copy
 from torchweft.embedding.dynamic import Occupancy, check_capacity
 from torchweft.embedding.errors import BadIds, PlanError
+from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.lookups import Lookups
 from torchweft.embedding.optimizer import Pushes, TablesOptimizer
@@ -69,6 +70,9 @@ class Tables(nn.Module):
         cache: Which rows this trainer keeps between lookups, for at most ``staleness`` steps; by
             default none. Trainers may differ in it.
         wire: The form of rows and gradients in messages; by default that of the tables.
+        aggregate: Which trainers share pulls, and sum their gradients before they go to the
+            servers: ``"host"`` for those of each host, or lists of their names; by default none.
+            The first of a group works for all of it. Not for the asynchronous mode.
 
     Raises:
         TablesMismatch: Another trainer has made the collection with other arguments.
@@ -89,6 +93,7 @@ class Tables(nn.Module):
         timeout: float = UNSET_RPC_TIMEOUT,
         cache: Cache | None = None,
         wire: Wire = Wire(),  # noqa: B008  # immutable
+        aggregate: Aggregate = None,
     ) -> None:
         super().__init__()
         me = get_worker_info().name
@@ -107,7 +112,9 @@ class Tables(nn.Module):
                     "rows by numbers; make the tables without a cache, or dynamic tables apart"
                 )
         averages = reduction == "mean"
-        options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire)
+        hosts = hosts_of(self.trainers) if aggregate == "host" else {}
+        groups = groups_of(aggregate, self.trainers, staleness, hosts)
+        options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire, groups)
         self._options = options
         self._client = Client(name, options, limit_of(timeout, _WAIT_S))
         self.lookups = Lookups(self._client, plan, wire, cache, self._look_up_copy)
@@ -243,7 +250,9 @@ class Tables(nn.Module):
                         table=member.config.name,
                     )
         self._client.call_all(host.set_rule, rule)
+        # A group sums before it rounds.
         touched, form = self.lookups.touched, self._wire.pushed
+        form = None if self._client.is_aggregated else form
         self._optimizer = TablesOptimizer(rule, touched, self._push, form)
         self.lookups.is_trained = True
         return self._optimizer

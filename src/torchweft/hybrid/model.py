@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire
+from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
 from torchweft.embedding.tables import check_options
@@ -74,6 +75,8 @@ class HybridModel(nn.Module):
             in it.
         wire: The form of rows and gradients in messages; by default that of the tables.
         seed: Seed of the initial values of dynamic tables.
+        aggregate: Which trainers share pulls and sum their gradients of rows before these go to
+            the servers: ``"host"``, or lists of names. See ``torchweft.embedding.Tables``.
         timeout: Seconds for each pull and step; 0 for no limit.
         ddp: Further arguments of ``DistributedDataParallel``.
 
@@ -102,6 +105,7 @@ class HybridModel(nn.Module):
         cache: Cache | None = None,
         wire: Wire = Wire(),  # noqa: B008  # immutable
         seed: int = 0,
+        aggregate: Aggregate = None,
         timeout: float = UNSET_TIMEOUT,
         **ddp: Any,
     ) -> None:
@@ -110,7 +114,13 @@ class HybridModel(nn.Module):
             raise ArgumentTypeError(f"module is {kind_of(module)}; pass an nn.Module")
         self._trainers = Trainers.of(process_group)
         tables: list[Found] = []
-        options = {"staleness": staleness, "reduction": reduction, "wire": wire, "seed": seed}
+        options = {
+            "staleness": staleness,
+            "reduction": reduction,
+            "wire": wire,
+            "seed": seed,
+            "aggregate": aggregate,
+        }
 
         def offer() -> Offer:
             check_options(self._trainers.names, staleness, reduction)
@@ -142,6 +152,7 @@ class HybridModel(nn.Module):
                 timeout=timeout,
                 cache=cache,
                 wire=wire,
+                aggregate=aggregate,
             )
         there = set() if placed is None else {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
