@@ -315,3 +315,62 @@ def train_equal_rows(
     found = {each.name: tables.weights(each.name) for each in plan.configs}
     tables.close()
     return found
+
+
+# A step in a known order of sums
+
+ORDERED = TableConfig("pages", 17, 6, "none", torch.float64, Normal(std=0.3))
+
+
+def ordered_ids(trainer: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(77 * trainer + step)
+    return skewed(9, ORDERED.rows, generator)
+
+
+def ordered_gradients(rows: Tensor, trainer: int, step: int) -> Tensor:
+    """Returns the gradient of a trainer's loss by the looked-up rows, ``(9, dim)``."""
+    generator = torch.Generator().manual_seed(500 + 77 * trainer + step)
+    factors = torch.randn(9, ORDERED.dim, generator=generator, dtype=torch.float64)
+    return 2 * rows * factors
+
+
+def train_ordered(
+    plan: Plan, trainers: Sequence[str], me: int, rule: Rule, steps: int, **options: Any
+) -> Tensor:
+    """Trains one table with gradients that the test can repeat; returns its rows."""
+    tables = Tables(plan, trainers=trainers, name="ordered", **options)
+    optimizer = tables.optimizer(rule)
+    for step in range(steps):
+        optimizer.zero_grad()
+        found = tables({"pages": ordered_ids(me, step)})["pages"]
+        found.backward(ordered_gradients(found.detach(), me, step))
+        optimizer.step()
+    rows = tables.weights("pages")
+    tables.close()
+    return rows
+
+
+def train_ordered_alone(
+    weights: Tensor, trainers: int, rule: Rule, steps: int, divisor: int
+) -> Tensor:
+    """Does the same in one process: sums by trainer, and by occurrence within a trainer."""
+    state = rule.state_for(weights)
+    for step in range(steps):
+        sums: dict[int, Tensor] = {}
+        for trainer in range(trainers):
+            own: dict[int, Tensor] = {}
+            ids = ordered_ids(trainer, step)
+            gradients = ordered_gradients(weights[ids], trainer, step)
+            for row, gradient in zip(ids.tolist(), gradients, strict=True):
+                own[row] = own[row] + gradient if row in own else gradient
+            for row, gradient in own.items():
+                sums[row] = sums[row] + gradient if row in sums else gradient
+        rows = torch.tensor(sorted(sums))
+        joined = torch.stack([sums[row] for row in rows.tolist()]) / divisor
+        some, of_some = weights[rows], {name: each[rows] for name, each in state.items()}
+        count = torch.tensor(step + 1, dtype=torch.float64)
+        rule.apply(some, of_some, joined, rule.lr, count)
+        weights[rows] = some
+        for name, values in of_some.items():
+            state[name][rows] = values
+    return weights
