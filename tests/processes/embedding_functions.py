@@ -374,3 +374,26 @@ def train_ordered_alone(
         for name, values in of_some.items():
             state[name][rows] = values
     return weights
+
+
+# Bytes of a step
+
+
+def counted_batch(config: TableConfig, trainer: int, step: int) -> Tensor:
+    """Returns ids of which some are frequent: one each, or bags of a hundred."""
+    generator = torch.Generator().manual_seed(31 * trainer + step)
+    shape = (1500,) if config.pooling == "none" else (32, 100)
+    draws = torch.rand(shape, generator=generator, dtype=torch.float64).pow(3)
+    return (draws * config.rows).long()
+
+
+def train_counted(plan: Plan, trainers: Sequence[str], me: int, steps: int, **options: Any) -> None:
+    """Trains all tables of a plan; nothing but pulls and pushes is sent."""
+    tables = Tables(plan, trainers=trainers, **options)
+    optimizer = tables.optimizer(SGD(lr=0.1))
+    for step in range(steps):
+        optimizer.zero_grad()
+        outputs = tables({each.name: counted_batch(each, me, step) for each in plan.configs})
+        sum(each.square().mean() for each in outputs.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    tables.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.processes.embedding_functions import LocalRowWise
-from torchweft import autograd
-from torchweft.embedding import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam
-from torchweft.hybrid import HybridModel, HybridOptimizer
+from torchweft import autograd, rpc
+from torchweft.embedding import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam, host
+from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
 
 WORDS, USERS, DAYS = 40, 23, 5
 BATCH = 6
@@ -379,3 +381,60 @@ def train_with(
     torch.distributed.barrier()
     model.close()
     return state, found, staleness, hits
+
+
+# Recovery
+
+
+def train_with_recovery(
+    me: int,
+    trainers: Sequence[str],
+    servers: Sequence[str],
+    directory: str,
+    steps: int,
+    killed: str = "",
+    at: str = "",
+) -> tuple[dict[str, Tensor], list[tuple[int, float]], int]:
+    """Trains by ``recover``; returns the state, each step that was made, and how often it opened.
+
+    Args:
+        killed: The server that the first trainer kills in step 4: between the passes, or while
+            the other trainer has pushed and waits.
+        at: ``"pass"``, ``"push"``, ``"error"`` for a step that raises an error of its own, or
+            nothing.
+    """
+    made: list[tuple[int, float]] = []
+    opened = []
+
+    def open_model() -> tuple[Any, ...]:
+        init_process_group(trainers)
+        model = HybridModel(make_net(), servers, timeout=20, find_unused_parameters=True)
+        opened.append(model)
+        return model, model.optimizer(RULES["adam"], DENSE["adam"])
+
+    def step(number: int, model: HybridModel, optimizer: HybridOptimizer) -> None:
+        is_last_act = number == 4 and len(opened) == 1 and me == 0
+        optimizer.zero_grad()
+        loss = loss_of(model, draw(me, number))
+        if is_last_act and at == "pass":
+            _kill(killed)
+        if is_last_act and at == "error":
+            raise ValueError("a mistake of the program")
+        loss.backward()  # type: ignore[no-untyped-call]
+        if is_last_act and at == "push":
+            while rpc.rpc_sync(killed, host.missing, ("hybrid",)) != [trainers[0]]:
+                pass
+            _kill(killed)
+        optimizer.step()
+        made.append((number, loss.item()))
+
+    model, _ = recover(open_model, step, steps=steps, directory=directory, every=3, patience_s=20.0)
+    state = model.full_state_dict()
+    torch.distributed.barrier()
+    model.close()
+    torch.distributed.destroy_process_group()
+    return state, made, len(opened)
+
+
+def _kill(worker: str) -> None:
+    os.kill(rpc.rpc_sync(worker, os.getpid), signal.SIGKILL)

@@ -6,6 +6,7 @@ from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan
+from torchweft.hybrid.recovery import recover
 from torchweft.hybrid.remote import RemoteHybridModel
 from torchweft.hybrid.starting import init_process_group
 
@@ -23,4 +24,5 @@ __all__ = [
     "choose_backend",
     "gather_facts",
     "init_process_group",
+    "recover",
 ]

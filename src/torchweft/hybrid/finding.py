@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import did_you_mean
 from torchweft.embedding import Dynamic, TableConfig
+from torchweft.embedding.plan import Touched
 from torchweft.hybrid.errors import PlacementError
 
 TABLE_TYPES = (nn.Embedding, nn.EmbeddingBag)
@@ -142,8 +143,10 @@ def ids_of(table: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def measure_shares(
     module: nn.Module, tables: Iterable[Found], batches: Iterable[Any]
-) -> dict[str, float]:
+) -> dict[str, Touched]:
     """Returns the mean share of its rows that a batch touches, by the name of the table.
+
+    Also how many ids it looks up, in how many bags.
 
     Runs the module on each batch: in evaluation mode, without gradients; random numbers are drawn
     apart.
@@ -157,30 +160,49 @@ def measure_shares(
         PlacementError: There is no batch.
     """
     seen: dict[str, list[Tensor]] = {}
+    bags: dict[str, int] = {}
+    ids_seen: dict[str, int] = {}
     rows: dict[str, int] = {}
     placed = [each for each in tables if each.config is not None]
     count = 0
-    with torch.no_grad(), torch.random.fork_rng(), _evaluating(module), _watching(placed, seen):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(),
+        _evaluating(module),
+        _watching(placed, seen, bags),
+    ):
         for count, batch in enumerate(batches, start=1):  # noqa: B007  # counts
             module(*batch if isinstance(batch, tuple) else (batch,))
             for name, ids in seen.items():
-                rows[name] = rows.get(name, 0) + int(torch.unique(torch.cat(ids)).numel())
+                joined = torch.cat(ids)
+                rows[name] = rows.get(name, 0) + int(torch.unique(joined).numel())
+                ids_seen[name] = ids_seen.get(name, 0) + len(joined)
             seen.clear()
     if not count:
         raise PlacementError("there is no batch to count rows in; pass some, or touched={...}")
     configs = [each.config for each in placed if each.config is not None]
     # A dynamic table may be full before a batch is at its end.
-    return {each.name: min(1.0, rows.get(each.name, 0) / count / each.rows) for each in configs}
+    return {
+        each.name: Touched(
+            min(1.0, rows.get(each.name, 0) / count / each.rows),
+            ids_seen.get(each.name, 0) / count,
+            bags.get(each.name, 0) / count,
+        )
+        for each in configs
+    }
 
 
 @contextmanager
-def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterator[None]:
+def _watching(
+    tables: Iterable[Found], seen: dict[str, list[Tensor]], bags: dict[str, int]
+) -> Iterator[None]:
     handles = []
     for each in tables:
         assert each.config is not None
 
         def note(table: Any, args: Any, kwargs: Any, config: TableConfig = each.config) -> Any:
             seen.setdefault(config.name, []).append(ids_of(table, args, kwargs).cpu())
+            bags[config.name] = bags.get(config.name, 0) + _bags_of(table, args, kwargs)
             return None if config.dynamic is None else _within(table, args, kwargs)
 
         handles.append(each.table.register_forward_pre_hook(note, with_kwargs=True))
@@ -189,6 +211,19 @@ def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterato
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _bags_of(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Returns how many bags a call of an embedding pools; none for ``nn.Embedding``."""
+    if not isinstance(table, nn.EmbeddingBag):
+        return 0
+    given = args[0] if args else kwargs["input"]
+    offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
+    if given.is_nested:
+        return int(given.shape[0])
+    if offsets is None:
+        return int(given.shape[0])
+    return len(offsets) - int(table.include_last_offset)
 
 
 def _within(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

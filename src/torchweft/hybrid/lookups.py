@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
@@ -112,6 +113,15 @@ def replicate(
         module.get_submodule(parent)._modules[last] = replica
         found.append(replica)
     return module, found
+
+
+def dissolve(module: nn.Module, names: Iterable[str]) -> None:
+    """Takes modules of a model out of ``DistributedDataParallel``."""
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        replica = module.get_submodule(name)
+        if isinstance(replica, DistributedDataParallel):
+            module.get_submodule(parent)._modules[last] = replica.module
 
 
 def _replica(module: nn.Module, averages: bool, options: Any) -> DistributedDataParallel:

@@ -22,7 +22,7 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.finding import Found, find_tables
-from torchweft.hybrid.lookups import Copied, replace_tables, replicate
+from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
 from torchweft.hybrid.offers import Offer, agree, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
@@ -132,6 +132,7 @@ class HybridModel(nn.Module):
         offers = self._trainers.gather(offer)
         self.plan = agree(self._trainers.names, offers)
         self.name = name
+        self.staleness = staleness
         self._key, self._rounds = (name, offers[0].token), 0
         self._optimizer: HybridOptimizer | None = None
         self._replicas_at = tuple(replicas)
@@ -197,6 +198,16 @@ class HybridModel(nn.Module):
                 for each in moved:
                     if each.config is not None and each.config.dynamic is None:
                         self.tables.set_weights(each.name, each.table.weight.detach().cpu())
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """Names of the trainers, in the order of their ranks."""
+        return self._trainers.names
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the workers that have rows."""
+        return tuple(self._infos)
 
     @property
     def module(self) -> nn.Module:
@@ -403,9 +414,15 @@ class HybridModel(nn.Module):
     def close(self) -> None:
         """Releases the rows on servers; they are dropped when all trainers have. Blocks.
 
+        The module is no longer under ``DistributedDataParallel``, so that nothing here keeps the
+        process group.
+
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self.called = self.module
+        self._replicas.clear()
+        dissolve(self.module, self._replicas_at)
         if self.tables is not None:
             self.tables.close()
 

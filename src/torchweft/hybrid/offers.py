@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchweft.embedding import TableConfig
-from torchweft.embedding.plan import Place
+from torchweft.embedding import TableConfig, Wire
+from torchweft.embedding.plan import Place, Touched
 from torchweft.errors import ArgumentTypeError
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.finding import Found, measure_shares
@@ -69,16 +69,15 @@ def agree(trainers: Sequence[str], offers: Sequence[Offer]) -> HybridPlan:
     first = offers[0]
     for trainer, other in zip(trainers, offers, strict=True):
         _check_same(trainer, other, trainers[0], first)
-    means = {
-        name: sum(each.touched[name] for each in offers) / len(offers) for name in first.touched
-    }
+    means = {name: Touched.mean([each.touched[name] for each in offers]) for name in first.touched}
     return make_plan(
         first.configs,
         first.dense,
         first.servers,
-        trainers=len(offers),
+        trainers=trainers,
         touched=means,
         places=first.places,
+        wire=first.options.get("wire", Wire()),
     )
 
 

@@ -38,7 +38,8 @@ def test_each_parameter_has_its_place_its_bytes_and_a_reason() -> None:
         "tied.weight": 12800,
     }
     lines = str(found).splitlines()
-    assert lines[0].split() == ["parameter", "shape", "place", "touched", "bytes/step", "reason"]
+    titles = ["parameter", "shape", "place", "touched", "bytes/step", "all-gather", "reason"]
+    assert lines[0].split() == titles
     assert lines[1].startswith("tower.words.weight  10,000 x 16  a, b ")
     assert lines[1].endswith("sparse: 27.2 kB of rows, 1.28 MB of an all-reduce")
     assert "replicas  100.00%" in lines[2]
