@@ -305,3 +305,105 @@ def weights_of(name: str) -> dict[str, Tensor]:
     """Returns all rows of open tables."""
     tables = _kept[name][0]
     return {each.name: tables.weights(each.name) for each in tables.plan.configs}
+
+
+# Groups of trainers
+
+
+def train_equal_rows(
+    plan: Plan, trainers: Sequence[str], steps: int, **options: Any
+) -> dict[str, Tensor]:
+    """Trains on the same rows as all other trainers."""
+    tables = Tables(plan, trainers=trainers, **options)
+    optimizer = tables.optimizer(SGD(lr=0.1))
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, plan.configs[0].rows, (600,), generator=generator)
+        optimizer.zero_grad()
+        tables({plan.configs[0].name: ids})[plan.configs[0].name].square().mean().backward()
+        optimizer.step()
+    found = {each.name: tables.weights(each.name) for each in plan.configs}
+    tables.close()
+    return found
+
+
+# A step in a known order of sums
+
+ORDERED = TableConfig("pages", 17, 6, "none", torch.float64, Normal(std=0.3))
+
+
+def ordered_ids(trainer: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(77 * trainer + step)
+    return skewed(9, ORDERED.rows, generator)
+
+
+def ordered_gradients(rows: Tensor, trainer: int, step: int) -> Tensor:
+    """Returns the gradient of a trainer's loss by the looked-up rows, ``(9, dim)``."""
+    generator = torch.Generator().manual_seed(500 + 77 * trainer + step)
+    factors = torch.randn(9, ORDERED.dim, generator=generator, dtype=torch.float64)
+    return 2 * rows * factors
+
+
+def train_ordered(
+    plan: Plan, trainers: Sequence[str], me: int, rule: Rule, steps: int, **options: Any
+) -> Tensor:
+    """Trains one table with gradients that the test can repeat; returns its rows."""
+    tables = Tables(plan, trainers=trainers, name="ordered", **options)
+    optimizer = tables.optimizer(rule)
+    for step in range(steps):
+        optimizer.zero_grad()
+        found = tables({"pages": ordered_ids(me, step)})["pages"]
+        found.backward(ordered_gradients(found.detach(), me, step))
+        optimizer.step()
+    rows = tables.weights("pages")
+    tables.close()
+    return rows
+
+
+def train_ordered_alone(
+    weights: Tensor, trainers: int, rule: Rule, steps: int, divisor: int
+) -> Tensor:
+    """Does the same in one process: sums by trainer, and by occurrence within a trainer."""
+    state = rule.state_for(weights)
+    for step in range(steps):
+        sums: dict[int, Tensor] = {}
+        for trainer in range(trainers):
+            own: dict[int, Tensor] = {}
+            ids = ordered_ids(trainer, step)
+            gradients = ordered_gradients(weights[ids], trainer, step)
+            for row, gradient in zip(ids.tolist(), gradients, strict=True):
+                own[row] = own[row] + gradient if row in own else gradient
+            for row, gradient in own.items():
+                sums[row] = sums[row] + gradient if row in sums else gradient
+        rows = torch.tensor(sorted(sums))
+        joined = torch.stack([sums[row] for row in rows.tolist()]) / divisor
+        some, of_some = weights[rows], {name: each[rows] for name, each in state.items()}
+        count = torch.tensor(step + 1, dtype=torch.float64)
+        rule.apply(some, of_some, joined, rule.lr, count)
+        weights[rows] = some
+        for name, values in of_some.items():
+            state[name][rows] = values
+    return weights
+
+
+# Bytes of a step
+
+
+def counted_batch(config: TableConfig, trainer: int, step: int) -> Tensor:
+    """Returns ids of which some are frequent: one each, or bags of a hundred."""
+    generator = torch.Generator().manual_seed(31 * trainer + step)
+    shape = (1500,) if config.pooling == "none" else (32, 100)
+    draws = torch.rand(shape, generator=generator, dtype=torch.float64).pow(3)
+    return (draws * config.rows).long()
+
+
+def train_counted(plan: Plan, trainers: Sequence[str], me: int, steps: int, **options: Any) -> None:
+    """Trains all tables of a plan; nothing but pulls and pushes is sent."""
+    tables = Tables(plan, trainers=trainers, **options)
+    optimizer = tables.optimizer(SGD(lr=0.1))
+    for step in range(steps):
+        optimizer.zero_grad()
+        outputs = tables({each.name: counted_batch(each, me, step) for each in plan.configs})
+        sum(each.square().mean() for each in outputs.values()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    tables.close()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.processes.embedding_functions import LocalRowWise
-from torchweft import autograd
-from torchweft.embedding import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam
-from torchweft.hybrid import HybridModel, HybridOptimizer
+from torchweft import autograd, rpc
+from torchweft.embedding import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam, host
+from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
 
 WORDS, USERS, DAYS = 40, 23, 5
 BATCH = 6
@@ -122,6 +124,8 @@ def train_alone(
     """Trains with the joined batches; returns the state and the norms or losses."""
     net = make_net(0, dtype)
     net.uses_spare = options.get("uses_spare", False)
+    if "words" in options:
+        net.words.weight.data.copy_(options["words"])
     tables = [net.words.weight, net.tower.users.weight, net.days.weight]
     is_table = {id(each) for each in tables}
     optimizers = [
@@ -139,7 +143,7 @@ def train_alone(
                 for trainer in range(trainers)
             ]
             loss = loss_of(net, join_batches(batches))
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * options.get("factor", 1)).backward()  # type: ignore[no-untyped-call]
         found.append(loss.item())
         if "max_norm" in options:
             found[-1] = float(_clip(net, options["max_norm"], options.get("norm_type", 2.0)))
@@ -331,3 +335,107 @@ def raised_by_model(me: int, arguments: dict[str, Any], seed: int = 0) -> tuple[
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+# Options of the tables
+
+
+def spread(ids: Tensor) -> Tensor:
+    """Returns ids that are no numbers of rows."""
+    return ids * 1_000_003 - 2**40
+
+
+def train_with(
+    me: int, steps: int, max_norm: float | None = None, ahead: int | None = None, **options: Any
+) -> tuple[dict[str, Tensor], list[float], dict[int, int], dict[str, int]]:
+    """Trains a model with further options.
+
+    Returns:
+        The state, norms or losses, the staleness, and the hits of the cache by table.
+    """
+    is_dynamic = "dynamic" in options
+    model = HybridModel(
+        make_net(me), ["worker2"], find_unused_parameters=True, timeout=30, **options
+    )
+    optimizer = model.optimizer(RULES["sgd"], DENSE["sgd"])
+    batches = [draw(me, step) for step in range(steps)]
+    if is_dynamic:
+        batches = [
+            (((spread(words), offsets, weights), *others), target)
+            for ((words, offsets, weights), *others), target in batches
+        ]
+    found = []
+    with model.stream(batches, ahead or 0, lambda batch: batch[0]) as stream:
+        for batch in batches if ahead is None else stream:
+            optimizer.zero_grad()
+            loss = loss_of(model, batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            found.append(loss.item())
+            if max_norm is not None:
+                found[-1] = float(optimizer.clip_grad_norm_(max_norm))
+            optimizer.step()
+    state = model.full_state_dict()
+    torch.distributed.barrier()
+    assert model.tables is not None
+    staleness = model.tables.staleness()
+    hits = {name: each.hits for name, each in model.tables.traffic().items()}
+    torch.distributed.barrier()
+    model.close()
+    return state, found, staleness, hits
+
+
+# Recovery
+
+
+def train_with_recovery(
+    me: int,
+    trainers: Sequence[str],
+    servers: Sequence[str],
+    directory: str,
+    steps: int,
+    killed: str = "",
+    at: str = "",
+) -> tuple[dict[str, Tensor], list[tuple[int, float]], int]:
+    """Trains by ``recover``; returns the state, each step that was made, and how often it opened.
+
+    Args:
+        killed: The server that the first trainer kills in step 4: between the passes, or while
+            the other trainer has pushed and waits.
+        at: ``"pass"``, ``"push"``, ``"error"`` for a step that raises an error of its own, or
+            nothing.
+    """
+    made: list[tuple[int, float]] = []
+    opened = []
+
+    def open_model() -> tuple[Any, ...]:
+        init_process_group(trainers)
+        model = HybridModel(make_net(), servers, timeout=20, find_unused_parameters=True)
+        opened.append(model)
+        return model, model.optimizer(RULES["adam"], DENSE["adam"])
+
+    def step(number: int, model: HybridModel, optimizer: HybridOptimizer) -> None:
+        is_last_act = number == 4 and len(opened) == 1 and me == 0
+        optimizer.zero_grad()
+        loss = loss_of(model, draw(me, number))
+        if is_last_act and at == "pass":
+            _kill(killed)
+        if is_last_act and at == "error":
+            raise ValueError("a mistake of the program")
+        loss.backward()  # type: ignore[no-untyped-call]
+        if is_last_act and at == "push":
+            while rpc.rpc_sync(killed, host.missing, ("hybrid",)) != [trainers[0]]:
+                pass
+            _kill(killed)
+        optimizer.step()
+        made.append((number, loss.item()))
+
+    model, _ = recover(open_model, step, steps=steps, directory=directory, every=3, patience_s=20.0)
+    state = model.full_state_dict()
+    torch.distributed.barrier()
+    model.close()
+    torch.distributed.destroy_process_group()
+    return state, made, len(opened)
+
+
+def _kill(worker: str) -> None:
+    os.kill(rpc.rpc_sync(worker, os.getpid), signal.SIGKILL)

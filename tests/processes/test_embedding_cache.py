@@ -89,7 +89,7 @@ def push_to_all(tables: Tables, optimizer: Any) -> None:
     """Makes a step that adds 1 to each value, so that a row tells its version."""
     optimizer.zero_grad()
     # Beside the cache: a lookup of its own would make all rows young.
-    pulled = tables._lookups._prepared(tables._lookups._flats({"words": torch.arange(ROWS)}))
+    pulled = tables.lookups._prepared(tables.lookups.flats({"words": torch.arange(ROWS)}))
     pushes: Any = {}
     for each in pulled:
         for server, part in each.pushes(-torch.ones(ROWS, 4, dtype=torch.float64)).items():
@@ -212,7 +212,7 @@ def test_a_stream_that_is_left_or_fails_gives_its_rows_up(make: Any) -> None:
         next(stream)
     with pytest.raises(IdOutOfRange):
         list(tables.stream([*batches[:2], {"words": torch.tensor([ROWS])}], 1))
-    assert [len(each) for each in tables._lookups._caches] == [0]
+    assert [len(each) for each in tables.lookups._caches] == [0]
     assert tables(batches[4])["words"].shape == (16, 4)
 
 

@@ -1,6 +1,6 @@
 """Embedding tables on servers: large tables cut into shards, rows pulled and gradients pushed."""
 
-from torchweft.embedding import host, occupied, saved
+from torchweft.embedding import aggregator, host, occupied, saved
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.dynamic import Occupancy
 from torchweft.embedding.errors import (
@@ -29,6 +29,7 @@ from torchweft.embedding.plan import (
     StepCost,
     TableConfig,
     TableWise,
+    Touched,
     Uniform,
     fit_step_cost,
     plan_tables,
@@ -42,7 +43,7 @@ from torchweft.embedding.tuning import Tuning, tune_partitions
 from torchweft.embedding.wire import Wire
 
 CALLABLES = (
-    *(*host.CALLABLES, *occupied.CALLABLES, *saved.CALLABLES),
+    *(*aggregator.CALLABLES, *host.CALLABLES, *occupied.CALLABLES, *saved.CALLABLES),
     *(BadIds, BadOffsets, CapacityError, IdOutOfRange, InputError, PlanError, StepError),
     TablesMismatch,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "StepError",
     "TableConfig",
     "TableWise",
+    "Touched",
     "Tables",
     "TablesMismatch",
     "TablesOptimizer",

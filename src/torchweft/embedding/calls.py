@@ -42,9 +42,26 @@ def start_calls(
 
 
 def wait_for(futures: Mapping[str, Future[Any]]) -> dict[str, Any]:
-    """Returns the results by name, and raises as ``call_servers``. Blocks until all have ended."""
+    """Returns the results by name, and raises as ``call_servers``. Blocks until all have ended.
+
+    If a server is lost, the calls of the others are cancelled: one may wait for a trainer that has
+    noticed the loss and makes no further step.
+    """
     results: dict[str, Any] = {}
     errors: list[Exception] = []
+
+    def end(done: Any) -> None:
+        try:
+            done.wait()
+        except WorkerLost:
+            for each in futures.values():
+                each.cancel()
+        except Exception:
+            return  # Raised below.
+
+    if len(futures) > 1:
+        for future in futures.values():
+            future.add_done_callback(end)
     for name, future in futures.items():
         try:
             results[name] = future.wait()

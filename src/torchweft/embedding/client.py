@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from torchweft.embedding import host
+from torchweft.embedding import aggregator, host
 from torchweft.embedding.calls import call_servers, start_calls
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.optimizer import Pushes
@@ -37,10 +37,14 @@ class Client:
         self.staleness = options.staleness
         self.trainer = options.trainers.index(me) if me in options.trainers else -1
         """This worker's position among the trainers; -1 if it is none."""
+        self._pusher = options.pusher_of(me)
+        group = options.pushers[self._pusher] if self._pusher >= 0 else ()
+        self._member = group.index(me) if len(group) > 1 else -1
+        self._aggregator = get_worker_info(group[0]) if len(group) > 1 else None
         self.timeout_s = 0.0 if math.isinf(limit_s) else limit_s
         self.servers = {server: get_worker_info(server) for server in options.layout.servers}
         self._uncounted: dict[str, list[int]] = {}
-        self._hosts: list[RRef[host.Host]] = []
+        self._hosts: list[RRef[Any]] = []
         self._failure: BaseException | None = None
         self.step = self._set_up(options)
         """The step that this trainer is in."""
@@ -50,13 +54,29 @@ class Client:
         self._hosts = [reference for reference, _ in answers.values()]
         if self.trainer < 0:
             return 0
-        steps = {server: steps[self.trainer] for server, (_, steps) in answers.items()}
+        steps = {server: steps[self._pusher] for server, (_, steps) in answers.items()}
         if len(set(steps.values())) > 1:
             raise StepError(
                 f"the servers of {self.name!r} are at different steps of this trainer: {steps}; an "
                 "earlier step failed on some of them, so make the tables again, or restore them"
             )
-        return next(iter(steps.values()), 0)
+        step = int(next(iter(steps.values()), 0))
+        if self._aggregator is None or not steps:
+            return step
+        given = (options, self._pusher, step, self.timeout_s)
+        reference, of_members = self._ask(aggregator.join, *given)
+        self._hosts.append(reference)
+        return int(of_members[self._member])
+
+    def _ask(self, function: Any, *args: Any) -> Any:
+        """Calls a function on the aggregator with the name of the collection; blocks."""
+        assert self._aggregator is not None
+        return rpc_sync(self._aggregator, function, (self.name, *args), timeout=self.timeout_s)
+
+    @property
+    def is_aggregated(self) -> bool:
+        """Whether another trainer, or this one, pulls and pushes for a group of trainers."""
+        return self._aggregator is not None
 
     def call_all(self, function: Any, *args: Any) -> dict[str, Any]:
         """Calls a function on all servers with the name of the collection; blocks."""
@@ -70,8 +90,13 @@ class Client:
 
     def pull(self, requests: Mapping[str, Any]) -> dict[str, Any]:
         """Pulls for this trainer's step; each server counts its staleness. Blocks."""
-        given = self._given(requests, self.trainer)
-        return call_servers(host.pull, given, self.timeout_s) if given else {}
+        if not requests:
+            return {}
+        if self._aggregator is not None:
+            found: dict[str, Any] = self._ask(aggregator.pull, self._member, self.step, requests)
+            return found
+        given = self._given(requests, self._pusher)
+        return call_servers(host.pull, given, self.timeout_s)
 
     def start_pull(self, requests: Mapping[str, Any]) -> dict[str, Future[Any]]:
         """Sends a pull for a later step; servers do not count it."""
@@ -113,20 +138,21 @@ class Client:
         """
         if self._failure is not None:
             self._refuse(self._failure)
-        given, versions = {}, dict[str, int]()
-        for server, info in self.servers.items():
-            of_server = [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()]
-            uncounted: Sequence[int] = self._uncounted.pop(server, [])
-            given[info] = (self.name, self.trainer, self.step, lr, seen, of_server, uncounted)
-        if given:
-            try:
-                versions = call_servers(host.push, given, self.timeout_s)
-            except BaseException as error:
-                # Some servers may have taken the step: with the next one, rows would differ.
-                self._failure = error
-                if isinstance(error, CallTimeout):
-                    raise self._explained(error) from error
-                raise
+        given = {
+            server: (
+                [(stack, *of_stack) for stack, of_stack in pushes.get(server, {}).items()],
+                self._uncounted.pop(server, []),
+            )
+            for server in self.servers
+        }
+        try:
+            versions = self._push(lr, seen, given)
+        except BaseException as error:
+            # Some servers may have taken the step: with the next one, rows would differ.
+            self._failure = error
+            if isinstance(error, CallTimeout):
+                raise self._explained(error) from error
+            raise
         self.step += 1
         return versions
 
@@ -142,11 +168,28 @@ class Client:
             expected=self.step,
         ) from failure
 
+    def _push(
+        self, lr: float, seen: int, given: Mapping[str, aggregator.OfServer]
+    ) -> dict[str, int]:
+        if not given:
+            return {}
+        if self._aggregator is not None:
+            versions: dict[str, int]
+            versions = self._ask(aggregator.push, self._member, self.step, lr, seen, given)
+            return versions
+        calls = {
+            self.servers[server]: (self.name, self._pusher, self.step, lr, seen, *of_server)
+            for server, of_server in given.items()
+        }
+        return call_servers(host.push, calls, self.timeout_s)
+
     def _explained(self, error: CallTimeout) -> CallTimeout:
         """Returns the error with the names of the trainers that were waited for."""
         late: list[str] = []
-        if error.worker in self.servers:
-            server = self.servers[error.worker]
+        if self._aggregator is not None:
+            late = rpc_sync(self._aggregator, aggregator.missing, (self.name,), timeout=_ASK_S)
+        server = self.servers.get(error.worker, next(iter(self.servers.values())))
+        if not late:
             late = rpc_sync(server, host.missing, args=(self.name,), timeout=_ASK_S)
         if not late:
             return error
@@ -161,5 +204,10 @@ class Client:
     def close(self) -> None:
         """Ends this worker's use of the collection; blocks."""
         hosts, self._hosts = self._hosts, []
-        if hosts:
+        if not hosts:
+            return
+        try:
             self.call_all(host.close)
+        finally:
+            if self._aggregator is not None:
+                self._ask(aggregator.leave)

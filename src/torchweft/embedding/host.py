@@ -51,6 +51,7 @@ class Options(NamedTuple):
         averages: Whether the gradients of a step are averaged over the trainers.
         seed: Seed of the initial values.
         wire: The form of values in messages.
+        groups: Trainers of which the first pulls and pushes for all; none if each is alone.
     """
 
     layout: Layout
@@ -59,11 +60,22 @@ class Options(NamedTuple):
     averages: bool
     seed: int
     wire: Wire = Wire()
+    groups: tuple[tuple[str, ...], ...] = ()
 
     @property
     def pushes(self) -> int:
-        """The number of pushes in a step."""
+        """The number of trainers whose gradients are in a step."""
         return 1 if self.staleness is None else len(self.trainers)
+
+    @property
+    def pushers(self) -> tuple[tuple[str, ...], ...]:
+        """The trainers of each push of a step."""
+        return self.groups or tuple((name,) for name in self.trainers)
+
+    def pusher_of(self, trainer: str) -> int:
+        """Returns the number of the push that a trainer is part of; -1 if it is no trainer."""
+        found = [number for number, names in enumerate(self.pushers) if trainer in names]
+        return found[0] if found else -1
 
 
 class Mark(NamedTuple):
@@ -106,7 +118,8 @@ class Host:
             for number, stack in enumerate(options.layout.stacks)
             if name in stack.servers
         }
-        self.steps: Steps[Lesson] = Steps(options.trainers, options.staleness, name)
+        names = [each[0] for each in options.pushers]
+        self.steps: Steps[Lesson] = Steps(names, options.staleness, name)
         self.lock = threading.Lock()
         self.rule: Rule | None = None
         self.uses = 0
@@ -188,7 +201,7 @@ class Host:
         return gradients
 
     def _apply(self, lessons: Sequence[Lesson], version: int) -> None:
-        divisor = len(lessons) if self.options.averages else 1
+        divisor = self.options.pushes if self.options.averages else 1
         for number, shard in self.shards.items():
             pushed = [each.gradients[number] for each in lessons if number in each.gradients]
             shard.apply(pushed, lessons[0].lr, divisor, version)
@@ -203,11 +216,12 @@ class Host:
 
     def trainer_lost(self, error: WorkerLost) -> None:
         """Fails the pushes that wait for a worker, if it is a trainer."""
-        if error.worker not in self.options.trainers:
+        pusher = self.options.pusher_of(error.worker)
+        if pusher < 0:
             return
         with self.lock:
             self._lost = self._lost or error
-            due = self.steps.lose(self.options.trainers.index(error.worker))
+            due = self.steps.lose(pusher)
         self._settle(due, self.steps.version)
 
     def _shard(self, stack: int) -> Shard:
@@ -262,7 +276,8 @@ def _own(value: Any) -> Any:
 def _shard(stack: Stack, server: int, options: Options) -> Shard:
     if not stack.is_dynamic:
         return Shard(stack, server, options.seed)
-    limit = capacity_limit(stack, server, options.pushes)
+    largest = max(map(len, options.pushers)) if options.pushes > 1 else 1
+    limit = capacity_limit(stack, server, options.pushes) * largest
     return DynamicShard(stack, server, options.seed, limit)
 
 
@@ -281,7 +296,7 @@ def _weak_callback(host: Host) -> Callable[[WorkerLost], None]:
 
 
 def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
-    """Returns the shards of a collection, made if they do not exist, and the steps of the trainers.
+    """Returns the shards of a collection, made if they do not exist, and the steps of its pushers.
 
     Raises:
         TablesMismatch: A collection of this name was made with other options.
@@ -305,12 +320,12 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
             server=server,
             part=part,
         )
-    return RRef(host), [host.steps.step_of(number) for number in range(len(options.trainers))]
+    return RRef(host), [host.steps.step_of(number) for number in range(len(options.pushers))]
 
 
 def _difference(first: Options, second: Options) -> tuple[str, object, object]:
     """Returns the name of what differs, and both values."""
-    for option in ("trainers", "staleness", "averages", "seed", "wire"):
+    for option in ("trainers", "staleness", "averages", "seed", "wire", "groups"):
         one, other = getattr(first, option), getattr(second, option)
         if one != other:
             return option, one, other

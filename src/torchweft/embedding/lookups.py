@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from torchweft.embedding.wire import Wire
 from torchweft.rpc import Future
 
 Found = list[tuple[Pulled, Tensor]]
+Flats = Mapping[str, Flat]
+"""What one lookup is of, by table."""
+P = TypeVar("P")
 Copied = Callable[[TableConfig, Flat], Tensor]
 """Looks up a table that this worker has a copy of."""
 
@@ -63,7 +66,7 @@ class Lookups:
 
     def look_up(self, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Returns the output of each table; blocks."""
-        flats = self._flats(inputs)
+        flats = self.flats(inputs)
         if self._cache is None:
             pulling = Pulling(self._prepared(flats), self._form)
             return self._outputs(flats, self._pulled(pulling))
@@ -76,6 +79,28 @@ class Lookups:
             for each in wanted:
                 each.abandon()
 
+    def look_up_each(self, each: Sequence[Flats]) -> list[Drawn]:
+        """Pulls the rows of several lookups, with one call to each server. Blocks.
+
+        Their gradients stay apart: only those of lookups whose outputs are used are pushed.
+
+        Args:
+            each: What ``flats`` returns for each lookup.
+        """
+        if self._cache is None:
+            parts = [self._prepared(flats) for flats in each]
+            pulling = Pulling(_joined(parts), self._form)
+            return self._drawn(each, parts, self._pulled(pulling))
+        wanted = self._reserved_each(each)
+        try:
+            rows = Pulling([part.fetch for part in _joined(wanted)], self._form)
+            ages = self._ages()
+            found = self._settled(_joined(wanted), rows, self._pull(rows), ages)
+            return self._drawn(each, wanted, found)
+        finally:
+            for part in _joined(wanted):
+                part.abandon()
+
     def send(self, inputs: Mapping[str, Any], waiting: int) -> Ahead | CachedAhead:
         """Sends the pull of a lookup that is used later.
 
@@ -83,19 +108,33 @@ class Lookups:
             inputs: What to look up.
             waiting: How many lookups that were sent are used before.
         """
-        flats = self._flats(inputs)
+        return self.send_each([self.flats(inputs)], waiting)
+
+    def send_each(self, each: Sequence[Flats], waiting: int) -> Ahead | CachedAhead:
+        """Sends the pull of several lookups that are used later, in one pass; see ``send``."""
         if self._cache is None:
-            pulling = Pulling(self._prepared(flats), self._form)
-            return Ahead(self, flats, pulling, self._client.start_pull(pulling.requests))
-        wanted = self._reserved(flats, waiting)
-        rows = Pulling([each.fetch for each in wanted], self._form)
+            parts = [self._prepared(flats) for flats in each]
+            pulling = Pulling(_joined(parts), self._form)
+            futures = self._client.start_pull(pulling.requests)
+            return Ahead(self, each, parts, pulling, futures)
+        wanted = self._reserved_each(each, waiting)
         try:
+            rows = Pulling([part.fetch for part in _joined(wanted)], self._form)
             ages, futures = self._ages(), self._client.start_pull(rows.requests)
         except BaseException:
-            for each in wanted:
-                each.abandon()
+            for part in _joined(wanted):
+                part.abandon()
             raise
-        return CachedAhead(self, flats, wanted, rows, ages, futures)
+        return CachedAhead(self, each, wanted, rows, ages, futures)
+
+    def _drawn(
+        self, each: Sequence[Flats], parts: Sequence[Sequence[Pulled]], found: Found
+    ) -> list[Drawn]:
+        rest = iter(found)
+        return [
+            Drawn(self, self._client.step, flats, list(itertools.islice(rest, len(own))))
+            for flats, own in zip(each, parts, strict=True)
+        ]
 
     # Inputs
 
@@ -111,7 +150,12 @@ class Lookups:
             raise BadIds(f"there is no table {name!r} to look up{hint}", table=str(name))
         return checker
 
-    def _flats(self, inputs: Mapping[str, Any]) -> dict[str, Flat]:
+    def flats(self, inputs: Mapping[str, Any]) -> dict[str, Flat]:
+        """Returns the checked ids of a lookup.
+
+        Raises:
+            InputError: They cannot be looked up.
+        """
         return {name: self.checker(name).flat(value) for name, value in inputs.items()}
 
     def _looked(self, flats: Mapping[str, Flat]) -> Iterable[tuple[int, Router, list[Looked]]]:
@@ -155,7 +199,6 @@ class Lookups:
         self._count(pulling.wanted)
         found = []
         for pulled, answer in pulling.answers(answers):
-            pulled.place = next(self._places)
             pulled.versions = answer.versions
             pulled.version = min(answer.versions.values(), default=self._client.step)
             self._note_staleness(pulled)
@@ -189,9 +232,14 @@ class Lookups:
             for stack, router, looked in self._looked(flats)
         ]
 
+    def _reserved_each(
+        self, each: Sequence[Flats], waiting: int | None = None
+    ) -> list[list[CachedRows]]:
+        return [self._reserved(flats, waiting) for flats in each]
+
     def _settled(
         self,
-        wanted: list[CachedRows],
+        wanted: Sequence[CachedRows],
         rows: Pulling[Fetch],
         answers: Mapping[str, Any],
         asked: Ages,
@@ -209,7 +257,6 @@ class Lookups:
         oldest: dict[str, int] = {}
         found: Found = []
         for each in wanted:
-            each.place = next(self._places)
             each.version = self._client.step
             values, versions = each.take()
             self._note_staleness(each)
@@ -229,9 +276,10 @@ class Lookups:
 
     # Outputs
 
-    def _outputs(self, flats: Mapping[str, Flat], found: Found) -> dict[str, Tensor]:
+    def _outputs(self, flats: Flats, found: Found) -> dict[str, Tensor]:
         parts: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in flats}
         for pulled, values in found:
+            pulled.place = next(self._places)
             if torch.is_grad_enabled():
                 values = pulled.make_leaf(values, self._touch)
             for member, output in pulled.outputs(values):
@@ -297,18 +345,47 @@ class Lookups:
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """A lookup that was sent before it is needed."""
+class Drawn:
+    """A lookup whose rows are here, and not yet used.
+
+    Attributes:
+        step: The trainer's step in which the rows are valid.
+    """
 
     lookups: Lookups
-    flats: Mapping[str, Flat]
+    step: int
+    flats: Flats
+    found: Found
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the trainer is still in the step for which the rows were pulled."""
+        return self.step == self.lookups._client.step
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Returns the output of each table; once."""
+        return self.lookups._outputs(self.flats, self.found)
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Lookups of one pass that were sent before they are needed."""
+
+    lookups: Lookups
+    flats: Sequence[Flats]
+    parts: Sequence[Sequence[Pulled]]
     pulling: Pulling[Pulled]
     futures: Mapping[str, Future[Any]]
 
-    def outputs(self) -> dict[str, Tensor]:
-        """Waits for the rows, and returns the output of each table."""
+    def drawn(self) -> list[Drawn]:
+        """Waits for the rows, and returns the lookups."""
         found = self.lookups.pulled_ahead(self.pulling, wait_for(self.futures))
-        return self.lookups._outputs(self.flats, found)
+        return self.lookups._drawn(self.flats, self.parts, found)
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Waits for the rows, and returns the output of each table of the only lookup."""
+        (drawn,) = self.drawn()
+        return drawn.outputs()
 
     def cancel(self) -> None:
         """Ends the pull; its rows are not wanted."""
@@ -318,27 +395,36 @@ class Ahead:
 
 @dataclass(frozen=True)
 class CachedAhead:
-    """A lookup that was sent before it is needed; the cache holds its rows for it."""
+    """Lookups that were sent before they are needed; the cache holds their rows for them."""
 
     lookups: Lookups
-    flats: Mapping[str, Flat]
-    wanted: list[CachedRows] = field(repr=False)
+    flats: Sequence[Flats]
+    wanted: Sequence[Sequence[CachedRows]] = field(repr=False)
     rows: Pulling[Fetch]
     asked: Ages
     futures: Mapping[str, Future[Any]]
 
+    def drawn(self) -> list[Drawn]:
+        """Waits for the rows, and returns the lookups."""
+        wanted, answers = _joined(self.wanted), wait_for(self.futures)
+        found = self.lookups._settled(wanted, self.rows, answers, self.asked)
+        return self.lookups._drawn(self.flats, self.wanted, found)
+
     def outputs(self) -> dict[str, Tensor]:
-        """Waits for the rows, and returns the output of each table."""
-        answers = wait_for(self.futures)
-        found = self.lookups._settled(self.wanted, self.rows, answers, self.asked)
-        return self.lookups._outputs(self.flats, found)
+        """Waits for the rows, and returns the output of each table of the only lookup."""
+        (drawn,) = self.drawn()
+        return drawn.outputs()
 
     def cancel(self) -> None:
         """Ends the pull, and gives up the rows that are held for it."""
         for future in self.futures.values():
             future.cancel()
-        for each in self.wanted:
+        for each in _joined(self.wanted):
             each.abandon()
+
+
+def _joined(parts: Sequence[Sequence[P]]) -> list[P]:
+    return [each for part in parts for each in part]
 
 
 def _cache_of(cache: Cache, router: Router) -> RowCache:

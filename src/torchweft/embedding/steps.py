@@ -40,17 +40,20 @@ class Steps(Generic[P]):
         trainers: Names of the trainers.
         bound: The largest staleness, or None for the asynchronous mode.
         server: Name of the server, for messages.
+        begin: The step that all trainers are in at first.
     """
 
-    def __init__(self, trainers: Sequence[str], bound: int | None, server: str = "") -> None:
+    def __init__(
+        self, trainers: Sequence[str], bound: int | None, server: str = "", begin: int = 0
+    ) -> None:
         self._trainers = trainers
         self._bound = bound
         self._server = server
-        self._next = [0] * len(trainers)
+        self._next = [begin] * len(trainers)
         self._pushes: defaultdict[int, dict[int, P]] = defaultdict(dict)
         self._waiting: list[tuple[int, int]] = []
         self._limit: float = math.inf  # the version that can still be reached
-        self.version = 0
+        self.version = begin
         """Number of applied steps; in the asynchronous mode, of applied pushes."""
         self.staleness: Counter[int] = Counter()
         """How often each staleness was observed."""

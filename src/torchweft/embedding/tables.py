@@ -22,6 +22,7 @@ from torchweft.embedding.client import Client
 from torchweft.embedding.copies import look_up_copy, make_copy
 from torchweft.embedding.dynamic import Occupancy, check_capacity
 from torchweft.embedding.errors import BadIds, PlanError
+from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.lookups import Lookups
 from torchweft.embedding.optimizer import Pushes, TablesOptimizer
@@ -75,6 +76,9 @@ class Tables(nn.Module):
         cache: Which rows this trainer keeps between lookups, for at most ``staleness`` steps; by
             default none. Trainers may differ in it.
         wire: The form of rows and gradients in messages; by default that of the tables.
+        aggregate: Which trainers share pulls, and sum their gradients before they go to the
+            servers: ``"host"`` for those of each host, or lists of their names; by default none.
+            The first of a group works for all of it. Not for the asynchronous mode.
 
     Raises:
         TablesMismatch: Another trainer has made the collection with other arguments.
@@ -95,13 +99,14 @@ class Tables(nn.Module):
         timeout: float = UNSET_RPC_TIMEOUT,
         cache: Cache | None = None,
         wire: Wire = Wire(),  # noqa: B008  # immutable
+        aggregate: Aggregate = None,
     ) -> None:
         super().__init__()
         me = get_worker_info().name
         self.plan = plan
         self.name = name
         self.trainers = (me,) if trainers is None else tuple(trainers)
-        _check_options(self.trainers, staleness, reduction)
+        check_options(self.trainers, staleness, reduction)
         if cache is not None:
             _check_cache(cache, staleness, me in self.trainers)
         self._wire = wire
@@ -113,11 +118,16 @@ class Tables(nn.Module):
                     "rows by numbers; make the tables without a cache, or dynamic tables apart"
                 )
         averages = reduction == "mean"
+        hosts = hosts_of(self.trainers) if aggregate == "host" else {}
+        groups = groups_of(aggregate, self.trainers, staleness, hosts)
         self.limit_s = limit_of(timeout, _WAIT_S)
         """The limit of each pull and step; infinite for none."""
-        self._options = host.Options(plan.layout, self.trainers, staleness, averages, seed, wire)
+        self._options = host.Options(
+            plan.layout, self.trainers, staleness, averages, seed, wire, groups
+        )
         self._client = Client(name, self._options, self.limit_s)
-        self._lookups = self._looking_up()
+        self.lookups = self._looking_up()
+        """The lookups of this worker; for ``torchweft.hybrid``."""
         self._moves = 0
         self._optimizer: TablesOptimizer | None = None
         self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
@@ -148,7 +158,7 @@ class Tables(nn.Module):
             WorkerLost: A server is lost.
             CallTimeout: A server did not answer in time.
         """
-        return self._lookups.look_up(inputs)
+        return self.lookups.look_up(inputs)
 
     def stream(
         self,
@@ -188,6 +198,15 @@ class Tables(nn.Module):
             ConfigurationError: These tables are trained, and ``ahead`` is more than ``staleness``:
                 all rows would be pulled again. Pulls need no bound where nothing is trained.
         """
+        self.check_ahead(ahead)
+        return RowStream(batches, ahead, inputs, self.lookups.send)
+
+    def check_ahead(self, ahead: int) -> None:
+        """Checks that rows which are pulled some batches ahead can be young enough; see ``stream``.
+
+        Raises:
+            ConfigurationError: They cannot.
+        """
         client, bound = self._client, self._client.staleness
         if self._optimizer is not None and bound is not None and ahead > bound:
             raise ConfigurationError(
@@ -201,7 +220,6 @@ class Tables(nn.Module):
                 f"the cache of tables {self.name!r} has steps={kept}, and rows that are pulled "
                 f"{ahead} steps ahead are older; pass at most ahead={kept}, or Cache(steps={ahead})"
             )
-        return RowStream(batches, ahead, inputs, self._lookups.send)
 
     def _look_up_copy(self, config: TableConfig, flat: Flat) -> Tensor:
         return look_up_copy(self.copies[config.name], config, flat)
@@ -212,7 +230,7 @@ class Tables(nn.Module):
         Call it after another worker has set or restored rows. ``set_weights`` and ``restore`` do it
         for the worker that calls them.
         """
-        self._lookups.clear_cache()
+        self.lookups.clear_cache()
 
     # Training
 
@@ -241,16 +259,18 @@ class Tables(nn.Module):
             )
         _check_rule(rule, self.plan)
         self._client.call_all(host.set_rule, rule)
-        touched, form = self._lookups.touched, self._wire.pushed
+        # A group sums before it rounds.
+        touched, form = self.lookups.touched, self._wire.pushed
+        form = None if self._client.is_aggregated else form
         self._optimizer = TablesOptimizer(rule, touched, self._push, form)
-        self._lookups.is_trained = True
+        self.lookups.is_trained = True
         return self._optimizer
 
     def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
         check_capacity(self._options.layout, pushes, self._options.pushes)
         seen = min((each.version for each in pulled), default=0)
         versions = self._client.push(lr, seen, pushes)
-        self._lookups.note_pushed(pulled, versions)
+        self.lookups.note_pushed(pulled, versions)
 
     # Other places
 
@@ -276,7 +296,7 @@ class Tables(nn.Module):
         """
         if self._client.trainer < 0:
             raise ConfigurationError(f"this worker is not among the trainers {self.trainers}")
-        if self._lookups.touched:
+        if self.lookups.touched:
             raise ConfigurationError(
                 f"tables {self.name!r} have gradients that were not pushed; make the step first, "
                 "or drop them by zero_grad()"
@@ -304,8 +324,8 @@ class Tables(nn.Module):
         self.plan, self._options, self.name = plan, options, self._client.name
         self._tells()
         lookups = self._looking_up()
-        lookups.follow(self._lookups)
-        self._lookups = lookups
+        lookups.follow(self.lookups)
+        self.lookups = lookups
         before.close()
 
     def _opened(self, options: host.Options) -> Client:
@@ -395,7 +415,7 @@ class Tables(nn.Module):
         Raises:
             BadIds: There is no such table, or its ids are not dynamic.
         """
-        if self._lookups.checker(name).config.dynamic is None:
+        if self.lookups.checker(name).config.dynamic is None:
             raise BadIds(
                 f"the ids of table {name!r} are numbers of rows; read it by weights()", table=name
             )
@@ -406,7 +426,7 @@ class Tables(nn.Module):
         return occupied.joined_occupancy(self._client.call_all(occupied.occupancy).values())
 
     def _with_numbers(self, name: str) -> TableConfig:
-        config = self._lookups.checker(name).config
+        config = self.lookups.checker(name).config
         if config.dynamic is not None:
             raise BadIds(
                 f"table {name!r} has dynamic ids, and so no rows of all ids; read those that it "
@@ -504,7 +524,7 @@ class Tables(nn.Module):
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns what this trainer's lookups and pushes have moved, by table."""
-        return self._lookups.traffic()
+        return self.lookups.traffic()
 
     def staleness(self) -> dict[int, int]:
         """Returns how often each staleness was observed, on all servers and of all trainers.
@@ -525,7 +545,7 @@ class Tables(nn.Module):
             WorkerLost: A server is lost; the others have released the rows.
         """
         self._tells()
-        self._lookups.touched.clear()
+        self.lookups.touched.clear()
         self._client.close()
 
 
@@ -540,7 +560,12 @@ def _check_rule(rule: Rule, plan: Plan) -> None:
                 )
 
 
-def _check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
+def check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
+    """Checks options of ``Tables``.
+
+    Raises:
+        ConfigurationError: One of them cannot work.
+    """
     if not trainers or len(set(trainers)) < len(trainers):
         raise ConfigurationError(f"trainers is {list(trainers)}; name each trainer once")
     if staleness is not None and (type(staleness) is not int or staleness < 0):

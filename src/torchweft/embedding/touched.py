@@ -10,14 +10,14 @@ from torch import Tensor
 
 from torchweft.arguments import did_you_mean
 from torchweft.embedding.errors import PlanError
-from torchweft.embedding.inputs import Checker
-from torchweft.embedding.plan import TableConfig, check_names
+from torchweft.embedding.inputs import Checker, Flat
+from torchweft.embedding.plan import TableConfig, Touched, check_names
 
 
 def touched_shares(
     configs: Iterable[TableConfig], batches: Iterable[Mapping[str, Any]]
-) -> dict[str, float]:
-    """Returns the mean share of its rows that a batch touches, by table.
+) -> dict[str, Touched]:
+    """Returns the mean share of its rows that a batch touches, by table; also of ids and bags.
 
     Args:
         configs: The tables.
@@ -32,23 +32,40 @@ def touched_shares(
         IdOutOfRange: A table has no row for an id.
     """
     checkers = {config.name: Checker(config) for config in check_names(configs)}
-    rows = dict.fromkeys(checkers, 0)
+    rows, ids, bags = (dict.fromkeys(checkers, 0) for _ in range(3))
     count = 0
     for count, batch in enumerate(batches, start=1):  # noqa: B007  # counts
         for name, value in batch.items():
-            ids = torch.unique(_ids(checkers, name, value))
-            rows[name] += len(ids)
+            flat = _flat(checkers, name, value)
+            rows[name] += len(torch.unique(flat.ids))
+            ids[name] += flat.n_ids
+            bags[name] += 0 if checkers[name].config.pooling == "none" else _bags(value, flat)
     if not count:
         raise PlanError("there is no batch to count rows in")
-    # A dynamic table may be full before a batch is at its end.
-    return {name: min(1.0, rows[name] / count / checkers[name].config.rows) for name in rows}
+    return {
+        # A dynamic table may be full before a batch is at its end.
+        name: Touched(
+            min(1.0, rows[name] / count / checkers[name].config.rows),
+            ids[name] / count,
+            bags[name] / count,
+        )
+        for name in rows
+    }
 
 
-def _ids(checkers: Mapping[str, Checker], name: str, value: Any) -> Tensor:
+def _bags(value: Any, flat: Flat) -> int:
+    """Returns how many bags an input has; none if it has not the form of a lookup's."""
+    is_plain = isinstance(value, Tensor) and not value.is_nested
+    if is_plain:
+        return value.shape[0] if value.dim() == 2 else 0
+    return flat.bags
+
+
+def _flat(checkers: Mapping[str, Checker], name: str, value: Any) -> Flat:
     checker = checkers.get(name)
     if checker is None:
         hint = did_you_mean(name, list(checkers))
         raise PlanError(f"a batch names {name!r}, which is no table{hint}", table=name)
     if isinstance(value, Tensor) and not value.is_nested:
         value = value.reshape(-1, 1)  # of any shape
-    return checker.flat(value).ids
+    return checker.flat(value)

@@ -4,11 +4,14 @@ from torchweft.hybrid.backends import Choice, Facts, choose_backend, gather_fact
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
+from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan
+from torchweft.hybrid.recovery import recover
 from torchweft.hybrid.remote import RemoteHybridModel
 from torchweft.hybrid.starting import init_process_group
 
 __all__ = [
+    "BatchStream",
     "Choice",
     "Dense",
     "Facts",
@@ -21,4 +24,5 @@ __all__ = [
     "choose_backend",
     "gather_facts",
     "init_process_group",
+    "recover",
 ]

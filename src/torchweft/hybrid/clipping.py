@@ -40,7 +40,7 @@ def norm_of_mean(stacks: Sequence[Stacks], divisor: int, norm_type: float) -> Te
 
     Args:
         stacks: Of each trainer, in their order.
-        divisor: Number of trainers.
+        divisor: Number of trainers; 1 for the norm of their sum.
         norm_type: The p of the p-norm.
     """
     norms = []
@@ -66,6 +66,8 @@ def measure_rows(
     leaves: Sequence[tuple[Pulled, Tensor]],
     norm_type: float,
     timeout_s: float,
+    *,
+    averages: bool,
 ) -> list[Tensor]:
     """Returns the norms of the averaged gradients of rows, one for each server. Blocks.
 
@@ -76,6 +78,7 @@ def measure_rows(
         leaves: The lookups of this trainer, with their gradients.
         norm_type: The p of the p-norm.
         timeout_s: Limit of each call.
+        averages: Whether gradients are averaged over trainers, rather than summed.
 
     Raises:
         WorkerLost: A server or another trainer is lost.
@@ -86,7 +89,7 @@ def measure_rows(
         return [norm_of_mean([each], 1, norm_type) for _, each in sorted(parts.items())]
     me = list(trainers).index(get_worker_info().name)
     given = {
-        info: (key, me, tuple(trainers), norm_type, parts.get(name, {}))
+        info: (key, me, tuple(trainers), norm_type, averages, parts.get(name, {}))
         for name, info in servers.items()
     }
     try:
@@ -137,9 +140,10 @@ def coefficient_of(total: Tensor, max_norm: float, *, error_if_nonfinite: bool) 
 class _Round:
     """The gradients of one step, until all trainers have sent theirs."""
 
-    def __init__(self, trainers: Sequence[str], norm_type: float) -> None:
+    def __init__(self, trainers: Sequence[str], norm_type: float, averages: bool) -> None:
         self.trainers = trainers
         self.norm_type = norm_type
+        self.divisor = len(trainers) if averages else 1
         self.stacks: dict[int, Stacks] = {}
         self.marks: list[Mark | None] = []
         self.futures: list[torch.futures.Future[Tensor]] = []
@@ -152,14 +156,19 @@ _lock = threading.Lock()
 
 @functions.async_execution
 def measure(
-    key: Key, trainer: int, trainers: Sequence[str], norm_type: float, stacks: Stacks
+    key: Key,
+    trainer: int,
+    trainers: Sequence[str],
+    norm_type: float,
+    averages: bool,
+    stacks: Stacks,
 ) -> torch.futures.Future[Tensor]:
     """Takes the gradients of a trainer; answered with the norm when all have sent theirs."""
     future: OrderedFuture[Tensor] = OrderedFuture()
     with _lock:
         if key not in _rounds:
             _drop_stale(key)
-            _rounds[key] = _Round(trainers, norm_type)
+            _rounds[key] = _Round(trainers, norm_type, averages)
             # Within the lock, which the callback takes on another thread: else a round that is
             # complete by now would leave its callback behind.
             _rounds[key].forget = on_worker_lost(lambda error: _fail(key, error))
@@ -181,7 +190,7 @@ def _answer(found: _Round) -> None:
         device_streams.use(mark, found.stacks)
     ordered = [found.stacks[trainer] for trainer in range(len(found.trainers))]
     try:
-        total = norm_of_mean(ordered, len(ordered), found.norm_type)
+        total = norm_of_mean(ordered, found.divisor, found.norm_type)
     except Exception as error:
         for future in found.futures:
             future.set_exception(error)  # type: ignore[arg-type]

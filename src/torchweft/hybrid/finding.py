@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import did_you_mean
-from torchweft.embedding import TableConfig
+from torchweft.embedding import Dynamic, TableConfig
+from torchweft.embedding.plan import Touched
 from torchweft.hybrid.errors import PlacementError
 
 TABLE_TYPES = (nn.Embedding, nn.EmbeddingBag)
@@ -41,12 +42,17 @@ class Found:
         return "" if self.config is None else self.config.name
 
 
-def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
+def find_tables(
+    module: nn.Module,
+    named: Iterable[str] = (),
+    dynamic: Mapping[str, Dynamic] | None = None,
+) -> list[Found]:
     """Returns the tables of a module: those with ``sparse=True``, and those that are named.
 
     Args:
         module: The module.
         named: Paths of embeddings that the program places itself.
+        dynamic: Those with dynamic ids, by path.
 
     Raises:
         PlacementError: The module has no such table, a named one cannot be placed, or a table
@@ -54,14 +60,16 @@ def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
     """
     if isinstance(module, TABLE_TYPES):
         raise PlacementError("the module is itself a table; pass a module that contains it")
-    wanted = dict.fromkeys(named)
+    dynamic = dynamic or {}
+    wanted = dict.fromkeys([*named, *dynamic])
     users = _users_of_weights(module)
     embeddings = {path: each for path, each in module.named_modules() if type(each) in TABLE_TYPES}
     for path in wanted:
         if path not in embeddings:
             hint = did_you_mean(path, embeddings)
+            argument = "dynamic" if path in dynamic else "places"
             raise PlacementError(
-                f"places names {path!r}, which is no nn.Embedding or nn.EmbeddingBag of the "
+                f"{argument} names {path!r}, which is no nn.Embedding or nn.EmbeddingBag of the "
                 f"module{hint}",
                 parameter=path,
             )
@@ -71,7 +79,8 @@ def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
             kept = _reason_to_keep(path, table, users)
             if kept and path in wanted:
                 raise PlacementError(f"{path!r} cannot be placed: {kept}", parameter=path)
-            found.append(Found(path, table, None if kept else config_of(path, table), kept))
+            config = None if kept else config_of(path, table, dynamic.get(path))
+            found.append(Found(path, table, config, kept))
     if not found:
         raise PlacementError(
             "the module has no nn.Embedding or nn.EmbeddingBag with sparse=True: name those to "
@@ -80,7 +89,7 @@ def find_tables(module: nn.Module, named: Iterable[str] = ()) -> list[Found]:
     return found
 
 
-def config_of(path: str, table: Any) -> TableConfig:
+def config_of(path: str, table: Any, dynamic: Dynamic | None = None) -> TableConfig:
     """Returns the description of a table."""
     pooling: Any = table.mode if isinstance(table, nn.EmbeddingBag) else "none"
     return TableConfig(
@@ -90,6 +99,7 @@ def config_of(path: str, table: Any) -> TableConfig:
         pooling,
         table.weight.dtype,
         padding_idx=table.padding_idx,
+        dynamic=dynamic,
     )
 
 
@@ -133,8 +143,10 @@ def ids_of(table: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 def measure_shares(
     module: nn.Module, tables: Iterable[Found], batches: Iterable[Any]
-) -> dict[str, float]:
+) -> dict[str, Touched]:
     """Returns the mean share of its rows that a batch touches, by the name of the table.
+
+    Also how many ids it looks up, in how many bags.
 
     Runs the module on each batch: in evaluation mode, without gradients; random numbers are drawn
     apart.
@@ -148,29 +160,50 @@ def measure_shares(
         PlacementError: There is no batch.
     """
     seen: dict[str, list[Tensor]] = {}
+    bags: dict[str, int] = {}
+    ids_seen: dict[str, int] = {}
     rows: dict[str, int] = {}
     placed = [each for each in tables if each.config is not None]
     count = 0
-    with torch.no_grad(), torch.random.fork_rng(), _evaluating(module), _watching(placed, seen):
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(),
+        _evaluating(module),
+        _watching(placed, seen, bags),
+    ):
         for count, batch in enumerate(batches, start=1):  # noqa: B007  # counts
             module(*batch if isinstance(batch, tuple) else (batch,))
             for name, ids in seen.items():
-                rows[name] = rows.get(name, 0) + int(torch.unique(torch.cat(ids)).numel())
+                joined = torch.cat(ids)
+                rows[name] = rows.get(name, 0) + int(torch.unique(joined).numel())
+                ids_seen[name] = ids_seen.get(name, 0) + len(joined)
             seen.clear()
     if not count:
         raise PlacementError("there is no batch to count rows in; pass some, or touched={...}")
     configs = [each.config for each in placed if each.config is not None]
-    return {each.name: rows.get(each.name, 0) / count / each.rows for each in configs}
+    # A dynamic table may be full before a batch is at its end.
+    return {
+        each.name: Touched(
+            min(1.0, rows.get(each.name, 0) / count / each.rows),
+            ids_seen.get(each.name, 0) / count,
+            bags.get(each.name, 0) / count,
+        )
+        for each in configs
+    }
 
 
 @contextmanager
-def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterator[None]:
+def _watching(
+    tables: Iterable[Found], seen: dict[str, list[Tensor]], bags: dict[str, int]
+) -> Iterator[None]:
     handles = []
     for each in tables:
         assert each.config is not None
 
-        def note(table: nn.Module, args: Any, kwargs: Any, name: str = each.config.name) -> None:
-            seen.setdefault(name, []).append(ids_of(table, args, kwargs).cpu())
+        def note(table: Any, args: Any, kwargs: Any, config: TableConfig = each.config) -> Any:
+            seen.setdefault(config.name, []).append(ids_of(table, args, kwargs).cpu())
+            bags[config.name] = bags.get(config.name, 0) + _bags_of(table, args, kwargs)
+            return None if config.dynamic is None else _within(table, args, kwargs)
 
         handles.append(each.table.register_forward_pre_hook(note, with_kwargs=True))
     try:
@@ -178,6 +211,26 @@ def _watching(tables: Iterable[Found], seen: dict[str, list[Tensor]]) -> Iterato
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _bags_of(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """Returns how many bags a call of an embedding pools; none for ``nn.Embedding``."""
+    if not isinstance(table, nn.EmbeddingBag):
+        return 0
+    given = args[0] if args else kwargs["input"]
+    offsets = args[1] if len(args) > 1 else kwargs.get("offsets")
+    if given.is_nested:
+        return int(given.shape[0])
+    if offsets is None:
+        return int(given.shape[0])
+    return len(offsets) - int(table.include_last_offset)
+
+
+def _within(table: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the arguments of a call with other ids, which the module has rows for."""
+    if args:
+        return (args[0] % table.num_embeddings, *args[1:]), kwargs
+    return args, {**kwargs, "input": kwargs["input"] % table.num_embeddings}
 
 
 @contextmanager

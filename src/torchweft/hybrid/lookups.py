@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweft.embedding import Jagged, Tables
+from torchweft.embedding import Jagged
 from torchweft.hybrid.finding import Found, ids_of
+from torchweft.hybrid.passes import Passes
 
 
 class RemoteTable(nn.Module):
@@ -28,11 +30,11 @@ class RemoteTable(nn.Module):
         self.name = name
         self.shape = tuple(table.weight.shape)
         self.includes_last = bool(getattr(table, "include_last_offset", False))
-        self._tables: list[Tables] = []  # in a list, so that it is no submodule
+        self._passes: Passes | None = None
 
-    def connect(self, tables: Tables) -> None:
-        """Sets the collection that has the rows."""
-        self._tables = [tables]
+    def connect(self, passes: Passes) -> None:
+        """Sets the passes of the model, which look the table up."""
+        self._passes = passes
 
     def forward(
         self,
@@ -41,11 +43,9 @@ class RemoteTable(nn.Module):
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
         """Looks up ids; see ``nn.Embedding`` and ``nn.EmbeddingBag``. Blocks."""
-        given = input
-        if not input.is_nested:
-            given = Jagged(input, offsets, per_sample_weights, self.includes_last)
-        found: Tensor = self._tables[0]({self.name: given})[self.name]
-        return found
+        assert self._passes is not None
+        given = Jagged(input, offsets, per_sample_weights, self.includes_last)
+        return self._passes.look_up(self.name, given)
 
     def extra_repr(self) -> str:
         """Returns the size, for the text of the model."""
@@ -87,12 +87,15 @@ def replace_tables(module: nn.Module, tables: list[Found]) -> list[RemoteTable]:
     return list(remote.values())
 
 
-def replicate(module: nn.Module, names: list[str], **options: Any) -> tuple[nn.Module, list[Any]]:
+def replicate(
+    module: nn.Module, names: list[str], *, averages: bool, **options: Any
+) -> tuple[nn.Module, list[Any]]:
     """Puts modules under ``DistributedDataParallel``.
 
     Args:
         module: The model.
         names: The paths of those of its modules that are replicated, or none for all of it.
+        averages: Whether gradients are averaged, rather than summed.
         options: Further arguments of ``DistributedDataParallel``.
 
     Returns:
@@ -101,12 +104,37 @@ def replicate(module: nn.Module, names: list[str], **options: Any) -> tuple[nn.M
     if not names:
         if not any(each.requires_grad for each in module.parameters()):
             return module, []
-        whole = DistributedDataParallel(module, **options)
+        whole = _replica(module, averages, options)
         return whole, [whole]
     found = []
     for name in names:
         parent, _, last = name.rpartition(".")
-        replica = DistributedDataParallel(module.get_submodule(name), **options)
+        replica = _replica(module.get_submodule(name), averages, options)
         module.get_submodule(parent)._modules[last] = replica
         found.append(replica)
     return module, found
+
+
+def dissolve(module: nn.Module, names: Iterable[str]) -> None:
+    """Takes modules of a model out of ``DistributedDataParallel``."""
+    for name in names:
+        parent, _, last = name.rpartition(".")
+        replica = module.get_submodule(name)
+        if isinstance(replica, DistributedDataParallel):
+            module.get_submodule(parent)._modules[last] = replica.module
+
+
+def _replica(module: nn.Module, averages: bool, options: Any) -> DistributedDataParallel:
+    replica = DistributedDataParallel(module, **options)
+    if not averages:
+        # A function without annotations: DDP refuses those that are text.
+        replica.register_comm_hook(
+            options.get("process_group"), lambda group, bucket: _sum(group, bucket)
+        )
+    return replica
+
+
+def _sum(group: Any, bucket: Any) -> Any:
+    """Sums the gradients of a bucket over the replicas, in place of their average."""
+    future = distributed.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import Rule, Tables
+from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire
+from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
+from torchweft.embedding.tables import check_options
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.finding import Found, find_tables
-from torchweft.hybrid.lookups import Copied, replace_tables, replicate
+from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
 from torchweft.hybrid.offers import Offer, agree, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
+from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.trainers import Trainers
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import get_worker_info
 
+B = TypeVar("B")
 _WAIT_S = 60.0
 
 
@@ -61,6 +65,18 @@ class HybridModel(nn.Module):
         name: Name of the tables on the servers; other models there have other names.
         process_group: The trainers; by default the default group, and this worker alone if there
             is none.
+        staleness: The steps of the slowest trainer that pulled rows may lack; None for the
+            asynchronous mode of rows. See ``torchweft.embedding.Tables``.
+        reduction: Whether the gradients of a step are averaged over trainers, or summed: those of
+            all parameters, wherever they are.
+        dynamic: Tables whose ids are any int64, by path; they go to servers. The number of rows of
+            the module is their capacity, and its weights are not used.
+        cache: Which rows this trainer keeps between lookups; by default none. Trainers may differ
+            in it.
+        wire: The form of rows and gradients in messages; by default that of the tables.
+        seed: Seed of the initial values of dynamic tables.
+        aggregate: Which trainers share pulls and sum their gradients of rows before these go to
+            the servers: ``"host"``, or lists of names. See ``torchweft.embedding.Tables``.
         timeout: Seconds for each pull and step; 0 for no limit.
         ddp: Further arguments of ``DistributedDataParallel``.
 
@@ -83,6 +99,13 @@ class HybridModel(nn.Module):
         replicas: Sequence[str] = (),
         name: str = "hybrid",
         process_group: Any = None,
+        staleness: int | None = 0,
+        reduction: Literal["mean", "sum"] = "mean",
+        dynamic: Mapping[str, Dynamic] | None = None,
+        cache: Cache | None = None,
+        wire: Wire = Wire(),  # noqa: B008  # immutable
+        seed: int = 0,
+        aggregate: Aggregate = None,
         timeout: float = UNSET_TIMEOUT,
         **ddp: Any,
     ) -> None:
@@ -91,16 +114,25 @@ class HybridModel(nn.Module):
             raise ArgumentTypeError(f"module is {kind_of(module)}; pass an nn.Module")
         self._trainers = Trainers.of(process_group)
         tables: list[Found] = []
+        options = {
+            "staleness": staleness,
+            "reduction": reduction,
+            "wire": wire,
+            "seed": seed,
+            "aggregate": aggregate,
+        }
 
         def offer() -> Offer:
-            tables.extend(find_tables(module, places or {}))
+            check_options(self._trainers.names, staleness, reduction)
+            tables.extend(find_tables(module, places or {}, dynamic))
             return make_offer(
-                module, tables, servers, batches, touched or {}, places or {}, replicas
+                module, tables, servers, batches, touched or {}, places or {}, replicas, options
             )
 
         offers = self._trainers.gather(offer)
         self.plan = agree(self._trainers.names, offers)
         self.name = name
+        self.staleness = staleness
         self._key, self._rounds = (name, offers[0].token), 0
         self._optimizer: HybridOptimizer | None = None
         self._replicas_at = tuple(replicas)
@@ -110,19 +142,41 @@ class HybridModel(nn.Module):
         placed = self.plan.on_servers
         if placed is not None:
             self._infos = {each: get_worker_info(each) for each in placed.layout.servers}
-            self.tables = Tables(placed, name=name, trainers=self._trainers.names, timeout=timeout)
+            names = self._trainers.names
+            self.tables = Tables(
+                placed,
+                name=name,
+                trainers=names,
+                staleness=staleness,
+                reduction=reduction,
+                seed=seed,
+                timeout=timeout,
+                cache=cache,
+                wire=wire,
+                aggregate=aggregate,
+            )
         there = set() if placed is None else {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
         self._fill(moved)
         self._paths = {each.name: each.path for each in moved}
+        self._averages = reduction == "mean"
+        self._passes = None if self.tables is None else Passes(self.tables)
         self._module = [module]  # in a list: it is registered below, as it is called
         self._copies = self._keep(module, tables, moved)
         self._dense = _dense_parameters(module, self._copies)
         self.called = module
         self._replicas: list[Any] = []
         if len(self._trainers.names) > 1:
-            options = {"process_group": process_group, **ddp}
-            self.called, self._replicas = replicate(module, list(replicas), **options)
+            self.called, self._replicas = replicate(
+                module,
+                list(replicas),
+                averages=self._averages,
+                process_group=process_group,
+                **ddp,
+            )
+        if self._passes is not None:
+            # Of the module itself: DDP may have moved its arguments to a device.
+            module.register_forward_pre_hook(self._passes.begin, with_kwargs=True)
 
     def _keep(
         self, module: nn.Module, tables: Sequence[Found], moved: Sequence[Found]
@@ -131,8 +185,8 @@ class HybridModel(nn.Module):
         for each in tables:
             each.table.sparse = False  # Their gradients are all-reduced as a whole.
         for remote in replace_tables(module, list(moved)):
-            assert self.tables is not None
-            remote.connect(self.tables)
+            assert self._passes is not None
+            remote.connect(self._passes)
         return [Copied(each) for each in tables if each.config is not None and each not in moved]
 
     def _fill(self, moved: Sequence[Found]) -> None:
@@ -142,7 +196,18 @@ class HybridModel(nn.Module):
         with self._trainers.first_alone() as is_first:
             if is_first:
                 for each in moved:
-                    self.tables.set_weights(each.name, each.table.weight.detach().cpu())
+                    if each.config is not None and each.config.dynamic is None:
+                        self.tables.set_weights(each.name, each.table.weight.detach().cpu())
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """Names of the trainers, in the order of their ranks."""
+        return self._trainers.names
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the workers that have rows."""
+        return tuple(self._infos)
 
     @property
     def module(self) -> nn.Module:
@@ -150,8 +215,55 @@ class HybridModel(nn.Module):
         return self._module[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module. Blocks; each table on servers is one call to each of its servers."""
-        return self.called(*args, **kwargs)
+        """Calls the module. Blocks.
+
+        The rows of all tables are pulled before it begins, by one call to each server, as far as
+        ids, offsets and weights are arguments of the module or slices of these. (Which argument is
+        whose is known from the pass before.) Each other lookup is a call of its own.
+        """
+        if self._passes is None:
+            return self.called(*args, **kwargs)
+        with self._passes.running():
+            return self.called(*args, **kwargs)
+
+    def stream(
+        self,
+        batches: Iterable[B],
+        ahead: int,
+        arguments: Callable[[B], Any] = lambda batch: batch,
+    ) -> BatchStream[B]:
+        """Returns batches in order, whose rows are pulled some batches ahead.
+
+        ::
+
+            with model.stream(batches, 4, lambda batch: batch[0]) as stream:
+                for given, target in stream:
+                    optimizer.zero_grad()
+                    criterion(model(given), target).backward()
+                    optimizer.step()
+
+        Each batch is passed to the model before the next one is drawn. Rows are pulled ahead for
+        those lookups that ``forward`` pulls before it begins, and from the second batch on. The
+        limits are those of ``torchweft.embedding.Tables.stream``.
+
+        Args:
+            batches: The batches of the program; at most ``ahead + 1`` are drawn and not yielded.
+            ahead: How many batches are pulled before they are needed.
+            arguments: Returns the arguments of the model for a batch: a tuple of them, or a single
+                one; by default the batch.
+
+        Returns:
+            An iterator of batches.
+
+        Raises:
+            ConfigurationError: No table is on servers, or ``ahead`` is more than the rows may be
+                old.
+        """
+        if self._passes is None:
+            raise ConfigurationError(
+                "no table of this model is on servers, so there are no rows to pull ahead"
+            )
+        return self._passes.stream(batches, ahead, lambda batch: arguments_of(arguments(batch)))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -205,6 +317,7 @@ class HybridModel(nn.Module):
             leaves,
             norm_type,
             0.0 if math.isinf(self._timeout_s) else self._timeout_s,
+            averages=self._averages,
         )
 
     # Weights and snapshots
@@ -213,7 +326,8 @@ class HybridModel(nn.Module):
     def full_state_dict(self) -> dict[str, Any]:
         """Returns the state of the module as it was before it was placed. Blocks.
 
-        It has the rows of all tables, on the CPU, so it must fit into the memory of this worker.
+        It has the rows of all tables, on the CPU, so it must fit into the memory of this worker. In
+        place of the weight of a dynamic table it has ``ids`` and ``rows``: those that exist.
         """
         state: dict[str, Any] = dict(self.module.state_dict())
         for path in self._replicas_at:
@@ -224,7 +338,10 @@ class HybridModel(nn.Module):
             }
         for name, path in self._paths.items():
             assert self.tables is not None
-            state[f"{path}.weight"] = self.tables.weights(name)
+            if self.tables.lookups.checker(name).config.dynamic is None:
+                state[f"{path}.weight"] = self.tables.weights(name)
+            else:
+                state[f"{path}.ids"], state[f"{path}.rows"] = self.tables.rows(name)
         return state
 
     def save(
@@ -302,9 +419,15 @@ class HybridModel(nn.Module):
     def close(self) -> None:
         """Releases the rows on servers; they are dropped when all trainers have. Blocks.
 
+        The module is no longer under ``DistributedDataParallel``, so that nothing here keeps the
+        process group.
+
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self.called = self.module
+        self._replicas.clear()
+        dissolve(self.module, self._replicas_at)
         if self.tables is not None:
             self.tables.close()
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torchweft.embedding import TableConfig
-from torchweft.embedding.plan import Place
+from torchweft.embedding import TableConfig, Wire
+from torchweft.embedding.plan import Place, Touched
 from torchweft.errors import ArgumentTypeError
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.finding import Found, measure_shares
@@ -25,6 +25,7 @@ class Offer(NamedTuple):
     places: dict[str, Place]
     replicas: tuple[str, ...]
     touched: dict[str, float]
+    options: dict[str, Any]
     token: str
 
 
@@ -36,6 +37,7 @@ def make_offer(
     touched: Mapping[str, float],
     places: Mapping[str, Place],
     replicas: Sequence[str],
+    options: Mapping[str, Any],
 ) -> Offer:
     """Returns the checked arguments of this trainer."""
     placed = [each for each in tables if each.config is not None]
@@ -51,6 +53,7 @@ def make_offer(
         {path.replace(".", "/"): place for path, place in places.items()},
         tuple(replicas),
         shares,
+        dict(options),
         uuid.uuid4().hex,
     )
 
@@ -66,16 +69,15 @@ def agree(trainers: Sequence[str], offers: Sequence[Offer]) -> HybridPlan:
     first = offers[0]
     for trainer, other in zip(trainers, offers, strict=True):
         _check_same(trainer, other, trainers[0], first)
-    means = {
-        name: sum(each.touched[name] for each in offers) / len(offers) for name in first.touched
-    }
+    means = {name: Touched.mean([each.touched[name] for each in offers]) for name in first.touched}
     return make_plan(
         first.configs,
         first.dense,
         first.servers,
-        trainers=len(offers),
+        trainers=trainers,
         touched=means,
         places=first.places,
+        wire=first.options.get("wire", Wire()),
     )
 
 
@@ -134,5 +136,6 @@ def _named(offer: Offer) -> dict[str, Any]:
     }
     found |= {f"table {each.name!r}": each for each in offer.configs}
     found |= {"servers": offer.servers, "places": offer.places, "replicas": offer.replicas}
+    found |= offer.options
     found["the tables of batches and touched"] = sorted(offer.touched)
     return found

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchweft.embedding import Plan, TableConfig, plan_tables
-from torchweft.embedding.plan import Place
+from torchweft.embedding import Plan, TableConfig, Wire, plan_tables
+from torchweft.embedding.plan import Place, shown_bytes
 from torchweft.hybrid.errors import PlacementError
 
 _ROW_COST = 2.0
-_TITLES = ("parameter", "shape", "place", "touched", "bytes/step", "reason")
+_NUMBERS = ("shape", "touched", "bytes/step", "all-gather")
+_TITLES = ("parameter", "shape", "place", *_NUMBERS[1:], "reason")
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class HybridPlan:
         """Returns a line for each table, and one for all other parameters."""
         lines = [_TITLES, *map(self._table_line, self.tables.configs), *self._dense_lines()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        is_number = [title in ("shape", "touched", "bytes/step") for title in _TITLES]
+        is_number = [title in _NUMBERS for title in _TITLES]
         shown = "\n".join(
             "  ".join(
                 cell.rjust(width) if right else cell.ljust(width)
@@ -91,7 +92,8 @@ class HybridPlan:
             f"{config.rows:,} x {config.dim}",
             ", ".join(servers) if servers else "replicas",
             "?" if placed.touched is None else f"{placed.touched:.2%}",
-            "?" if placed.step_bytes is None else f"{placed.step_bytes:,}",
+            shown_bytes(placed.step_bytes),
+            shown_bytes(placed.gather_bytes),
             placed.reason,
         )
 
@@ -108,7 +110,7 @@ class HybridPlan:
     def _dense_line(self, parts: Sequence[Dense], name: str, reason: str) -> tuple[str, ...]:
         sent = sum(self._all_reduced(each.size_bytes) for each in parts)
         shape = " x ".join(f"{each:,}" for each in parts[0].shape) if len(parts) == 1 else ""
-        return name, shape, "replicas", "", f"{sent:,}", reason
+        return name, shape, "replicas", "", f"{sent:,}", "", reason
 
     def _all_reduced(self, size_bytes: int) -> int:
         return 2 * (self.trainers - 1) * size_bytes
@@ -124,9 +126,10 @@ def make_plan(
     dense: Iterable[Dense],
     servers: Sequence[str],
     *,
-    trainers: int,
+    trainers: int | Sequence[str],
     touched: Mapping[str, float],
     places: Mapping[str, Place],
+    wire: Wire = Wire(),  # noqa: B008  # immutable
     row_cost: float = _ROW_COST,
 ) -> HybridPlan:
     """Decides where each parameter goes: sparse ones to servers, dense ones to all trainers.
@@ -135,9 +138,10 @@ def make_plan(
         configs: The tables.
         dense: All other parameters.
         servers: Names of the workers that hold rows.
-        trainers: Number of trainers.
+        trainers: Number of trainers, or their names; see ``torchweft.embedding.plan_tables``.
         touched: Share of its rows that a trainer touches in a step, by table.
         places: Places that are decided already, by table.
+        wire: The form of values in messages.
         row_cost: See ``torchweft.embedding.plan_tables``.
 
     Raises:
@@ -153,10 +157,17 @@ def make_plan(
                     f"places={{...: Copies()}} for {parameter_of(config.name)!r} too",
                     parameter=parameter_of(config.name),
                 )
+    count = trainers if isinstance(trainers, int) else len(trainers)
     if not found:
-        plan = Plan((), {}, trainers)
+        plan = Plan((), {}, count)
     else:
         plan = plan_tables(
-            found, servers, trainers=trainers, touched=touched, places=places, row_cost=row_cost
+            found,
+            servers,
+            trainers=trainers,
+            touched=touched,
+            places=places,
+            wire=wire,
+            row_cost=row_cost,
         )
-    return HybridPlan(plan, tuple(dense), trainers)
+    return HybridPlan(plan, tuple(dense), count)

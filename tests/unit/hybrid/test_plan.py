@@ -38,7 +38,8 @@ def test_each_parameter_has_its_place_its_bytes_and_a_reason() -> None:
         "tied.weight": 12800,
     }
     lines = str(found).splitlines()
-    assert lines[0].split() == ["parameter", "shape", "place", "touched", "bytes/step", "reason"]
+    titles = ["parameter", "shape", "place", "touched", "bytes/step", "all-gather", "reason"]
+    assert lines[0].split() == titles
     assert lines[1].startswith("tower.words.weight  10,000 x 16  a, b ")
     assert lines[1].endswith("sparse: 27.2 kB of rows, 1.28 MB of an all-reduce")
     assert "replicas  100.00%" in lines[2]
@@ -63,6 +64,7 @@ def offer(**changes: Any) -> Offer:
         "places": {},
         "replicas": (),
         "touched": {"days": 0.2},
+        "options": {"staleness": 0},
         "token": "x",
     }
     return Offer(**{**given, **changes})
@@ -82,6 +84,7 @@ def test_the_shares_of_all_trainers_are_averaged() -> None:
         ({"servers": ("b",)}, "servers"),
         ({"places": {"days": Copies()}}, "places"),
         ({"replicas": ("head",)}, "replicas"),
+        ({"options": {"staleness": 2}}, "staleness"),
         ({"touched": {}}, "the tables of batches and touched"),
     ],
 )

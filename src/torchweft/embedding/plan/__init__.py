@@ -12,7 +12,7 @@ from torchweft.embedding.plan.configs import (
 )
 from torchweft.embedding.plan.layout import Layout, Member, Stack, lay_out
 from torchweft.embedding.plan.partitions import StepCost, fit_step_cost
-from torchweft.embedding.plan.planner import Placed, Plan, plan_tables
+from torchweft.embedding.plan.planner import Placed, Plan, Touched, plan_tables, shown_bytes
 from torchweft.embedding.plan.shards import (
     ColumnWise,
     Copies,
@@ -44,10 +44,12 @@ __all__ = [
     "StepCost",
     "TableConfig",
     "TableWise",
+    "Touched",
     "Uniform",
     "check_cover",
     "check_names",
     "fit_step_cost",
     "lay_out",
     "plan_tables",
+    "shown_bytes",
 ]

@@ -3,6 +3,10 @@
 A table on servers sends the rows that are touched; copies send all of it, in an all-reduce (Kim et
 al., "Parallax", EuroSys 2019). Both grow with the number of trainers. So the decision depends on
 the share of rows that a trainer touches in a step.
+
+What a table on servers sends is computed as lookups compute it: rows or sums of bags, whichever are
+fewer bytes, in the form of messages; to each server of a cut. Bytes between a trainer and a server
+that are one worker are not sent.
 """
 
 from __future__ import annotations
@@ -24,13 +28,40 @@ from torchweft.embedding.plan.shards import (
     Shards,
     TableWise,
 )
+from torchweft.embedding.wire import Wire, row_bytes
 
 ID_BYTES: Final = 4
 """Size of a row's number in messages; dynamic ids have twice that."""
 
+_INDEX_BYTES: Final = 8
+"""Size of a row's number in a sparse tensor."""
 _COPIES_LIMIT_BYTES: Final = 2**30
 _ROW_COST: Final = 2.0
 _WORDS = {RowWise: "by row", ColumnWise: "by column", TableWise: "whole", Shards: "shards"}
+
+
+class Touched(float):
+    """The share of its rows that a trainer touches in a step; a float with what else is known.
+
+    Attributes:
+        ids: How many ids a trainer looks up in a step; 0 if that is not known.
+        bags: How many bags these are in; 0 without pooling, or if that is not known.
+    """
+
+    ids: float
+    bags: float
+
+    def __new__(cls, share: float, ids: float = 0.0, bags: float = 0.0) -> Touched:
+        """Returns a share of rows."""
+        found = super().__new__(cls, share)
+        found.ids, found.bags = ids, bags
+        return found
+
+    @classmethod
+    def mean(cls, shares: Sequence[float]) -> Touched:
+        """Returns the means over several trainers."""
+        parts = [(each, getattr(each, "ids", 0.0), getattr(each, "bags", 0.0)) for each in shares]
+        return cls(*(sum(of_all) / len(shares) for of_all in zip(*parts, strict=True)))
 
 
 class Placed(NamedTuple):
@@ -43,6 +74,8 @@ class Placed(NamedTuple):
         server_bytes: What a step sends if the table is on servers, of all trainers; None if the
             share is not known.
         copies_bytes: What a step sends if each trainer has a copy, of all trainers.
+        gather_bytes: What an all-gather of sparse gradients would send, in place of servers; None
+            if the share is not known.
         reason: Why it goes there.
     """
 
@@ -51,6 +84,7 @@ class Placed(NamedTuple):
     touched: float | None
     server_bytes: int | None
     copies_bytes: int
+    gather_bytes: int | None
     reason: str
 
     @property
@@ -90,10 +124,11 @@ class Plan:
 
     def __str__(self) -> str:
         """Returns a line for each table: sizes, place, bytes that a step sends, and the reason."""
-        header = ("table", "rows", "dim", "size", "place", "touched", "bytes/step", "reason")
+        numbers = ("rows", "dim", "size", "touched", "bytes/step", "all-gather")
+        header = ("table", *numbers[:3], "place", *numbers[3:], "reason")
         lines = [header, *(self._line(config) for config in self.configs)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        is_number = [title in ("rows", "dim", "size", "touched", "bytes/step") for title in header]
+        is_number = [title in numbers for title in header]
         shown = "\n".join(
             "  ".join(
                 cell.rjust(width) if right else cell.ljust(width)
@@ -116,7 +151,8 @@ class Plan:
             _bytes_text(config.size_bytes),
             where,
             "?" if placed.touched is None else f"{placed.touched:.2%}",
-            "?" if placed.step_bytes is None else f"{placed.step_bytes:,}",
+            shown_bytes(placed.step_bytes),
+            shown_bytes(placed.gather_bytes),
             placed.reason,
         )
 
@@ -125,9 +161,10 @@ def plan_tables(
     configs: Iterable[TableConfig],
     servers: Sequence[str],
     *,
-    trainers: int = 1,
+    trainers: int | Sequence[str] = 1,
     touched: Mapping[str, float] | None = None,
     places: Mapping[str, Place] | None = None,
+    wire: Wire = Wire(),  # noqa: B008  # immutable
     copies_limit_bytes: int = _COPIES_LIMIT_BYTES,
     row_cost: float = _ROW_COST,
 ) -> Plan:
@@ -141,10 +178,13 @@ def plan_tables(
     Args:
         configs: The tables.
         servers: Names of the workers that hold rows.
-        trainers: Number of trainers.
+        trainers: Number of trainers, or their names: then bytes between a trainer and a server of
+            the same name do not count.
         touched: Share of its rows that a trainer touches in a step, by table; see
-            ``touched_shares``.
+            ``touched_shares``, which also counts ids and bags. Without these, sums of bags are not
+            considered.
         places: Places that are decided already, by table.
+        wire: The form of values in messages; see ``Tables``.
         copies_limit_bytes: Size of all copies together that a trainer may have.
         row_cost: Cost of a byte of a row, which is looked up, sorted and sent, in bytes of an
             all-reduce.
@@ -156,16 +196,25 @@ def plan_tables(
     shares = _checked_shares(found, touched or {})
     decided = dict(places or {})
     _check_known(found, decided, "places")
-    if trainers < 1:
-        raise PlanError(f"trainers={trainers}; there is at least one")
+    names = [""] * trainers if isinstance(trainers, int) else list(trainers)
+    if not names:
+        raise PlanError(f"trainers={trainers!r}; there is at least one")
+    # Where a table would be on servers.
+    undecided = [each for each in found if each.name not in decided]
+    there = {**(_spread(undecided, servers) if servers else {}), **decided}
+
+    def sent(config: TableConfig) -> int | None:
+        place = there.get(config.name, Copies())
+        shards = place.shards(config)
+        return server_bytes(config, shards, shares.get(config.name), names, wire)
+
     reasons: dict[str, str] = {}
     left_bytes = copies_limit_bytes
     for config in sorted(found, key=lambda each: each.size_bytes):
         reasons[config.name] = "requested"
         if config.name not in decided:
-            sizes = server_bytes(config, shares.get(config.name), trainers)
             is_copied, reason = _decided(
-                config, sizes, copies_bytes(config, trainers), row_cost, left_bytes
+                config, sent(config), copies_bytes(config, len(names)), row_cost, left_bytes
             )
             reasons[config.name] = reason
             if is_copied:
@@ -173,18 +222,20 @@ def plan_tables(
         if isinstance(decided.get(config.name), Copies):
             left_bytes -= config.size_bytes
     decided |= _spread([each for each in found if each.name not in decided], servers)
-    placed = {
-        config.name: Placed(
+    placed = {}
+    for config in found:
+        shards = _checked(config, decided[config.name].shards(config))
+        share = shares.get(config.name)
+        placed[config.name] = Placed(
             decided[config.name],
-            _checked(config, decided[config.name].shards(config)),
-            shares.get(config.name),
-            server_bytes(config, shares.get(config.name), trainers),
-            copies_bytes(config, trainers),
+            shards,
+            share,
+            server_bytes(config, shards, share, names, wire) if shards else sent(config),
+            copies_bytes(config, len(names)),
+            gather_bytes(config, share, len(names)),
             reasons[config.name],
         )
-        for config in found
-    }
-    return Plan(found, placed, trainers)
+    return Plan(found, placed, len(names))
 
 
 def _spread(configs: Sequence[TableConfig], servers: Sequence[str]) -> dict[str, Place]:
@@ -233,12 +284,56 @@ def _decided(
     return True, f"dense: {compared}"
 
 
-def server_bytes(config: TableConfig, touched: float | None, trainers: int) -> int | None:
-    """Returns what a step of a table on servers sends: ids and rows, pulled and pushed."""
+def server_bytes(
+    config: TableConfig,
+    shards: Sequence[Shard],
+    touched: float | None,
+    trainers: Sequence[str],
+    wire: Wire = Wire(),  # noqa: B008  # immutable
+) -> int | None:
+    """Returns what a step of a table on servers sends, pulled and pushed, of all trainers.
+
+    Args:
+        config: The table.
+        shards: Where it is; without shards, as if it were whole on another worker.
+        touched: The share of its rows that a trainer touches; with ids and bags if they are known.
+        trainers: Names of the trainers.
+        wire: The form of values in messages.
+    """
     if touched is None:
         return None
-    id_bytes = ID_BYTES if config.dynamic is None else 2 * ID_BYTES
-    return round(2 * trainers * touched * config.rows * (id_bytes + config.row_bytes))
+    by_columns: dict[range, list[str]] = {}
+    for shard in shards or [Shard("", range(config.rows), range(config.dim))]:
+        by_columns.setdefault(shard.columns, []).append(shard.server)
+    total = 0.0
+    for columns, servers in by_columns.items():
+        sent = _cut_bytes(config, len(columns), len(servers), touched, wire)
+        for trainer in trainers:
+            total += sent * (1 - servers.count(trainer) / len(servers))
+    return round(total)
+
+
+def _cut_bytes(config: TableConfig, dim: int, servers: int, touched: float, wire: Wire) -> float:
+    """Returns what one trainer exchanges with the servers of some columns."""
+    number = ID_BYTES if config.dynamic is None else 2 * ID_BYTES
+    pulled, pushed = (row_bytes(form, dim, config.dtype) for form in (wire.pulled, wire.pushed))
+    rows = float(touched) * config.rows
+    as_rows = rows * (2 * number + pulled + pushed)
+    if not isinstance(touched, Touched) or not touched.bags:
+        return as_rows
+    if config.pooling not in ("sum", "mean") or config.dynamic is not None:
+        return as_rows
+    bags = servers * touched.bags
+    as_sums = 2 * number * (touched.ids + rows) + bags * (number + pulled + pushed)
+    return min(as_rows, as_sums)
+
+
+def gather_bytes(config: TableConfig, touched: float | None, trainers: int) -> int | None:
+    """Returns what an all-gather of sparse gradients sends: each trainer's rows to all others."""
+    if touched is None:
+        return None
+    rows = float(touched) * config.rows
+    return round(trainers * (trainers - 1) * rows * (_INDEX_BYTES + config.row_bytes))
 
 
 def copies_bytes(config: TableConfig, trainers: int) -> int:
@@ -266,6 +361,11 @@ def _check_known(configs: Sequence[TableConfig], given: Mapping[str, Any], what:
 
 def _trainers(count: int) -> str:
     return "1 trainer" if count == 1 else f"{count} trainers"
+
+
+def shown_bytes(count: int | None) -> str:
+    """Returns a number of bytes as a plan shows it."""
+    return "?" if count is None else f"{count:,}"
 
 
 def _bytes_text(count: int) -> str:

@@ -11,6 +11,8 @@ from torchweft.embedding import (
     RowWise,
     TableConfig,
     TableWise,
+    Touched,
+    Wire,
     plan_tables,
 )
 
@@ -38,6 +40,45 @@ def test_bytes_are_those_of_all_trainers() -> None:
     assert placed.server_bytes == 2 * 3 * 100 * (4 + 256)
     assert placed.copies_bytes == 2 * 2 * 10_000 * 256
     assert placed.step_bytes == placed.server_bytes
+
+
+@pytest.mark.parametrize(
+    ("place", "touched", "options", "expected"),
+    [
+        # Ids go to each server of a cut by column.
+        (ColumnWise(*SERVERS), 0.01, {}, 3 * 100 * 2 * (2 * 4 + 256)),
+        (RowWise(*SERVERS), 0.01, {"wire": Wire("fp16", "int8")}, 3 * 100 * (8 + 128 + 68)),
+        # Of 3 trainers one is a server, with half of the rows or all of them.
+        (RowWise(*SERVERS), 0.01, {"trainers": ["ps1", "a", "b"]}, 2.5 * 100 * 2 * 260),
+        (TableWise("ps1"), 0.01, {"trainers": ["ps1", "a", "b"]}, 2 * 100 * 2 * 260),
+        # Sums of 10 bags with 500 ids are fewer bytes than 100 rows, and more from two servers.
+        (TableWise("ps0"), Touched(0.01, 500, 10), {}, 3 * (8 * 600 + 10 * (4 + 512))),
+        (RowWise(*SERVERS), Touched(0.01, 500, 10), {}, 3 * (8 * 600 + 20 * (4 + 512))),
+        (RowWise(*SERVERS), Touched(0.01, 500, 60), {}, 3 * 100 * 2 * 260),
+    ],
+)
+def test_bytes_are_those_of_the_place_the_form_and_the_way(
+    place: Any, touched: float, options: Any, expected: float
+) -> None:
+    given = {"trainers": 3, **options}
+    plan = plan_tables(
+        [WORDS], SERVERS, touched={"words": touched}, places={"words": place}, **given
+    )
+    assert plan.placed["words"].server_bytes == round(expected)
+    assert plan.trainers == 3
+
+
+@pytest.mark.parametrize(("trainers", "ratio"), [(2, 1.0), (4, 0.5), (8, 0.25)])
+def test_trainers_that_are_servers_send_less_than_an_all_gather(
+    trainers: int, ratio: float
+) -> None:
+    names = [f"worker{number}" for number in range(trainers)]
+    places = {"words": RowWise(*names)}
+    plan = plan_tables([WORDS], names, trainers=names, touched={"words": 0.02}, places=places)
+    placed = plan.placed["words"]
+    assert placed.server_bytes is not None
+    assert placed.gather_bytes == trainers * (trainers - 1) * 200 * (8 + 256)
+    assert placed.server_bytes / placed.gather_bytes == pytest.approx(ratio, rel=0.02)
 
 
 def test_places_are_overridden_by_name() -> None:
@@ -84,13 +125,13 @@ def test_the_plan_prints_as_a_table() -> None:
     plan = plan_tables(tables, SERVERS, trainers=2, touched=shares, places=places)
     assert str(plan) == (
         "table    rows  dim     size  place                touched  bytes/step"
-        "  reason\n"
+        "  all-gather  reason\n"
         "words  10,000   64  2.56 MB  by row: ps0, ps1       1.90%     197,600"
-        "  sparse: 198 kB of rows, 5.12 MB of an all-reduce\n"
+        "     100,320  sparse: 198 kB of rows, 5.12 MB of an all-reduce\n"
         "days        8   64  2.05 kB  copies               100.00%       4,096"
-        "  dense: 8.32 kB of rows, 4.1 kB of an all-reduce\n"
+        "       4,224  dense: 8.32 kB of rows, 4.1 kB of an all-reduce\n"
         "cut       100    8   3.2 kB  by column: ps1, ps0        ?           ?"
-        "  requested\n"
+        "           ?  requested\n"
         "2 trainers; bytes of all of them, without headers"
     )
 

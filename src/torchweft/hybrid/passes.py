@@ -1,0 +1,383 @@
+"""Pulls the rows of all tables that a forward pass looks up at once: one call to each server.
+
+A model looks its tables up one by one, somewhere in its forward pass, so each lookup would be a
+call of its own. But ids are mostly arguments of the model, or slices of these. So each pass notes
+for its lookups which arguments they were of. When the next pass begins, those places in *its*
+arguments are looked up together.
+
+Rules of the file: what a pass before did is only an expectation. A lookup takes expected rows if
+its input has the same values as the expected one; otherwise it is a call of its own. Rows are
+expected for one pass of one step, and each once. Expected rows that no lookup takes are never
+pushed. So a wrong expectation costs time and bytes, and changes no result.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchweft.embedding import InputError, Jagged, RowStream, Tables
+from torchweft.embedding.lookups import Ahead, CachedAhead, Drawn, Flats
+
+B = TypeVar("B")
+Step = Callable[[Any], Any]
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Positional and named arguments of a model."""
+
+
+class Slice(NamedTuple):
+    """Some of a tensor: ``tensor.narrow(dim, start, length)``, or ``select`` with a length of 0."""
+
+    dim: int
+    start: int
+    length: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Returns this part of a tensor."""
+        if self.length:
+            return tensor.narrow(self.dim, self.start, self.length)
+        return tensor.select(self.dim, self.start)
+
+
+class Source(NamedTuple):
+    """Where in the arguments of a model a tensor is.
+
+    Attributes:
+        path: The steps from the arguments to the tensor.
+        part: The part of that tensor; None for all of it.
+    """
+
+    path: tuple[Step, ...]
+    part: Slice | None = None
+
+    def of(self, arguments: Arguments) -> Any:
+        """Returns what is there in some arguments."""
+        found: Any = arguments
+        for step in self.path:
+            found = step(found)
+        return found if self.part is None else self.part.of(found)
+
+
+class Noted(NamedTuple):
+    """A lookup, and where its input was in the arguments of the model.
+
+    Attributes:
+        table: Name of the table.
+        sources: Of ids, offsets and weights; None for those that were not passed.
+        includes_last: The option of ``Jagged``.
+    """
+
+    table: str
+    sources: tuple[Source | None, ...]
+    includes_last: bool
+
+
+class Expected(NamedTuple):
+    """A lookup that a pass is expected to make.
+
+    Attributes:
+        given: Its input; the tensors are copies.
+        drawn: Its rows.
+    """
+
+    given: Jagged
+    drawn: Drawn
+
+
+class Passes:
+    """The forward passes of a model; not thread-safe.
+
+    Args:
+        tables: The tables.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._notes: Sequence[Noted] = ()
+        self._next_notes: list[Noted] = []
+        self._sources: Sources | None = None
+        self._is_running = False
+        self._awaited: dict[str, list[Expected]] | None = None
+        self._expected: dict[str, list[Expected]] = {}
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Runs a block in which the module is called."""
+        self._is_running = True
+        try:
+            yield
+            self._notes = tuple(self._next_notes)
+        finally:
+            self._is_running, self._sources, self._expected = False, None, {}
+
+    def begin(self, _: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Pulls what the module is expected to look up; a hook before its forward pass."""
+        if not self._is_running or self._sources is not None:
+            return
+        arguments = args, kwargs
+        self._sources, self._next_notes = Sources(arguments), []
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            self._expected = awaited
+            return
+        given, flats = self._foreseen(arguments)
+        if len(given) > 1:  # A single lookup needs no company.
+            self._expected = _by_table(given, self._tables.lookups.look_up_each(flats))
+
+    def look_up(self, table: str, given: Jagged) -> Tensor:
+        """Returns the output of a table; blocks unless its rows were expected."""
+        if self._sources is not None:
+            noted = self._sources.noted(table, given)
+            if noted is not None:
+                self._next_notes.append(noted)
+        waiting = self._expected.get(table, [])
+        for place, each in enumerate(waiting):
+            if each.drawn.is_valid and _are_equal(each.given, given):
+                return waiting.pop(place).drawn.outputs()[table]
+        alone = given.ids if isinstance(given.ids, Tensor) and given.ids.is_nested else given
+        found: Tensor = self._tables({table: alone})[table]
+        return found
+
+    def _foreseen(self, arguments: Arguments) -> tuple[list[tuple[str, Jagged]], list[Flats]]:
+        """Returns the lookups that were noted, with these arguments; those that are possible."""
+        found: list[tuple[str, Jagged]] = []
+        flats: list[Flats] = []
+        for noted in self._notes:
+            try:
+                values = [each and each.of(arguments) for each in noted.sources]
+            except (LookupError, AttributeError, TypeError, RuntimeError):
+                continue  # The arguments have another form now.
+            given = _copied(values, noted.includes_last)
+            if given is None:
+                continue
+            try:
+                flat = self._tables.lookups.flats({noted.table: given})
+            except InputError:
+                continue  # If the pass does look it up, it says so.
+            found.append((noted.table, given))
+            flats.append(flat)
+        return found, flats
+
+    # Streams
+
+    def stream(
+        self,
+        batches: Iterable[B],
+        ahead: int,
+        arguments: Callable[[B], Arguments],
+    ) -> BatchStream[B]:
+        """Returns the batches, with the rows of some batches pulled ahead."""
+        self._tables.check_ahead(ahead)
+        return BatchStream(RowStream(batches, ahead, _wrapped(arguments), self._send))
+
+    def _send(self, given: Mapping[str, Any], waiting: int) -> _Sent:
+        found, flats = self._foreseen(given["arguments"])
+        sent = self._tables.lookups.send_each(flats, waiting) if found else None
+        return _Sent(self, found, sent)
+
+    def expect(self, found: dict[str, list[Expected]]) -> None:
+        """Has the next pass use rows that are here."""
+        self._awaited = found
+
+
+class _Sent:
+    """The lookups of a batch of a stream."""
+
+    def __init__(
+        self,
+        passes: Passes,
+        given: Sequence[tuple[str, Jagged]],
+        sent: Ahead | CachedAhead | None,
+    ) -> None:
+        self._passes = passes
+        self._given = given
+        self._sent = sent
+
+    def outputs(self) -> dict[str, Tensor]:
+        """Waits for the rows, and has the next pass use them."""
+        if self._sent is not None:
+            self._passes.expect(_by_table(self._given, self._sent.drawn()))
+        return {}
+
+    def cancel(self) -> None:
+        """Ends the pull."""
+        if self._sent is not None:
+            self._sent.cancel()
+
+
+class BatchStream(Generic[B]):
+    """Yields batches in order, whose rows are here; see ``HybridModel.stream``.
+
+    Also a context manager, which closes it. Not thread-safe.
+
+    Args:
+        rows: Pulls the rows.
+    """
+
+    def __init__(self, rows: RowStream[B]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[B]:
+        return self
+
+    def __next__(self) -> B:
+        batch, _ = next(self._rows)
+        return batch
+
+    def close(self) -> None:
+        """Cancels the pulls that are under way. The stream is at its end then."""
+        self._rows.close()
+
+    def __enter__(self) -> BatchStream[B]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _wrapped(arguments: Callable[[B], Arguments]) -> Callable[[B], Mapping[str, Any]]:
+    return lambda batch: {"arguments": arguments(batch)}
+
+
+def arguments_of(batch: Any) -> Arguments:
+    """Returns the arguments of a model: those of a tuple, or a single one."""
+    return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+class Sources:
+    """The tensors in the arguments of a model, by identity and by memory.
+
+    Args:
+        arguments: The arguments.
+    """
+
+    def __init__(self, arguments: Arguments) -> None:
+        self._paths: dict[int, tuple[Step, ...]] = {}
+        self._by_memory: dict[int, list[tuple[Tensor, tuple[Step, ...]]]] = {}
+        for path, tensor in _tensors(arguments, ()):
+            self._paths.setdefault(id(tensor), path)
+            if not tensor.is_nested and tensor.layout is torch.strided:
+                memory = tensor.untyped_storage().data_ptr()
+                self._by_memory.setdefault(memory, []).append((tensor, path))
+
+    def noted(self, table: str, given: Jagged) -> Noted | None:
+        """Returns where the input of a lookup is; None if a part of it is not there."""
+        found = []
+        for each in given[:3]:
+            source = None if each is None else self._find(each)
+            if each is not None and source is None:
+                return None
+            found.append(source)
+        return Noted(table, tuple(found), given.include_last_offset)
+
+    def _find(self, tensor: Any) -> Source | None:
+        if not isinstance(tensor, Tensor):
+            return None
+        path = self._paths.get(id(tensor))
+        if path is not None:
+            return Source(path)
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return None
+        for whole, path in self._by_memory.get(tensor.untyped_storage().data_ptr(), ()):
+            part = _part_of(whole, tensor)
+            if part is not None:
+                return Source(path, part)
+        return None
+
+
+def _part_of(whole: Tensor, tensor: Tensor) -> Slice | None:
+    """Returns which slice of a tensor another one is, that has the same memory."""
+    offset = tensor.storage_offset() - whole.storage_offset()
+    for dim, (size, stride) in enumerate(zip(whole.shape, whole.stride(), strict=True)):
+        start, rest = divmod(int(offset), int(stride)) if stride else (0, offset)
+        if rest or not 0 <= start < size:
+            continue
+        length = tensor.shape[dim] if tensor.dim() == whole.dim() else 0
+        if start + length > size:
+            continue
+        part = Slice(dim, start, length)
+        if _form(part.of(whole)) == _form(tensor):
+            return part
+    return None
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _tensors(value: Any, path: tuple[Step, ...]) -> Iterator[tuple[tuple[Step, ...], Tensor]]:
+    """Yields the tensors in tuples, lists, dicts and dataclasses, with the steps to each."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, (tuple, list)):
+        for place, each in enumerate(value):
+            yield from _tensors(each, (*path, operator.itemgetter(place)))
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _tensors(each, (*path, operator.itemgetter(key)))
+    elif dataclasses.is_dataclass(value):
+        for field in dataclasses.fields(value):
+            each = getattr(value, field.name)
+            yield from _tensors(each, (*path, operator.attrgetter(field.name)))
+
+
+def _copied(values: Sequence[Any], includes_last: bool) -> Jagged | None:
+    """Returns copies of the parts of an input; None if these cannot be looked up beforehand."""
+    if not all(each is None or isinstance(each, Tensor) for each in values):
+        return None
+    ids, offsets, weights = values
+    plain = _plain(Jagged(ids, offsets, weights, includes_last))
+    # A gradient belongs to the tensor that the model passes.
+    if plain is None or any(each is not None and each.requires_grad for each in plain[:3]):
+        return None
+    return plain._replace(
+        ids=plain.ids.clone(),
+        offsets=None if plain.offsets is None else plain.offsets.clone(),
+        per_sample_weights=(
+            None if plain.per_sample_weights is None else plain.per_sample_weights.clone()
+        ),
+    )
+
+
+def _plain(given: Jagged) -> Jagged | None:
+    """Returns an input without nested tensors; None for one that no table takes."""
+    if not isinstance(given.ids, Tensor):
+        return None
+    if not given.ids.is_nested:
+        return given
+    if given.ids.layout is not torch.jagged:
+        return None
+    nested: Any = given.ids
+    return Jagged(nested.values(), nested.offsets(), None, include_last_offset=True)
+
+
+def _are_equal(expected: Jagged, given: Jagged) -> bool:
+    plain = _plain(given)
+    if plain is None or plain.include_last_offset != expected.include_last_offset:
+        return False
+    return all(map(_is_same, expected[:3], plain[:3]))
+
+
+def _is_same(expected: Tensor | None, given: Any) -> bool:
+    if expected is None or not isinstance(given, Tensor):
+        return expected is given
+    return (
+        not given.requires_grad
+        and (expected.dtype, expected.device) == (given.dtype, given.device)
+        and torch.equal(expected, given)
+    )
+
+
+def _by_table(
+    given: Sequence[tuple[str, Jagged]], drawn: Sequence[Drawn]
+) -> dict[str, list[Expected]]:
+    found: dict[str, list[Expected]] = {}
+    for (table, own), each in zip(given, drawn, strict=True):
+        found.setdefault(table, []).append(Expected(own, each))
+    return found

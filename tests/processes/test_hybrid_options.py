@@ -1,0 +1,130 @@
+"""Hybrid models: calls for each step, rows ahead, and the options of their tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.processes.ddp_functions import join
+from tests.processes.hybrid_functions import WORDS, make_net, spread, train_alone, train_with
+from torchweft import rpc
+from torchweft.embedding import Cache, Dynamic, TableConfig, TableWise, Wire, initial
+from torchweft.errors import ConfigurationError
+from torchweft.launch import Nursery, cluster
+
+# A process group has threads and connections of its own.
+pytestmark = [
+    pytest.mark.keeps("threads", "descriptors", "shared memory", "processes"),
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks"),
+]
+TRAINERS = ["worker0", "worker1"]
+SERVER = "worker2"
+TABLES = ["words", "tower.users", "days"]
+PLACES = {name: TableWise(SERVER) for name in TABLES}
+STEPS = 6
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers(
+    nursery_with_compiler: Nursery, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[None]:
+    store = str(tmp_path_factory.mktemp("gloo") / "store")
+    with cluster(workers=3, nursery=nursery_with_compiler):
+        for call in [
+            rpc.rpc_async(name, join, args=(rank, 2, store)) for rank, name in enumerate(TRAINERS)
+        ]:
+            call.wait()
+        yield
+
+
+def train_all(**options: Any) -> list[Any]:
+    options = {"places": PLACES, **options}
+    futures = [
+        rpc.rpc_async(name, train_with, args=(rank, STEPS), kwargs=options)
+        for rank, name in enumerate(TRAINERS)
+    ]
+    return [future.wait() for future in futures]
+
+
+def check_equal(trained: list[Any], expected: dict[str, Tensor], bound: float = 1e-12) -> None:
+    for state, *_ in trained:
+        for name, values in expected.items():
+            assert float((state[name] - values).abs().max()) <= bound, name
+
+
+def test_all_tables_of_a_step_are_one_call_to_the_server() -> None:
+    trained = train_all()
+    # The first pass of a trainer makes a call for each table; the server counts the calls.
+    calls = len(TABLES) + (STEPS - 1)
+    assert trained[0][2] == {0: len(TRAINERS) * calls}
+    check_equal(trained, train_alone("sgd", "sgd", STEPS, torch.float64)[0])
+
+
+def test_a_stream_pulls_ahead_for_the_model_within_the_bound() -> None:
+    expected = train_all()
+    found = train_all(ahead=0)
+    check_equal(found, expected[0][0], 0.0)
+    for ahead in (1, 2):
+        staleness = train_all(ahead=ahead, staleness=2)[0][2]
+        assert max(staleness) <= 2
+        # One use of rows from the server for each step; those pulled again are counted as pulls.
+        assert sum(staleness.values()) <= len(TRAINERS) * (len(TABLES) + STEPS - 1)
+    call = rpc.rpc_async(TRAINERS[0], train_with, args=(0, STEPS), kwargs={"places": PLACES})
+    other = rpc.rpc_async(
+        TRAINERS[1], train_with, args=(1, STEPS), kwargs={"places": PLACES, "staleness": 1}
+    )
+    for each, error in ((call, "TrainersDiffer"), (other, "TrainersDiffer")):
+        with pytest.raises(ConfigurationError, match="staleness is 0 at the first and 1") as raised:
+            each.wait()
+        assert type(raised.value).__name__ == error
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.4])
+def test_sums_over_trainers_are_those_of_all_parameters(max_norm: float | None) -> None:
+    trained = train_all(reduction="sum", max_norm=max_norm, places={"words": TableWise(SERVER)})
+    options = {} if max_norm is None else {"max_norm": max_norm}
+    # The joined loss is a mean over twice the samples.
+    expected, norms = train_alone("sgd", "sgd", STEPS, torch.float64, factor=2, **options)
+    check_equal(trained, expected)
+    if max_norm is not None:
+        assert trained[0][1] == pytest.approx(norms, rel=1e-12)
+
+
+def test_a_cache_and_a_form_on_the_wire_are_those_of_the_tables() -> None:
+    exact = train_all()
+    cached = train_all(cache=Cache(1.0), staleness=2)
+    assert all(sum(hits.values()) > 0 for *_, hits in cached)
+    assert max(cached[0][2]) <= 2
+    rounded = train_all(wire=Wire(pulled="fp16", pushed="fp16"))
+    difference = (rounded[0][0]["words.weight"] - exact[0][0]["words.weight"]).abs().max()
+    assert 0 < float(difference) < 1e-2
+
+
+def test_a_table_with_dynamic_ids_trains_as_one_whose_rows_have_these_numbers() -> None:
+    config = TableConfig("words", WORDS, 6, "sum", torch.float64, dynamic=Dynamic())
+    ids = spread(torch.arange(WORDS))
+    words = initial.values_of_ids(config, ids, range(6), 3)
+    batches = [
+        (
+            (torch.tensor([2**40, 5]), torch.tensor([0, 2]), torch.ones(2, dtype=torch.float64)),
+            torch.zeros(1, 2, dtype=torch.int64),
+            torch.tensor([0]),
+        )
+    ]
+    options = {"dynamic": {"words": Dynamic()}, "seed": 3, "batches": batches}
+    places = {"tower.users": TableWise(SERVER), "days": TableWise(SERVER)}
+    trained = train_all(places=places, **options)
+    expected, losses = train_alone("sgd", "sgd", STEPS, torch.float64, words=words)
+    weights = expected.pop("words.weight")
+    check_equal(trained, expected)
+    for state, _, _, _ in trained:
+        places_of = torch.searchsorted(ids, state["words.ids"])
+        assert torch.equal(ids[places_of], state["words.ids"])
+        assert float((state["words.rows"] - weights[places_of]).abs().max()) <= 1e-12
+    means = torch.tensor([own for _, own, _, _ in trained]).mean(0)
+    assert means.tolist() == pytest.approx(losses, abs=1e-6)
+    assert make_net().words.weight.shape[0] == WORDS

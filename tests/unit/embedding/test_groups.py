@@ -1,0 +1,126 @@
+"""Groups of trainers: who is in one, which rows are pulled once, and what a group pushes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchweft.embedding.aggregator import fewest
+from torchweft.embedding.groups import groups_of
+from torchweft.embedding.rows import sum_rows
+from torchweft.embedding.sharing import Batch, gathered, share
+from torchweft.errors import ConfigurationError
+
+TRAINERS = ["a", "b", "c", "d"]
+HOSTS = {"a": "one", "b": "two", "c": "one", "d": "two"}
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "expected"),
+    [
+        (None, ()),
+        ("host", (("a", "c"), ("b", "d"))),
+        ([["d", "b"], ["c", "a"]], (("a", "c"), ("b", "d"))),
+        ([["b", "c", "d"], ["a"]], (("a",), ("b", "c", "d"))),
+        ([["a"], ["b"], ["c"], ["d"]], ()),
+    ],
+)
+def test_groups_are_in_the_order_of_trainers(aggregate: Any, expected: Any) -> None:
+    assert groups_of(aggregate, TRAINERS, 0, HOSTS) == expected
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "staleness", "message"),
+    [
+        ("host", None, "no common steps"),
+        ("hosts", 0, "use 'host'"),
+        ([["a", "b"], ["c"]], 0, "name each trainer in one group"),
+        ([["a", "b"], ["b", "c", "d"]], 0, "name each trainer in one group"),
+        ([["a", "b", "x"], ["c", "d"]], 0, "name each trainer in one group"),
+        ([["a", "b", "c", "d"], []], 0, "name each trainer in one group"),
+    ],
+)
+def test_groups_that_cannot_work_are_refused(aggregate: Any, staleness: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        groups_of(aggregate, TRAINERS, staleness, HOSTS)
+
+
+TABLE = torch.arange(40.0).view(20, 2)
+
+
+def look_up(rows: list[int], batches: list[Batch]) -> list[int]:
+    """Looks rows up as an aggregator does; returns those that it pulls."""
+    wanted = torch.tensor(rows, dtype=torch.int32)
+    parts, new = share(wanted, batches)
+    if new is not None:
+        new.values = TABLE[new.rows.long()]
+    assert torch.equal(gathered(parts, len(rows)), TABLE[wanted.long()])
+    return [] if new is None else new.rows.tolist()
+
+
+def test_rows_of_a_step_are_pulled_once() -> None:
+    batches: list[Batch] = []
+    assert look_up([1, 4, 7], batches) == [1, 4, 7]
+    assert look_up([1, 4, 7], batches) == []
+    assert look_up([0, 4, 5, 7, 19], batches) == [0, 5, 19]
+    assert look_up([0, 1, 2, 19], batches) == [2]
+    assert look_up([5], batches) == []
+    assert len(batches) == 3
+
+
+def test_what_a_trainer_is_given_is_its_own() -> None:
+    batches: list[Batch] = []
+    look_up([1, 2], batches)
+    parts, _ = share(torch.tensor([1, 2], dtype=torch.int32), batches)
+    gathered(parts, 2).zero_()
+    look_up([1, 2], batches)
+
+
+def test_rows_in_a_form_of_two_tensors_are_shared_as_well() -> None:
+    batches: list[Batch] = []
+    _, new = share(torch.tensor([1, 3]), batches)
+    assert new is not None
+    new.values = torch.tensor([[1], [3]], dtype=torch.int8), torch.tensor([[0.1], [0.3]])
+    parts, more = share(torch.tensor([2, 3]), batches)
+    assert more is not None
+    more.values = torch.tensor([[2]], dtype=torch.int8), torch.tensor([[0.2]])
+    codes, scales = gathered(parts, 2)
+    assert codes.tolist() == [[2], [3]]
+    assert torch.equal(scales, torch.tensor([[0.2], [0.3]]))
+
+
+def rows_of(*numbers: int) -> tuple[Tensor, Tensor]:
+    rows = torch.tensor(numbers, dtype=torch.int32)
+    return rows, torch.rand(len(rows), 4, dtype=torch.float64)
+
+
+def entries_of(rows: int, bags: int) -> tuple[Any, ...]:
+    """Returns gradients of bags that each have all of some rows."""
+    numbers = torch.arange(bags, dtype=torch.int32).repeat(rows)
+    counts = torch.full((rows,), bags, dtype=torch.int32)
+    values = torch.rand(bags, 4, dtype=torch.float64)
+    return torch.arange(rows, dtype=torch.int32), counts, numbers, None, values
+
+
+@pytest.mark.parametrize(
+    ("parts", "lengths"),
+    [
+        ([rows_of(1, 5)], [2]),
+        ([rows_of(1, 5), rows_of(1, 5)], [2]),
+        ([rows_of(1, 5), entries_of(3, 40)], [2]),
+        ([entries_of(3, 40), entries_of(3, 40)], [2]),
+        ([entries_of(200, 1), entries_of(200, 1)], [5, 5]),
+        ([rows_of(1), entries_of(200, 1), rows_of(1), entries_of(200, 1)], [2, 5, 5]),
+    ],
+)
+def test_a_group_pushes_sums_of_rows_unless_bags_are_fewer_bytes(
+    parts: Any, lengths: list[int]
+) -> None:
+    found = fewest(parts)
+    assert [len(part) for part in found] == lengths
+    (rows, sums), (wanted, expected) = sum_rows(found), sum_rows(parts)
+    assert torch.equal(rows, wanted)
+    assert torch.allclose(sums, expected, rtol=0, atol=1e-14)
