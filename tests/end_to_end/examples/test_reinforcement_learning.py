@@ -12,9 +12,9 @@ import pytest
 
 pytest.importorskip("gymnasium")
 FOLDER = Path(__file__).parents[3] / "examples" / "reinforcement_learning"
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 10)
+pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 
 
 def run(folder: Path, arguments: str) -> tuple[dict[str, Any], str]:
