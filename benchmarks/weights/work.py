@@ -80,10 +80,14 @@ class Clock:
         self._last = now
         own_s = now.own_s - last.own_s
         others_s = now.all_s - last.all_s - own_s
-        waited_ns = sum(
-            waited_ns - last.waited_ns.get(thread, 0) for thread, waited_ns in now.waited_ns.items()
-        )
-        stopped_s = now.wall_s - last.wall_s - own_s - waited_ns / 1e9
+        waits_s = {
+            thread: (waited_ns - last.waited_ns.get(thread, 0)) / 1e9
+            for thread, waited_ns in now.waited_ns.items()
+        }
+        own_wait_s = waits_s.pop(str(threading.get_native_id()))
+        # Not their sum: a thread that waits for the lock asks for a core every few milliseconds.
+        waited_s = max(own_wait_s, sum(waits_s.values()))
+        stopped_s = now.wall_s - last.wall_s - own_s - waited_s
         return own_s + max(0.0, min(stopped_s, others_s))
 
 
