@@ -68,26 +68,47 @@ class Clock:
 
     So the load of the machine makes no difference. The thread is stopped while another one of its
     process has the interpreter's lock, as a fetch might. That one runs meanwhile, or waits for a
-    core itself. So a stop counts as far as other threads of the process have run.
+    core itself. So a stop counts as far as other threads have run, and have not waited for a core.
     """
 
     def __init__(self) -> None:
-        self._descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        self._last = self._now()
-
-    def _now(self) -> tuple[float, float, float]:
-        waited_ns = int(os.pread(self._descriptor, 100, 0).split()[1])
-        return time.perf_counter() - waited_ns / 1e9, time.thread_time(), time.process_time()
+        self._last = _Reading.now()
 
     def lap_s(self) -> float:
         """Returns the seconds since the last call."""
-        now, last = self._now(), self._last
+        now, last = _Reading.now(), self._last
         self._last = now
-        passed_s, own_s, all_s = (new - old for new, old in zip(now, last, strict=True))
-        return own_s + max(0.0, min(passed_s, all_s) - own_s)
+        own_s = now.own_s - last.own_s
+        others_s = now.all_s - last.all_s - own_s
+        waits_s = {
+            thread: (waited_ns - last.waited_ns.get(thread, 0)) / 1e9
+            for thread, waited_ns in now.waited_ns.items()
+        }
+        own_wait_s = waits_s.pop(str(threading.get_native_id()))
+        # Not their sum: a thread that waits for the lock asks for a core every few milliseconds.
+        waited_s = max(own_wait_s, sum(waits_s.values()))
+        stopped_s = now.wall_s - last.wall_s - own_s - waited_s
+        return own_s + max(0.0, min(stopped_s, others_s))
 
-    def close(self) -> None:
-        os.close(self._descriptor)
+
+class _Reading(NamedTuple):
+    """Clocks of this thread and its process, and the waits of each thread for a core."""
+
+    wall_s: float
+    own_s: float
+    all_s: float
+    waited_ns: dict[str, int]
+
+    @classmethod
+    def now(cls) -> _Reading:
+        waited_ns = {}
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                with open(f"/proc/self/task/{thread}/schedstat", "rb", buffering=0) as file:
+                    waited_ns[thread] = int(file.read(100).split()[1])
+            except OSError:
+                pass  # It has ended.
+        return cls(time.perf_counter(), time.thread_time(), time.process_time(), waited_ns)
 
 
 class Batch(NamedTuple):
@@ -158,7 +179,6 @@ class Sampler:
                 self.model(self._inputs)
             seconds = clock.lap_s()
             self._batches.append(Batch(seconds, update_s, is_fetching or self._is_fetching()))
-        clock.close()
 
     def _is_fetching(self) -> bool:
         thread = self.subscriber._thread
