@@ -184,8 +184,8 @@ def move(old: Collection, new: Collection) -> None:
             servers = ", ".join(new.servers)
             raise CapacityError(
                 f"the ids of table {table!r} do not fit on {servers}, each of which has a part of "
-                f"its {found.capacity} rows: {found.rows} have rows and {found.waiting} wait, and only "
-                f"{left.rows} and {left.waiting} would be left",
+                f"its {found.capacity} rows: {found.rows} have rows and {found.waiting} wait, "
+                f"and only {left.rows} and {left.waiting} would be left",
                 table=table,
                 server=servers,
                 count=found.rows,
