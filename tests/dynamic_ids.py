@@ -300,6 +300,11 @@ def restore_dynamic(name: str, directory: str) -> int:
     return _kept[name][0].restore(directory).step
 
 
+def reshard_dynamic(name: str, plan: Plan) -> None:
+    """Moves open tables to the places of another plan."""
+    _kept[name][0].reshard(plan)
+
+
 def close_dynamic(name: str) -> None:
     """Closes open tables."""
     _kept.pop(name)[0].close()

@@ -76,7 +76,7 @@ def hits_of_most_frequent(words: int, batches: Sequence[Tensor], share: float) -
     """
     counts = torch.zeros(words, dtype=torch.int64)
     for batch in batches:
-        counts[batch.unique()] += 1
+        counts[torch.unique(batch)] += 1
     kept = counts.sort(descending=True).values[: int(share * words)]
     return float(kept.sum() / counts.sum())
 

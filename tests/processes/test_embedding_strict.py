@@ -51,10 +51,13 @@ def test_training_is_that_of_tables_on_the_trainer_itself() -> None:
 def test_dynamic_ids_and_snapshots(tmp_path: Any) -> None:
     plan = plan_tables(dynamic_ids.CONFIGS, SERVERS, trainers=1)
     dynamic_ids.open_dynamic(plan, embedding.SparseAdam(lr=0.05), trainers=[ME])
-    losses = [dynamic_ids.step_dynamic("tables", 0, step) for step in range(3)]
-    dynamic_ids.save_dynamic("tables", str(tmp_path), 2)
+    losses = [dynamic_ids.step_dynamic("tables", 0, 0)]
+    dynamic_ids.save_dynamic("tables", str(tmp_path), 0)
+    losses += [dynamic_ids.step_dynamic("tables", 0, step) for step in (1, 2)]
+    dynamic_ids.save_dynamic("tables", str(tmp_path), 2, since=0)
     after = dynamic_ids.step_dynamic("tables", 0, 3)
     assert dynamic_ids.restore_dynamic("tables", str(tmp_path)) == 2
+    dynamic_ids.reshard_dynamic("tables", plan_tables(dynamic_ids.CONFIGS, SERVERS[:1]))
     assert dynamic_ids.step_dynamic("tables", 0, 3) == after != losses[-1]
     dynamic_ids.close_dynamic("tables")
 

@@ -20,7 +20,17 @@ from tests.processes.tuning_functions import (
     tuned,
 )
 from torchweft import rpc
-from torchweft.embedding import PlanError, RowWise, TableConfig, Tables, TableWise, plan_tables
+from torchweft.embedding import (
+    SGD,
+    CapacityError,
+    Dynamic,
+    PlanError,
+    RowWise,
+    TableConfig,
+    Tables,
+    TableWise,
+    plan_tables,
+)
 from torchweft.errors import BrokenChain, ConfigurationError
 from torchweft.launch import Nursery
 
@@ -105,3 +115,22 @@ def test_a_full_snapshot_is_due_after_rows_have_moved(tmp_path: Any) -> None:
     training.step()
     assert training.tables.save(tmp_path, step=2, since=second).step == 2
     training.tables.close()
+
+
+def test_dynamic_ids_that_would_not_fit_stay_where_they_are() -> None:
+    config = TableConfig("users", 40, 2, "none", torch.float64, dynamic=Dynamic())
+    tables = Tables(plan_tables([config], SERVERS[:1]), name="full")
+    optimizer = tables.optimizer(SGD())
+    tables({"users": torch.arange(40)})["users"].sum().backward()
+    optimizer.step()
+    ids, rows = tables.rows("users")
+    places = {"users": RowWise(*SERVERS[:3])}  # The servers have 14, 13 and 13 rows.
+    with pytest.raises(
+        CapacityError, match="'users' do not fit on worker1, worker2, worker3"
+    ) as it:
+        tables.reshard(plan_tables([config], SERVERS, places=places))
+    assert (it.value.count, it.value.table) == (40, "users")
+    found = tables.rows("users")
+    assert torch.equal(found[0], ids)
+    assert torch.equal(found[1], rows)
+    tables.close()

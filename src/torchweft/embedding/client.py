@@ -162,7 +162,7 @@ class Client:
         raise StepError(
             f"step {self.step} of tables {self.name!r} has failed before, perhaps on some of the "
             f"servers {', '.join(self.servers)} only: {failure}. Nothing was sent; make the tables "
-            "again, or restore them",
+            "again, and restore a snapshot if some have taken it",
             server=", ".join(self.servers),
             step=self.step,
             expected=self.step,

@@ -11,9 +11,10 @@ from torch import nn
 
 from torchweft import checkpoint
 from torchweft.checkpoint import Snapshot, restoring
-from torchweft.embedding import saved
+from torchweft.embedding import occupied, saved
 from torchweft.embedding.calls import call_servers
-from torchweft.embedding.errors import StepError
+from torchweft.embedding.dynamic import Occupancy
+from torchweft.embedding.errors import CapacityError, StepError
 from torchweft.embedding.optimizer import TablesOptimizer
 from torchweft.embedding.pieces import Piece, from_plain, pieces_of
 from torchweft.embedding.plan import Plan
@@ -166,12 +167,35 @@ def move(old: Collection, new: Collection) -> None:
     """Moves all rows, with the state beside them, to the servers of another plan; bit by bit.
 
     Each server of the new plan takes the rows that it holds from the servers of the old one.
+
+    Raises:
+        CapacityError: A server of the new plan has too few rows for the ids that belong there.
     """
     entries = _call(old, saved.offering, dict.fromkeys(old.servers.values(), (old.name,)))
     pieces = [held.piece for held in pieces_of(old.plan.layout)]
     rows = [(piece.plain(), entries[piece.server].pop(0)) for piece in pieces]
     given = (new.name, [rows], secrets.token_hex(8), new.timeout_s)
     _call(new, saved.adopt, dict.fromkeys(new.servers.values(), given))
+    # A server leaves out ids for which it has no rows.
+    before, after = _occupancy(old), _occupancy(new)
+    for table, found in before.items():
+        left = after[table]
+        if (left.rows, left.waiting) != (found.rows, found.waiting):
+            servers = ", ".join(new.servers)
+            raise CapacityError(
+                f"the ids of table {table!r} do not fit on {servers}, each of which has a part of "
+                f"its {found.capacity} rows: {found.rows} have rows and {found.waiting} wait, "
+                f"and only {left.rows} and {left.waiting} would be left",
+                table=table,
+                server=servers,
+                count=found.rows,
+                limit=left.rows,
+            )
+
+
+def _occupancy(tables: Collection) -> dict[str, Occupancy]:
+    given = dict.fromkeys(tables.servers.values(), (tables.name,))
+    return occupied.joined_occupancy(_call(tables, occupied.occupancy, given).values())
 
 
 def _read(snapshot: Snapshot, state: dict[str, Any]) -> None:

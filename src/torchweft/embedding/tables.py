@@ -291,6 +291,7 @@ class Tables(nn.Module):
             ConfigurationError: This worker is no trainer, or has gradients that were not pushed; or
                 another trainer could not do its part.
             TablesMismatch: Another trainer has another plan.
+            CapacityError: The dynamic ids of a table do not fit on the servers of the plan.
             StepError: Not all trainers are between the same two steps.
             WorkerLost: A server or a trainer is lost.
         """

@@ -32,13 +32,11 @@ class Tuning(NamedTuple):
         measured: The seconds of a step, by number of servers: of the slowest trainer.
         cost: The model that was fitted.
         partitions: The number of servers over which the tables are cut now.
-        limit: The largest number that there is.
     """
 
     measured: dict[int, float]
     cost: StepCost
     partitions: int
-    limit: int
 
     def __str__(self) -> str:
         """Returns measured and predicted times, with the decision."""
@@ -106,7 +104,7 @@ def tune_partitions(
     best = cost.best(len(servers))
     if best != tried[-1]:
         tables.reshard(_cut(tables.plan, chosen, servers[:best]))
-    return Tuning(measured, cost, best, len(servers))
+    return Tuning(measured, cost, best)
 
 
 def _default_counts(servers: int) -> list[int]:

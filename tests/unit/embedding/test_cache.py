@@ -129,8 +129,7 @@ def test_rows_that_are_to_be_dropped_stay_while_there_is_room_and_are_spared_if_
         lookup.use(0, 0)
         return bool(lookup.wanted)
 
-    missing = [is_missing(key) for key in range(128)]  # Each look changes the cache.
-    assert all(missing)
+    assert all(is_missing(key) for key in range(128))
     assert is_missing(200)  # in place of 0; 1 is the next to go
     assert len(cache) == 128
     assert not is_missing(1)
