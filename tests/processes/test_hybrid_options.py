@@ -66,8 +66,10 @@ def test_all_tables_of_a_step_are_one_call_to_the_server() -> None:
 
 def test_a_stream_pulls_ahead_for_the_model_within_the_bound() -> None:
     expected = train_all()
-    found = train_all(ahead=0)
-    check_equal(found, expected[0][0], 0.0)
+    for ahead in (0, 2):
+        found = train_all(ahead=ahead)
+        check_equal(found, expected[0][0], 0.0)
+        assert set(found[0][2]) == {0}
     for ahead in (1, 2):
         staleness = train_all(ahead=ahead, staleness=2)[0][2]
         assert max(staleness) <= 2
