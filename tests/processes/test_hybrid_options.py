@@ -106,6 +106,14 @@ def test_a_cache_and_a_form_on_the_wire_are_those_of_the_tables() -> None:
     assert 0 < float(difference) < 1e-2
 
 
+def test_trainers_of_one_host_train_alike_as_a_group() -> None:
+    trained = train_all(aggregate="host", max_norm=0.4)
+    expected, norms = train_alone("sgd", "sgd", STEPS, torch.float64, max_norm=0.4)
+    check_equal(trained, expected)
+    assert trained[0][1] == pytest.approx(norms, rel=1e-12)
+    assert set(trained[0][2]) == {0}
+
+
 def test_a_table_with_dynamic_ids_trains_as_one_whose_rows_have_these_numbers() -> None:
     config = TableConfig("words", WORDS, 6, "sum", torch.float64, dynamic=Dynamic())
     ids = spread(torch.arange(WORDS))
