@@ -52,6 +52,14 @@ def test_a_restored_run_continues_with_the_same_losses(guide: Path) -> None:
     assert lines[3:5] == lines[5:7]
 
 
+def test_a_run_recovers_from_a_killed_server_by_itself(guide: Path) -> None:
+    expected = [figure_of(line) for line in run(guide / "alone.py")]
+    lines = [line for line in run(guide / "recovering.py") if line.startswith("step")]
+    assert [line[:7] for line in lines] == [f"step {step}:" for step in (0, 1, 2, 2, 3, 4)]
+    found = [figure_of(line) for line in lines]
+    assert found == pytest.approx([*expected[:3], *expected[2:]], abs=2e-4)
+
+
 def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
     build: Callable[[], Any] = runpy.run_path(str(guide / "alone.py"))["build_model"]
     servers = ["worker0"]

@@ -31,7 +31,9 @@ def nursery_with_compiler() -> Iterator[Nursery]:
 
     Optimizers that Weft does not make, and ``DistributedDataParallel``, import it.
     """
-    with Nursery(preload=(*PRELOAD, "torch._dynamo", "torchweft.checkpoint")) as warm:
+    with Nursery(
+        preload=(*PRELOAD, "torch._dynamo", "torch.distributed.nn", "torchweft.hybrid")
+    ) as warm:
         yield warm
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.processes.embedding_functions import LocalRowWise
 from torchweft import autograd, rpc
-from torchweft.embedding import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam, host
+from torchweft.embedding import SGD, Adagrad, RowWise, RowWiseAdagrad, Rule, SparseAdam, host
 from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
 
 WORDS, USERS, DAYS = 40, 23, 5
@@ -408,8 +408,12 @@ def train_with_recovery(
     opened = []
 
     def open_model() -> tuple[Any, ...]:
-        init_process_group(trainers)
-        model = HybridModel(make_net(), servers, timeout=20, find_unused_parameters=True)
+        if len(trainers) > 1:
+            init_process_group(trainers)
+        places = {name: RowWise(*servers) for name in ("words", "tower.users", "days")}
+        model = HybridModel(
+            make_net(), servers, places=places, timeout=20, find_unused_parameters=True
+        )
         opened.append(model)
         return model, model.optimizer(RULES["adam"], DENSE["adam"])
 
@@ -429,11 +433,12 @@ def train_with_recovery(
         optimizer.step()
         made.append((number, loss.item()))
 
-    model, _ = recover(open_model, step, steps=steps, directory=directory, every=3, patience_s=20.0)
+    model, _ = recover(open_model, step, steps=steps, directory=directory, every=3, patience_s=30.0)
     state = model.full_state_dict()
-    torch.distributed.barrier()
+    if len(trainers) > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
     model.close()
-    torch.distributed.destroy_process_group()
     return state, made, len(opened)
 
 

@@ -21,7 +21,15 @@ from tests.processes.embedding_functions import (
     train_step,
 )
 from torchweft import rpc
-from torchweft.embedding import Cache, IdOutOfRange, Tables, plan_tables
+from torchweft.embedding import (
+    Cache,
+    Dynamic,
+    IdOutOfRange,
+    TableConfig,
+    Tables,
+    Wire,
+    plan_tables,
+)
 from torchweft.errors import CallCancelled, ConfigurationError
 from torchweft.launch import Nursery
 
@@ -110,6 +118,43 @@ def test_the_gradients_of_rows_ahead_are_those_of_a_lookup(make: Any) -> None:
     check_equal(*weights)
 
 
+@pytest.mark.parametrize("ahead", [1, 3])
+@pytest.mark.parametrize("wire", [Wire(), Wire("fp16"), Wire("int8")], ids=str)
+def test_synchronous_training_on_rows_ahead_has_the_bits_of_training_without(
+    make: Any, ahead: int, wire: Wire
+) -> None:
+    dynamic = TableConfig("any", 200, 6, "sum", torch.float64, dynamic=Dynamic())
+    trainers = [rpc.get_worker_info().name, OTHER]
+    plan = plan_tables([*configs_of(torch.float64), dynamic], SERVERS, trainers=2)
+    found = []
+    for number in (0, ahead):
+        rpc.rpc_sync(OTHER, open_tables, (plan, trainers, "adagrad"), kwargs={"wire": wire})
+        tables = Tables(plan, trainers=trainers, wire=wire)
+        optimizer = tables.optimizer(RULES["adagrad"])
+        with tables.stream(batches_of(), number, with_any_ids) as stream:
+            for step, (batch, outputs) in enumerate(itertools.islice(stream, STEPS)):
+                other = rpc.rpc_async(OTHER, train_step, ("tables", 1, step, torch.float64))
+                optimizer.zero_grad()
+                outputs_loss(outputs, batch.target).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                other.wait()
+        pulled = sum(each.pulled_bytes for each in tables.traffic().values())
+        weights = {each.name: tables.weights(each.name) for each in configs_of(torch.float64)}
+        found.append((weights, tables.rows("any"), tables.staleness(), pulled))
+        tables.close()
+        rpc.rpc_sync(OTHER, close_tables, ("tables",))
+    (expected, rows, staleness, bytes_without), (weights, same, counts, bytes_ahead) = found
+    check_equal(weights, expected)
+    assert all(map(torch.equal, same, rows))
+    assert set(counts) == set(staleness) == {0}
+    assert bytes_without < bytes_ahead < 2.5 * bytes_without
+
+
+def with_any_ids(batch: Any) -> Any:
+    """Returns the inputs of a batch, and ids that are no row numbers."""
+    return {**batch.inputs, "any": batch.inputs["seen"] * 10**9 - 5}
+
+
 @pytest.mark.parametrize("cache", [None, Cache(0.0), Cache(1.0)])
 def test_rows_that_have_become_too_old_are_pulled_again(make: Any, cache: Cache | None) -> None:
     trainers = [rpc.get_worker_info().name, OTHER]
@@ -138,8 +183,8 @@ def test_rows_that_have_become_too_old_are_pulled_again(make: Any, cache: Cache 
     rpc.rpc_sync(OTHER, close_tables, ("tables",))
 
 
-def test_a_look_ahead_beyond_the_bound_is_refused_in_training(make: Any) -> None:
-    tables = make(staleness=1)
+def test_a_look_ahead_of_a_cache_beyond_the_bound_is_refused_in_training(make: Any) -> None:
+    tables = make(staleness=1, cache=Cache(0.1))
     tables.optimizer(RULES["sgd"])
     with pytest.raises(ConfigurationError, match=r"have staleness=1.*pass at most ahead=1"):
         tables.stream(batches_of(), 2, inputs_of)

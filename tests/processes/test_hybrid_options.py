@@ -66,8 +66,10 @@ def test_all_tables_of_a_step_are_one_call_to_the_server() -> None:
 
 def test_a_stream_pulls_ahead_for_the_model_within_the_bound() -> None:
     expected = train_all()
-    found = train_all(ahead=0)
-    check_equal(found, expected[0][0], 0.0)
+    for ahead in (0, 2):
+        found = train_all(ahead=ahead)
+        check_equal(found, expected[0][0], 0.0)
+        assert set(found[0][2]) == {0}
     for ahead in (1, 2):
         staleness = train_all(ahead=ahead, staleness=2)[0][2]
         assert max(staleness) <= 2
@@ -102,6 +104,14 @@ def test_a_cache_and_a_form_on_the_wire_are_those_of_the_tables() -> None:
     rounded = train_all(wire=Wire(pulled="fp16", pushed="fp16"))
     difference = (rounded[0][0]["words.weight"] - exact[0][0]["words.weight"]).abs().max()
     assert 0 < float(difference) < 1e-2
+
+
+def test_trainers_of_one_host_train_alike_as_a_group() -> None:
+    trained = train_all(aggregate="host", max_norm=0.4)
+    expected, norms = train_alone("sgd", "sgd", STEPS, torch.float64, max_norm=0.4)
+    check_equal(trained, expected)
+    assert trained[0][1] == pytest.approx(norms, rel=1e-12)
+    assert set(trained[0][2]) == {0}
 
 
 def test_a_table_with_dynamic_ids_trains_as_one_whose_rows_have_these_numbers() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.processes.hybrid_functions import train_with_recovery
 from torchweft import rpc
-from torchweft.errors import ConfigurationError, WeftError
+from torchweft.errors import ConfigurationError
 from torchweft.hybrid import recover
 from torchweft.launch import Nursery, cluster
 
@@ -62,17 +62,16 @@ def test_a_server_killed_within_a_step_comes_back_and_the_run_has_the_same_bits(
             check_same(state, expected[0][0])
 
 
-def test_an_error_that_no_loss_has_caused_is_raised(
+def test_an_error_that_no_loss_has_caused_is_raised_and_the_model_is_closed(
     nursery_with_compiler: Nursery, tmp_path: Path
 ) -> None:
-    with cluster(workers=4, nursery=nursery_with_compiler, check=False):
-        first, second = train(tmp_path, at="error")
+    with cluster(workers=3, nursery=nursery_with_compiler):
+        given = (0, ["worker0"], ["worker1", "worker2"], str(tmp_path), STEPS)
         with pytest.raises(ValueError, match="a mistake of the program"):
-            first.wait()
-        with pytest.raises((RuntimeError, WeftError)):
-            second.wait()
-        # The model and the process group are closed: the next run is another one.
-        assert [opened for _, _, opened in (call.wait() for call in train(tmp_path))] == [1, 1]
+            rpc.rpc_sync("worker0", train_with_recovery, given, kwargs={"at": "error"})
+        _, made, opened = rpc.rpc_sync("worker0", train_with_recovery, given)
+        assert opened == 1
+        assert [number for number, _ in made] == [3, 4, 5, 6, 7]  # from the snapshot
 
 
 @pytest.mark.parametrize("name", ["steps", "every", "attempts"])

@@ -98,6 +98,14 @@ class Client:
         given = self._given(requests, self._pusher)
         return call_servers(host.pull, given, self.timeout_s)
 
+    def refresh(self, requests: Mapping[str, Any]) -> dict[str, Any]:
+        """Pulls for this trainer's step what has changed of rows that are here. Blocks.
+
+        Args:
+            requests: As for a pull, with the version of the rows.
+        """
+        return call_servers(host.refresh, self._given(requests, self._pusher), self.timeout_s)
+
     def start_pull(self, requests: Mapping[str, Any]) -> dict[str, Future[Any]]:
         """Sends a pull for a later step; servers do not count it."""
         # Not as a pull of this step: the server may see it after the push of the step.

@@ -145,6 +145,28 @@ class Host:
             version = self.steps.version
         return version, [encode(values, self.options.wire.pulled) for values in found]
 
+    def refresh(self, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
+        """Returns the version, and for each request what ``pull`` does, or what has changed.
+
+        A request for rows has the version at which the trainer has pulled them: it is answered with
+        the positions of the rows that have changed since, and their values.
+        """
+        with self.lock, self._blaming_the_lost():
+            if trainer >= 0:
+                self.steps.check_pull(trainer, step)
+            form = self.options.wire.pulled
+            found: list[Any] = []
+            for stack, *wanted in _own(requests):
+                shard = self._shard(stack)
+                if len(wanted) > 2:
+                    found.append(encode(shard.pool(*wanted), form))
+                    continue
+                rows, seen = wanted
+                check_types(seen=(seen, int))
+                places = shard.changed_since(rows, seen).nonzero().view(-1)
+                found.append((places.to(rows.dtype), encode(shard.pull(rows[places]), form)))
+            return self.steps.version, found
+
     def push(
         self,
         trainer: int,
@@ -364,6 +386,11 @@ def pull(name: str, trainer: int, step: int, requests: Sequence[Any]) -> tuple[i
     return host_of(name).pull(trainer, step, requests)
 
 
+def refresh(name: str, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
+    """Returns the version, and what has changed of rows that were pulled before."""
+    return host_of(name).refresh(trainer, step, requests)
+
+
 @functions.async_execution
 def push(name: str, trainer: int, step: int, *given: Any) -> torch.futures.Future[int]:
     """Takes the gradients of a step; answered when the trainer may go on."""
@@ -416,7 +443,7 @@ def _rows_of(host: Host, stack: int, number: int) -> Tensor:
     return host._shard(stack).held(number)["weights"]
 
 
-CALLABLES = (close, missing, pull, push, read, set_rule, set_up, staleness, write)
+CALLABLES = (close, missing, pull, push, read, refresh, set_rule, set_up, staleness, write)
 
 
 def host_of(name: str) -> Host:

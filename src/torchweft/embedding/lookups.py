@@ -20,7 +20,7 @@ from torchweft.embedding.inputs import Checker, Flat
 from torchweft.embedding.lookup import Fetch, prepare
 from torchweft.embedding.plan import Plan, Stack, TableConfig
 from torchweft.embedding.pulled import Looked, Pulled, Traffic
-from torchweft.embedding.pulling import Pulling
+from torchweft.embedding.pulling import ROW_PARTS, Pulling, replaced, size_bytes
 from torchweft.embedding.routing import Router, make_router
 from torchweft.embedding.wire import Wire
 from torchweft.rpc import Future
@@ -184,16 +184,48 @@ class Lookups:
         return self._taken(pulling, self._pull(pulling))
 
     def pulled_ahead(self, pulling: Pulling[Pulled], answers: Mapping[str, Any]) -> Found:
-        """Returns what was pulled ahead, or pulls it again if it is too old."""
+        """Returns what was pulled ahead; pulls again what has changed, if it is too old."""
         client = self._client
-        staleness = {server: client.step - version for server, (version, _) in answers.items()}
-        if client.is_bounded and max(staleness.values(), default=0) > (client.staleness or 0):
-            self._count(pulling.wanted)
-            return self._pulled(pulling)
         if client.is_bounded:
-            for server, steps in staleness.items():
-                client.note_staleness(server, steps)
+            old = {
+                server: version
+                for server, (version, _) in answers.items()
+                if client.step - version > (client.staleness or 0)
+            }
+            for server in answers.keys() - old.keys():
+                client.note_staleness(server, client.step - answers[server][0])
+            if old:
+                answers = {**answers, **self._refreshed(pulling, answers, old)}
         return self._taken(pulling, answers)
+
+    def _refreshed(
+        self, pulling: Pulling[Pulled], answers: Mapping[str, Any], old: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Returns the answers of some servers as they would be now."""
+        requests = {
+            server: [
+                (*each, version) if len(each) == ROW_PARTS else each
+                for each in pulling.requests[server]
+            ]
+            for server, version in old.items()
+        }
+        found, news_of = {}, self._client.refresh(requests)
+        for part, places in zip(pulling.wanted, pulling.places, strict=True):
+            moved = [
+                (requests[server][place], news_of[server][1][place])
+                for server, place in places.items()
+                if server in old
+            ]
+            self._traffic[part.moved[0].table].pulled_bytes += size_bytes(moved)
+        for server, (version, news) in news_of.items():
+            values = [
+                replaced(before, *new) if len(each) == ROW_PARTS else new
+                for each, before, new in zip(
+                    pulling.requests[server], answers[server][1], news, strict=True
+                )
+            ]
+            found[server] = version, values
+        return found
 
     def _taken(self, pulling: Pulling[Pulled], answers: Mapping[str, Any]) -> Found:
         self._count(pulling.wanted)

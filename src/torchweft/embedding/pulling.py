@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -23,6 +23,8 @@ class Source(Protocol):
 
 
 S = TypeVar("S", bound=Source)
+ROW_PARTS: Final = 2
+"""The parts of a request for rows: stack and rows. One for sums has more."""
 
 
 class Answer(NamedTuple):
@@ -50,12 +52,13 @@ class Pulling(Generic[S]):
         self.requests: dict[str, list[Any]] = {}
         """What to ask of each server."""
         self._form = form
-        self._places: list[dict[str, int]] = []
+        self.places: list[dict[str, int]] = []
+        """By part and server, which of the requests to the server is of the part."""
         for part in wanted:
-            self._places.append({})
+            self.places.append({})
             for server, request in part.requests().items():
                 of_server = self.requests.setdefault(server, [])
-                self._places[-1][server] = len(of_server)
+                self.places[-1][server] = len(of_server)
                 of_server.append(request)
 
     def answers(self, answers: Mapping[str, tuple[int, list[Any]]]) -> Iterator[tuple[S, Answer]]:
@@ -64,10 +67,26 @@ class Pulling(Generic[S]):
         Args:
             answers: By server, its version and what was asked of it.
         """
-        for part, place in zip(self.wanted, self._places, strict=True):
+        for part, place in zip(self.wanted, self.places, strict=True):
             versions = {server: answers[server][0] for server in place}
             values = {
                 server: decode(answers[server][1][number], self._form, part.stack.dtype)
                 for server, number in place.items()
             }
             yield part, Answer(versions, values)
+
+
+def replaced(values: Any, places: Tensor, new: Any) -> Any:
+    """Returns the rows of a message, in which some are replaced by those of another one."""
+    if not len(places):
+        return values
+    if isinstance(values, Tensor):
+        return values.index_copy(0, places.long(), new)
+    return tuple(replaced(own, places, other) for own, other in zip(values, new, strict=True))
+
+
+def size_bytes(message: Any) -> int:
+    """Returns the size of the tensors of a message."""
+    if isinstance(message, Tensor):
+        return message.nbytes
+    return sum(map(size_bytes, message)) if isinstance(message, (tuple, list)) else 0

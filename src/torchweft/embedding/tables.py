@@ -181,10 +181,11 @@ class Tables(nn.Module):
         are drawn. Leaving the block cancels the pulls that are under way.
 
         Rows that were pulled ahead have the values of that time. The bound of the collection holds
-        all the same: a trainer pulls rows again if they are older than ``staleness`` steps when it
-        needs them. With a cache, a row is pulled once for all drawn batches that need it, and
-        only rows that are too old are pulled again. Streams are not aware of ``set_weights`` and
-        ``restore``: open one afterwards.
+        all the same: if they are older than ``staleness`` steps when they are needed, the servers
+        are asked for those that have changed since. So with ``staleness=0`` the results are bit by
+        bit those without a stream. With a cache, a row is pulled once for all drawn batches that
+        need it, and only rows that are too old are pulled again. Streams are not aware of
+        ``set_weights`` and ``restore``: open one afterwards.
 
         Args:
             batches: The batches of the program; at most ``ahead + 1`` are drawn and not yielded.
@@ -195,8 +196,8 @@ class Tables(nn.Module):
             An iterator of pairs of batch and outputs. It raises the errors of ``forward``.
 
         Raises:
-            ConfigurationError: These tables are trained, and ``ahead`` is more than ``staleness``:
-                all rows would be pulled again. Pulls need no bound where nothing is trained.
+            ConfigurationError: These tables are trained and have a cache, and ``ahead`` is more
+                than ``staleness``: all rows would be pulled again.
         """
         self.check_ahead(ahead)
         return RowStream(batches, ahead, inputs, self.lookups.send)
@@ -207,15 +208,16 @@ class Tables(nn.Module):
         Raises:
             ConfigurationError: They cannot.
         """
-        client, bound = self._client, self._client.staleness
-        if self._optimizer is not None and bound is not None and ahead > bound:
+        if self._optimizer is None or self._cache is None:
+            return
+        bound, kept = self._client.staleness, self._cache.steps
+        if bound is not None and ahead > bound:
             raise ConfigurationError(
-                f"tables {self.name!r} have staleness={bound}, and rows that are pulled {ahead} "
-                f"steps ahead are older; pass at most ahead={bound}, or make the tables with "
-                f"staleness={ahead}"
+                f"tables {self.name!r} have staleness={bound} and a cache, and rows that are "
+                f"pulled {ahead} steps ahead are older; pass at most ahead={bound}, or make the "
+                f"tables with staleness={ahead}, or without a cache"
             )
-        kept = None if self._cache is None or client.staleness is not None else self._cache.steps
-        if self._optimizer is not None and kept is not None and ahead > kept:
+        if bound is None and kept is not None and ahead > kept:
             raise ConfigurationError(
                 f"the cache of tables {self.name!r} has steps={kept}, and rows that are pulled "
                 f"{ahead} steps ahead are older; pass at most ahead={kept}, or Cache(steps={ahead})"

@@ -45,7 +45,7 @@ def recover(
     state: Callable[..., dict[str, Any]] | None = None,
     keep: int | None = 2,
     attempts: int = 3,
-    patience_s: float = 60.0,
+    patience_s: float = 360.0,
 ) -> Opened:
     """Makes all steps of a training, also if servers are lost meanwhile. Blocks.
 
@@ -80,7 +80,10 @@ def recover(
             ``HybridModel.save``.
         keep: How many snapshots to keep; None for all.
         attempts: How many losses are recovered from.
-        patience_s: How long to wait for a lost server to come back, in seconds.
+        patience_s: How long to wait for a lost server to come back, and for the other trainers, in
+            seconds. A trainer may wait in a collective for another one that has noticed a loss
+            before; it goes on after the timeout of the process group at the latest. So pass more
+            than that of ``init_process_group``, which is 300 by default.
 
     Returns:
         What ``open`` has returned last; the model is not closed.
@@ -88,6 +91,7 @@ def recover(
     Raises:
         WorkerLost: A trainer is lost, a server did not come back in time, or there were too many
             losses.
+        CallTimeout: Another trainer has not closed its model in time.
         ConfigurationError: There is a process group that ``open`` has not made, or a number
             cannot work.
         Exception: An error of ``open`` or ``step`` that no loss has caused. The model is closed.
@@ -103,11 +107,13 @@ def recover(
     # Its functions have the default group as a default argument. If DDP imported them after the
     # group was made, they would keep the group for good; see ``_close``.
     importlib.import_module("torch.distributed.nn")
+    trainers: tuple[str, ...] = ()
     for attempt in itertools.count():
         opened: Opened = ()
         with _noting_losses() as lost:
             try:
                 opened = _checked(open())
+                trainers = opened[0].trainers
                 _run(opened, step, steps, os.fspath(directory), every, state, keep)
                 return opened
             except Exception as error:
@@ -121,6 +127,8 @@ def recover(
                 cause = next(iter(causes.values()))
                 _log.warning("%s; restores the last snapshot when it is back", cause)
                 _wait_for(causes, error, patience_s)
+                if len(trainers) > 1:
+                    barrier(trainers, timeout=patience_s)
     raise AssertionError
 
 
@@ -215,7 +223,7 @@ def _close(opened: Opened, error: Exception) -> None:
     if distributed.is_initialized():
         distributed.destroy_process_group()
     # The connections of gloo end with the last reference to the group, and no earlier. Trainers
-    # that wait in a collective notice that. The frames of the error have references.
+    # that wait in a collective notice that, before its timeout. Frames of the error have some.
     traceback.clear_frames(error.__traceback__)
     gc.collect()
 
