@@ -131,7 +131,7 @@ class OnTorch:
             for part in self._parts
             for parameter in rpc.rpc_sync(part.owner(), parameters_of, args=(part,))
         ]
-        rule = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[shape.rule]
+        rule: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[shape.rule]
         self._optimizer = self._api.optim.DistributedOptimizer(rule, parameters, lr=LR)
         self._batches = itertools.cycle([draw(shape, number) for number in range(BATCHES)])
 
