@@ -55,9 +55,9 @@ class Rank:
         types: Any = importlib.import_module("torchrec.distributed.types")
         fused: Any = importlib.import_module("torchrec.optim.apply_optimizer_in_backward")
         module, sharder = self._collection(torchrec, shape)
-        rule: Any = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[shape.rule]
+        rule = getattr(torch.optim, shape.rule)
         # FBGEMM's default of eps differs from that of torch.optim.
-        options = {"lr": LR} if shape.rule == "sgd" else {"lr": LR, "eps": 1e-10}
+        options = {"lr": LR} if shape.rule == "SGD" else {"lr": LR, "eps": 1e-10}
         fused.apply_optimizer_in_backward(rule, module.parameters(), options)
         places = {
             name: plans.table_wise(rank=number % self._size, compute_kernel="fused")

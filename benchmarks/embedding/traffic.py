@@ -8,6 +8,7 @@ All figures are differences of ``torchweft.rpc.traffic``: bytes of real messages
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -81,16 +82,21 @@ def pushes_of(server: str, words: int, batches: Sequence[Tensor]) -> Pushes:
     tables = _tables(words, [server], "pushes", [rpc.get_worker_info().name])
     optimizer = tables.optimizer(SGD(lr=0.01))
     for ids in batches:
-        weight = torch.ones(words, DIM, requires_grad=True)
         for place, is_sparse in enumerate((False, True)):
-            (gradient,) = torch.autograd.grad(
-                functional.embedding(ids, weight, sparse=is_sparse).square().sum(), weight
-            )
-            totals[place] += _sent(lambda gradient=gradient: _send(server, gradient))
-        tables({"word": ids})["word"].square().sum().backward()  # type: ignore[no-untyped-call]
+            send = functools.partial(_send, server, gradient_of(ids, words, is_sparse))
+            totals[place] += _sent(send)
+        tables({"word": ids})["word"].square().sum().backward()
         totals[2] += _sent(optimizer.step)
     tables.close()
     return Pushes(*(total / len(batches) for total in totals))
+
+
+def gradient_of(ids: Tensor, words: int, is_sparse: bool) -> Tensor:
+    """Returns the gradient of a table, ``(words, 64)``, of the same loss."""
+    weight = torch.ones(words, DIM, requires_grad=True)
+    output = functional.embedding(ids, weight, sparse=is_sparse)
+    (gradient,) = torch.autograd.grad(output.square().sum(), weight)
+    return gradient
 
 
 def _send(worker: str, gradient: Tensor) -> None:
@@ -164,10 +170,7 @@ def gather() -> None:
     """Sends the summed sparse gradients of this trainer to all others; runs on it."""
     mine = _open[-1]
     for ids in mine.batches:
-        weight = torch.ones(mine.words, DIM, requires_grad=True)
-        output = functional.embedding(ids, weight, sparse=True)
-        (gradient,) = torch.autograd.grad(output.square().sum(), weight)
-        summed = gradient.coalesce()
+        summed = gradient_of(ids, mine.words, is_sparse=True).coalesce()
         _all(mine.others, receive, [(summed,)] * len(mine.others))
 
 
@@ -176,7 +179,7 @@ def train() -> None:
     mine = _open[-1]
     for ids in mine.batches:
         mine.optimizer.zero_grad()
-        mine.tables({"word": ids})["word"].square().sum().backward()  # type: ignore[no-untyped-call]
+        mine.tables({"word": ids})["word"].square().sum().backward()
         mine.optimizer.step()
 
 
@@ -208,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         words, found = read_batches(sorted(options.text.glob("*.txt")))
         # Over the whole text: its parts differ.
         batches, name = found[:: max(1, len(found) // options.steps)][: options.steps], "text"
-    unique = sum(len(ids.unique()) for ids in batches) / len(batches)
+    unique = sum(len(torch.unique(ids)) for ids in batches) / len(batches)
     print(
         f"{name}: {words:,} words, {len(batches)} batches of {ROWS} x {LENGTH} with {unique:.1f} "
         f"different words, {DIM} columns"
