@@ -26,7 +26,7 @@ class Shape(NamedTuple):
         bags: Bags of a batch, in each table.
         length: Ids of a bag.
         pooling: ``sum``, or ``none`` for a row of output for each id.
-        rule: The optimizer.
+        rule: The optimizer, of ``torch.optim`` and of ``torchweft.embedding``.
         operations: Operations of a round.
     """
 
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
     bags: int
     length: int
     pooling: Literal["sum", "none"] = "sum"
-    rule: Literal["sgd", "adagrad"] = "sgd"
+    rule: Literal["SGD", "Adagrad"] = "SGD"
     operations: int = 30
 
     @property
@@ -56,7 +56,7 @@ SHAPES = (
         "large",
         "8 tables, 3,840 bags of 20, Adagrad",
         *(8, 100_000, 64, 3840, 20),
-        rule="adagrad",
+        rule="Adagrad",
         operations=10,
     ),
 )

@@ -55,9 +55,9 @@ class Rank:
         types: Any = importlib.import_module("torchrec.distributed.types")
         fused: Any = importlib.import_module("torchrec.optim.apply_optimizer_in_backward")
         module, sharder = self._collection(torchrec, shape)
-        rule = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[shape.rule]
+        rule = getattr(torch.optim, shape.rule)
         # FBGEMM's default of eps differs from that of torch.optim.
-        options = {"lr": LR} if shape.rule == "sgd" else {"lr": LR, "eps": 1e-10}
+        options = {"lr": LR} if shape.rule == "SGD" else {"lr": LR, "eps": 1e-10}
         fused.apply_optimizer_in_backward(rule, module.parameters(), options)
         places = {
             name: plans.table_wise(rank=number % self._size, compute_kernel="fused")
@@ -146,16 +146,17 @@ class Rank:
 made = functools.cache(Rank)
 
 
+def _follow(shape: Shape, name: str) -> object:
+    act = getattr(made(shape), name)
+    return act() if name == "told" else [act() for _ in range(STEPS)]
+
+
 @functools.cache
 def _orders() -> list[Callable[[], object]]:
     """Returns the orders that the first rank gives to all, by number; the first ends them."""
     found: list[Callable[[], object]] = [lambda: None]
     for shape in SHAPES:
-        found += [
-            lambda shape=shape: made(shape).told(),
-            lambda shape=shape: [made(shape).lookup() for _ in range(STEPS)],
-            lambda shape=shape: [made(shape).step() for _ in range(STEPS)],
-        ]
+        found += [functools.partial(_follow, shape, name) for name in ("told", "lookup", "step")]
     return found
 
 

@@ -51,14 +51,8 @@ class OnWeft:
     """Tables of ``torchweft.embedding``, each whole on the server that the plan gives it."""
 
     def __init__(self, shape: Shape, servers: tuple[str, ...]) -> None:
-        from torchweft.embedding import (
-            SGD,
-            Adagrad,
-            Constant,
-            TableConfig,
-            Tables,
-            plan_tables,
-        )
+        from torchweft import embedding
+        from torchweft.embedding import Constant, TableConfig, Tables, plan_tables
 
         self._names = [f"table{number}" for number in range(shape.tables)]
         configs = [
@@ -66,8 +60,8 @@ class OnWeft:
             for name in self._names
         ]
         self._tables = Tables(plan_tables(configs, servers), name=shape.name)
-        rule = {"sgd": SGD, "adagrad": Adagrad}[shape.rule]
-        self._optimizer = self._tables.optimizer(rule(lr=LR))
+        rule = getattr(embedding, shape.rule)(lr=LR)
+        self._optimizer = self._tables.optimizer(rule)
         for number, name in enumerate(self._names):
             self._tables.set_weights(name, initial_values(shape, number))
         batches = [draw(shape, number) for number in range(BATCHES)]
@@ -131,7 +125,7 @@ class OnTorch:
             for part in self._parts
             for parameter in rpc.rpc_sync(part.owner(), parameters_of, args=(part,))
         ]
-        rule = {"sgd": torch.optim.SGD, "adagrad": torch.optim.Adagrad}[shape.rule]
+        rule = getattr(torch.optim, shape.rule)
         self._optimizer = self._api.optim.DistributedOptimizer(rule, parameters, lr=LR)
         self._batches = itertools.cycle([draw(shape, number) for number in range(BATCHES)])
 
