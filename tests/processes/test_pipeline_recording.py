@@ -23,6 +23,7 @@ from torchweft.pipeline import (
     recording,
 )
 from torchweft.pipeline.schedules import Kind
+from torchweft.protocol.observing.clocks import lead_of
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -157,6 +158,7 @@ def test_two_recordings_at_a_time_are_refused() -> None:
 
 def test_a_clock_is_read_through_a_call() -> None:
     info = rpc.get_worker_info("worker0")
-    for error_s, ahead_s in recording._pings(info):
+    for each in recording._readings(info):
         # Both clocks are one: the true difference is 0.
-        assert abs(ahead_s) <= error_s
+        found = lead_of([each])
+        assert abs(found.ahead_s) <= found.error_s

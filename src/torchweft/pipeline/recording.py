@@ -1,8 +1,7 @@
 """Measures when each action of a pipeline runs: notes on the workers, timelines on the driver.
 
 Workers of one host read one monotonic clock. For a worker with another clock, the driver takes the
-difference from a call: it assumes that the worker read its clock at the middle of the call. The
-error is at most half of the call's duration, so the shortest of a few calls counts.
+difference from the shortest of a few calls; see ``torchweft.protocol.observing.clocks``.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.pipeline.schedules import Costs, Span, Table, Timeline, predict
 from torchweft.pipeline.schedules.measurement import measured_costs, report
 from torchweft.probe import clock_id
+from torchweft.protocol.observing.clocks import Lead, Reading, lead_of
 from torchweft.rpc import rpc_sync
 
 _PINGS = 5
@@ -144,14 +144,16 @@ class Recording:
     def _clocks(self, clocks: Sequence[str]) -> list[float]:
         """Returns, for each worker, how far its clock is ahead of the driver's, in seconds."""
         own = clock_id()
-        best: dict[str, tuple[float, float]] = {own: (0.0, 0.0)} if own else {}
+        best: dict[str, Lead] = {own: Lead(0.0, 0.0, 0.0)} if own else {}
         names = [clock or worker.name for clock, worker in zip(clocks, self._workers, strict=True)]
         for name, worker in zip(names, self._workers, strict=True):
             if name != own:
-                best[name] = min([best.get(name, (float("inf"), 0.0)), *_pings(worker)])
-        errors = sorted(best[name][0] for name in set(names))
+                found = [best[name]] if name in best else []
+                found.append(lead_of(_readings(worker)))
+                best[name] = min(found, key=lambda lead: lead.error_s)
+        errors = sorted(best[name].error_s for name in set(names))
         self.clock_error_s = sum(errors[-2:])  # the two worst clocks, compared with each other
-        return [best[name][1] for name in names]
+        return [best[name].ahead_s for name in names]
 
     @property
     def timeline(self) -> Timeline:
@@ -226,12 +228,11 @@ def read_clock() -> float:
     return time.monotonic()
 
 
-def _pings(worker: WorkerInfo) -> list[tuple[float, float]]:
-    """Returns, for a few calls, the bound of the error and how far the worker's clock is ahead."""
+def _readings(worker: WorkerInfo) -> list[Reading]:
+    """Reads a worker's clock by a few calls."""
     found = []
     for _ in range(_PINGS):
         sent_s = time.monotonic()
         there_s = rpc_sync(worker, read_clock)
-        back_s = time.monotonic()
-        found.append(((back_s - sent_s) / 2, there_s - (sent_s + back_s) / 2))
+        found.append(Reading(sent_s, there_s, time.monotonic()))
     return found

@@ -14,6 +14,7 @@ from torchweft.pipeline import recording
 from torchweft.pipeline.recording import Notes, Recording, StepNotes, WorkerNotes, timelines_of
 from torchweft.pipeline.schedules import ScheduleGPipe, Table, Timeline
 from torchweft.probe import clock_id
+from torchweft.protocol.observing.clocks import Reading, lead_of
 
 TABLE = ScheduleGPipe(1).table(2)
 EDGES = ((0, 1),)
@@ -54,17 +55,22 @@ def test_steps_that_one_worker_did_not_complete_are_left_out() -> None:
     assert len(timelines_of(table_of, EDGES, notes, [0.0, -70.0])) == 2
 
 
+def reading(error_s: float, ahead_s: float) -> Reading:
+    return Reading(5.0, 5.0 + error_s + ahead_s, 5.0 + 2 * error_s)
+
+
 def test_another_clock_is_read_by_the_shortest_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    pings = [(0.3, -70.2), (0.1, -70.0), (0.2, -69.9)]
-    monkeypatch.setattr(recording, "_pings", lambda worker: pings if worker.name == "far" else None)
+    readings = [reading(0.3, -70.2), reading(0.1, -70.0), reading(0.2, -69.9)]
+    by_worker = {"far": readings}
+    monkeypatch.setattr(recording, "_readings", lambda worker: by_worker[worker.name])
     found = recorded([WorkerNotes(clock_id(), [NEAR]), WorkerNotes("another", [FAR])])
     assert bounds(found.timeline)[1] == [(1, 2), (2, 3.5)]
     assert found.clock_error_s == pytest.approx(0.1)
 
 
 def test_the_errors_of_two_other_clocks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    pings = {"near": [(0.02, 0.0)], "far": [(0.1, -70.0)]}
-    monkeypatch.setattr(recording, "_pings", lambda worker: pings[worker.name])
+    readings = {"near": [reading(0.02, 0.0)], "far": [reading(0.1, -70.0)]}
+    monkeypatch.setattr(recording, "_readings", lambda worker: readings[worker.name])
     # A clock without an id is no other worker's.
     found = recorded([WorkerNotes("", [NEAR]), WorkerNotes("", [FAR])])
     assert bounds(found.timeline)[1] == [(1, 2), (2, 3.5)]
@@ -86,9 +92,9 @@ def test_a_reading_lies_within_its_error(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(recording, "rpc_sync", call)
     monkeypatch.setattr(time, "monotonic", lambda: now_s)
-    for error_s, found_s in recording._pings(WORKERS[1]):
-        assert error_s == pytest.approx(0.4)
-        assert abs(found_s - ahead_s) <= error_s
+    found = lead_of(recording._readings(WORKERS[1]))
+    assert found.error_s == pytest.approx(0.4)
+    assert abs(found.ahead_s - ahead_s) <= found.error_s
     assert rpc.rpc_sync is not call
 
 

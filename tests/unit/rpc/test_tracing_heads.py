@@ -7,8 +7,10 @@ import pytest
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.protocol.backward import Failed, Gradients, Progress
-from torchweft.rpc.tracing.heads import FAST_LENGTHS, Ids, head_in, ids_in
+from torchweft.protocol.observing.trace import SENT, Received, Sent
+from torchweft.rpc.tracing.heads import Ids, head_in, ids_in
 from torchweft.rpc.tracing.links import traced_link
+from torchweft.rpc.tracing.rows import PACK_SENT, unpacked
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
@@ -51,8 +53,10 @@ def test_the_numbers_of_a_message_are_kept_and_no_value(frame: Buffer, expected:
     assert ids_in(kind, flags, head, len(control)) == expected
     for part in range(len(SECRET) - 3):
         assert SECRET[part : part + 4] not in head
-    if FAST_LENGTHS[kind]:
-        assert bytes(frame[HEADER_BYTES : FAST_LENGTHS[kind]]) == head
+    pack = PACK_SENT[kind]
+    if pack is not None:
+        row = pack(SENT, 5, 1.0, 2.0, 7, 4, len(frame), frame)
+        assert row[-len(head) :] == head
 
 
 class FakeLink(Link):
@@ -69,7 +73,7 @@ class FakeLink(Link):
 
 
 def test_frames_that_are_written_together_are_noted_one_by_one() -> None:
-    rows: list[list[object]] = []
+    rows: list[bytes] = []
     link = FakeLink()
     link.__class__ = traced_link(FakeLink, rows.append, iter(range(9)).__next__)
     first = encode_frame(Kind.GRADIENTS, 0, 5, b"c" * 60, [memoryview(b"x" * 9000)] * 2)
@@ -78,12 +82,16 @@ def test_frames_that_are_written_together_are_noted_one_by_one() -> None:
     assert [len(each) for each in (first, joined, empty)] == [3, 1, 3]
     link.send([*first, *joined, *empty, REPLY], may_block=True)
     sizes = [sum(map(len, each)) for each in (first, joined, empty, [REPLY])]
-    assert [row[6] for row in rows] == sizes
-    assert [bytes(row[7])[0] for row in rows] == [Kind.GRADIENTS] * 3 + [Kind.REPLY]  # type: ignore[arg-type]
+    found = [Sent._make(unpacked(row, ())[2:]) for row in rows]
+    assert [each.size_bytes for each in found] == sizes
+    assert [each.kind for each in found] == [Kind.GRADIENTS] * 3 + [Kind.REPLY]
+    assert [each.stream_bytes for each in found] == [18_000, 10, 0, 0]
+    assert [each.peer for each in found] == [4] * 4
+    assert all(each.began_s <= each.ended_s for each in found)
 
 
 def test_the_size_of_a_received_frame_is_that_on_the_connection() -> None:
-    rows: list[tuple[object, ...]] = []
+    rows: list[bytes] = []
     link = FakeLink()
     link.__class__ = traced_link(FakeLink, rows.append, iter(range(9)).__next__)
     frame = Frame(Kind.GRADIENTS, PLAIN, 5, b"c" * 60, [b"x" * 9000, b"y"])
@@ -92,4 +100,6 @@ def test_the_size_of_a_received_frame_is_that_on_the_connection() -> None:
     parts = encode_frame(
         Kind.GRADIENTS, 0, 5, b"c" * 60, [memoryview(b"x" * 9000), memoryview(b"y")]
     )
-    assert rows[0][5] == sum(map(len, parts))
+    (row,) = rows
+    found = Received._make(unpacked(row, ())[2:])
+    assert (found.size_bytes, found.number) == (sum(map(len, parts)), 5)

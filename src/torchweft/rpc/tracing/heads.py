@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torchweft.autograd import codec
 from torchweft.autograd.outside import NO_GRAD
-from torchweft.wire.frames import HEADER_BYTES, Buffer
+from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import (
     CALL_HEAD_BYTES,
     CODES_BYTES,
@@ -33,10 +33,6 @@ LENGTHS: dict[int, int] = {
     int(Kind.BACKWARD): codec.NAME_BYTES,
 }
 """Bytes to keep of the control part, by the kind of message."""
-FAST_LENGTHS = [
-    HEADER_BYTES + LENGTHS[kind] if kind in (_CALL, _REPLY) else 0 for kind in range(256)
-]
-"""The same for whole frames of the usual kinds, header included; 0 for all others."""
 
 
 def head_in(kind: int, flags: int, control: Buffer) -> bytes:

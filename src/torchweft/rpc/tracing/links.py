@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchweft.protocol.observing.trace import RECEIVED, SENT
-from torchweft.rpc.tracing.heads import FAST_LENGTHS, LENGTHS, head_in
+from torchweft.rpc.tracing.heads import LENGTHS, head_in
+from torchweft.rpc.tracing.rows import PACK_SENT, SENT_ENDED, pack_received, pack_sent, set_time
 from torchweft.transport.link import Link
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
@@ -41,7 +42,7 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
         number: Returns the next number of a row.
     """
     clock: Callable[[], float] = time.monotonic
-    fast, usual = FAST_LENGTHS, LENGTHS
+    fast, usual = PACK_SENT, LENGTHS
     send, hold = base.send, base.hold
     receive, receive_spinning = base.receive, base.receive_spinning
     receive_own, end_own = base.receive_own, base.end_own
@@ -51,21 +52,21 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
 
         def send(self, parts: list[Buffer], *, may_block: bool) -> None:
             part = parts[0]
-            length = fast[part[0]]
+            pack = fast[part[0]]
             # Neither buffers behind the message, nor their sizes in front of it.
-            if length and len(parts) == 1 and not part[2]:
-                now_s = clock()
-                row = [number(), SENT, now_s, now_s, get_ident(), self.traced_peer]
-                row += (len(part), part[:length])
+            if pack is not None and len(parts) == 1 and not part[2]:
+                now_s, peer = clock(), self.traced_peer
+                size = len(part)
+                row = bytearray(pack(SENT, number(), now_s, now_s, get_ident(), peer, size, part))
                 note(row)
                 send(self, parts, may_block=may_block)
-                row[3] = clock()
+                set_time(row, SENT_ENDED, clock())
             else:
                 rows = note_parts(parts, self.traced_peer)
                 send(self, parts, may_block=may_block)
                 now_s = clock()
                 for row in rows:
-                    row[3] = now_s
+                    set_time(row, SENT_ENDED, now_s)
 
         def hold(self, part: Buffer) -> int:
             note_parts([part], self.traced_peer)
@@ -94,7 +95,7 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
             note_frames(self.traced_own, self.traced_peer)
             end_own(self, consumed)
 
-    def note_parts(parts: list[Buffer], peer: int) -> list[list[Any]]:
+    def note_parts(parts: list[Buffer], peer: int) -> list[bytearray]:
         """Notes the frames in parts, each of which begins with a part."""
         rows = []
         now_s, thread, place = clock(), get_ident(), 0
@@ -108,8 +109,9 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
             if count and size == least:  # Otherwise its only buffer is in the same part.
                 size += sum([len(each) for each in parts[place : place + count]])
                 place += count
-            head = bytes(part[:HEADER_BYTES]) + head_in(kind, flags, part[begin:least])
-            row = [number(), SENT, now_s, now_s, thread, peer, size, head]
+            row = bytearray(pack_sent(SENT, number(), now_s, now_s, thread, peer, size))
+            row += part[:HEADER_BYTES]
+            row += head_in(kind, flags, part[begin:least])
             note(row)
             rows.append(row)
         return rows
@@ -122,6 +124,9 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
             size = HEADER_BYTES + len(control)
             if buffers:
                 size += sum([8 + len(each) for each in buffers])
-            note((number(), RECEIVED, now_s, thread, peer, size, kind, flags, identity, head))
+            front = pack_received(
+                RECEIVED, number(), now_s, thread, peer, size, kind, flags, identity
+            )
+            note(front + head)
 
     return Traced

@@ -1,7 +1,8 @@
 """Records what one worker does while it is traced.
 
 The types of calls, links and passes are replaced by subclasses that note rows. So a worker that is
-not traced pays nothing. A row is appended to a ring, which is one step of C: no lock is taken.
+not traced pays nothing. A row is appended to a ring, which is one step of C: no lock is taken. Rows
+of calls and messages are bytes; see ``rows``.
 """
 
 from __future__ import annotations
@@ -36,22 +37,25 @@ from torchweft.protocol.observing.trace import (
     OFFERED,
     PULLED,
     RAN,
-    RECEIVED,
-    SENT,
     SERVED,
     STEP,
     Row,
 )
 from torchweft.rpc.completion import Call
 from torchweft.rpc.counting import key_of, name_of
-from torchweft.rpc.tracing.heads import context_of, ids_in
 from torchweft.rpc.tracing.links import Note, Number, TracedLink, traced_link
 from torchweft.rpc.tracing.passes import traced_messages, traced_pass
 from torchweft.rpc.tracing.profiling import Profiling
+from torchweft.rpc.tracing.rows import (
+    SERVED_ANSWERED,
+    pack_made,
+    pack_served,
+    set_time,
+    unpacked,
+)
 from torchweft.rpc.watching import Watcher, Watching
 from torchweft.rpc.worker import Worker
 from torchweft.transport.link import Link
-from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import ERROR_REPLY, Kind
 
 _MOST_NAMES = 10_000
@@ -60,23 +64,35 @@ _SETTLE_S = 0.1
 
 
 class Names:
-    """The names of called functions; looked up once for each. Thread-safe."""
+    """The names of called functions; looked up once for each. Thread-safe.
+
+    Attributes:
+        by_key: The numbers of known functions.
+        all: The names by their numbers.
+    """
 
     def __init__(self) -> None:
-        self.by_key: dict[Any, str] = {}
+        self.by_key: dict[Any, int] = {}
+        self.all: list[str] = []
+        self._numbers: dict[str, int] = {}
         self._kept: list[object] = []
+        self._lock = threading.Lock()
 
-    def of(self, function: Any) -> str:
-        """Returns the name of a function."""
+    def number_of(self, function: Any) -> int:
+        """Returns the number of a function's name."""
         key = key_of(function)
-        name = self.by_key.get(key)
-        if name is None:
+        number = self.by_key.get(key)
+        if number is None:
             name = name_of(function)
-            if len(self._kept) < _MOST_NAMES and not isinstance(key, str):
-                # Kept, so that its id is not used again. Code has no captured values.
-                self._kept.append(getattr(function, "__code__", function))
-                self.by_key[key] = name
-        return name
+            with self._lock:
+                number = self._numbers.setdefault(name, len(self.all))
+                if number == len(self.all):
+                    self.all.append(name)
+                if len(self._kept) < _MOST_NAMES and not isinstance(key, str):
+                    # Kept, so that its id is not used again. Code has no captured values.
+                    self._kept.append(getattr(function, "__code__", function))
+                    self.by_key[key] = number
+        return number
 
 
 class Recording:
@@ -272,7 +288,8 @@ class Recorder:
             profiled = profiling.take(count)
             if not (taken or profiled):
                 self._recording = None
-            return [_finished(row) for row in taken], profiled
+            names = recording.names.all
+            return [unpacked(row, names) for row in taken], profiled
 
     def forget(self, trace: int) -> None:
         """Ends a trace without its rows; nothing if the worker does not record it."""
@@ -302,7 +319,7 @@ RECORDER: Slot[Recorder] = Slot()
 
 def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
     """Returns what derives the types of calls that are noted."""
-    known, name_for = names.by_key, names.of
+    known, name_for = names.by_key, names.number_of
     clock: Callable[[], float] = time.monotonic
     failed = ERROR_REPLY
 
@@ -332,9 +349,9 @@ def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
                     name = known[id(function.__code__)]
                 except (AttributeError, KeyError):
                     name = name_for(function)
-                row = (
-                    number(),
+                row = pack_made(
                     MADE,
+                    number(),
                     self.started_s,
                     clock(),
                     self.thread,
@@ -373,30 +390,32 @@ def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
                     name = known[function]
                 except (TypeError, KeyError):
                     name = name_for(function)
-                row = [
-                    number(),
-                    SERVED,
-                    self.arrived_s,
-                    self.began_s,
-                    now_s,
-                    now_s,
-                    self.thread,
-                    get_ident(),
-                    self.peer.id,
-                    self.number,
-                    self.creation,
-                    name,
-                    context_of(self.context_id),
-                    error is not None,
-                ]
+                row = bytearray(
+                    pack_served(
+                        SERVED,
+                        number(),
+                        self.arrived_s,
+                        self.began_s,
+                        now_s,
+                        now_s,
+                        self.thread,
+                        get_ident(),
+                        self.peer.id,
+                        self.number,
+                        self.creation,
+                        name,
+                        self.context_id,
+                        error is not None,
+                    )
+                )
                 note(row)
                 answer(self, result, error)
-                row[5] = clock()
+                set_time(row, SERVED_ANSWERED, clock())
 
         return Traced
 
     def note_creation(function: Any, reference: ReferenceId) -> None:
-        name = name_for(function)
+        name = names.all[name_for(function)]
         owner, creation = reference.owner, reference.number
         note((number(), CREATED, clock(), get_ident(), owner, creation, name))
 
@@ -437,20 +456,3 @@ def _note_steps(note: Note, number: Number) -> list[Any]:
         note((number(), RAN, began.pop(thread, now_s), now_s, thread, STEP, name, 0, details))
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-
-
-def _finished(row: Any) -> Row:
-    """Returns a row as it travels: with the numbers in the head of a message."""
-    tag = row[1]
-    if tag == SENT:
-        *front, size_bytes, head = row
-        kind, flags, count, control_bytes, number = HEADER.unpack_from(head)
-        ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
-        stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
-        told = (ids.context_id, ids.message_id, ids.creation, ids.inline_bytes, stream_bytes)
-        return (*front, kind, number, size_bytes, *told)
-    if tag == RECEIVED:
-        *front, size_bytes, kind, flags, number, head = row
-        ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
-        return (*front, kind, number, size_bytes, ids.context_id, ids.message_id, ids.creation)
-    return tuple(row)
