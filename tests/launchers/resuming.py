@@ -61,12 +61,14 @@ def trained(
 
         def read(lines: Any) -> None:
             for line in lines:
+                print(line, end="")  # For a test that fails.
                 said.append(line)
                 look(line)
 
         reader = threading.Thread(target=read, args=(process.stderr,))
         reader.start()
         for line in process.stdout:
+            print(line, end="")
             assert line.startswith("["), line  # Nothing but what workers write.
             begun += map(int, re.findall(r"life \d+ begins with step (\d+)", line))
             if killed_at is not None and re.search(rf"step {killed_at}$", line):

@@ -33,7 +33,7 @@ from tests.launchers.ray_cluster import NODES, RayCluster
 from tests.launchers.resuming import trained
 from tests.processes.weft_run import read_pids, wait_until_gone
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 LIMIT_S = 60.0
 

@@ -135,6 +135,7 @@ def test_a_cluster(server: Sshd, monkeypatch: pytest.MonkeyPatch) -> None:
             assert rpc.rpc_sync(name, torch.add, args=(torch.ones(2), 1)).tolist() == [2, 2]
 
 
+@pytest.mark.timeout(180)
 def test_the_doctor_examines_other_hosts(server: Sshd) -> None:
     on = f"ssh --hosts alpha,beta --ssh-options '{server.options}'"
     done = finished([*TORCHWEFT, "doctor", "--on", on, "--json"])
