@@ -347,6 +347,7 @@ def test_a_generated_text_has_the_hits_that_a_count_finds(tmp_path: Path) -> Non
     assert hits_in_training(SERVERS[0], words, batches, 1) > 0
 
 
+@pytest.mark.timeout(300)  # two thousand lookups
 @pytest.mark.skipif(TEXTS not in os.environ, reason=f"{TEXTS} does not name a folder with texts")
 def test_wikitext_has_the_hits_of_the_page() -> None:
     folder = Path(os.environ[TEXTS])
