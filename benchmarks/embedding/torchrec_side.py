@@ -200,8 +200,10 @@ def serve() -> None:
     while int(number):
         dist.broadcast(number, 0)
         _orders()[int(number)]()
+    dist.destroy_process_group()
 
 
 def leave() -> None:
     """Ends the orders, on the first rank."""
     _ordered(0)
+    dist.destroy_process_group()
