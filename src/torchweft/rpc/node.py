@@ -179,6 +179,7 @@ class Node:
         self.worker.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)
+        self.recorder.close()
         self.gatherings.close()
         self.worker.unseen.close()
         self.spin_limit.close()
