@@ -184,6 +184,7 @@ class Node:
         self.agent.answer_observers(None)
         current_agent.install(None)
         log_records.set_origin(None)
+        self.recorder.close()
         self.gatherings.close()
         self.worker.unseen.close()
         self.spin_limit.close()

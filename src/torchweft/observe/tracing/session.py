@@ -30,6 +30,7 @@ from torchweft.protocol.observing.trace import (
     read,
 )
 from torchweft.rpc import rpc_async, rpc_sync
+from torchweft.rpc.futures import ignore_errors
 from torchweft.rpc.tracing import service
 
 LIMIT = 200_000
@@ -162,6 +163,7 @@ class Trace:
             for trace, _ in traces
             if trace.dropped or trace.profiled_dropped
         }
+        self._give_up([peer for peer in self._traced if peer.name in self.missing])
         self._joined = joined = join(traces)
         self._write(joined, {trace.id: alignment.error_s for trace, alignment in traces})
 
@@ -171,7 +173,8 @@ class Trace:
             if peer.is_self:
                 service.forget(self._id)
             elif peer.lost is None:
-                rpc_async(peer.info, service.forget, (self._id,), timeout=self._timeout_s)
+                told = rpc_async(peer.info, service.forget, (self._id,), timeout=self._timeout_s)
+                ignore_errors(told)
         service.forget(self._id)
 
     def _ask(

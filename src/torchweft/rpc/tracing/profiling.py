@@ -42,8 +42,12 @@ class Profiling:
         _after_each(self)
         self._own: Any = None
         if profiles:
-            self._own = _profile_of_all_threads()
-            self._own.__enter__()
+            try:
+                self._own = _profile_of_all_threads()
+                self._own.__enter__()
+            except BaseException:  # The program may run a profile of its own.
+                Profile.__exit__ = self._end_profile  # type: ignore[method-assign]
+                raise
 
     def end(self) -> None:
         """Ends the profile, and takes no further ones."""

@@ -102,9 +102,10 @@ class Recording:
         trace: The number of the trace.
         leader: The id of the worker that leads it.
         limit: How many rows are kept.
+        profiling: Takes what ``torch.profiler`` records.
     """
 
-    def __init__(self, trace: int, leader: int, limit: int) -> None:
+    def __init__(self, trace: int, leader: int, limit: int, profiling: Profiling) -> None:
         self.trace = trace
         self.leader = leader
         self.rows: deque[Any] = deque(maxlen=limit)
@@ -115,7 +116,7 @@ class Recording:
         self.links: list[tuple[int, int, int]] = []
         self.dropped = 0
         self.number: Number = itertools.count().__next__
-        self.profiling: Profiling | None = None
+        self.profiling = profiling
 
 
 class Recorder:
@@ -162,9 +163,9 @@ class Recorder:
                     f"worker {self._agent.info.name!r} is traced already, by worker {name!r}; "
                     "let that trace end first"
                 )
-            self._recording = recording = Recording(trace, leader, limit)
+            recording = Recording(trace, leader, limit, Profiling(limit, profiles=profiles))
+            self._recording = recording
             self._note_own_call(recording)
-            recording.profiling = Profiling(limit, profiles=profiles)
             self._switch_on(recording)
             self._agent.on_lost(self._peer_lost)
 
@@ -221,7 +222,6 @@ class Recorder:
             hook.remove()
         if self._watcher is not None:
             self._watching.end(self._watcher)
-        agent.off_lost(self._peer_lost)
 
     def end(self, trace: int) -> dict[str, Any]:
         """Stops noting; returns plain values about the recording, without its rows.
@@ -244,13 +244,11 @@ class Recorder:
                 recording.ended_s = time.monotonic()
                 self._counted_before = {}
                 recording.dropped = recording.number() - len(recording.rows)
-                assert recording.profiling is not None
                 recording.profiling.end()
             return self._about(recording)
 
     def _about(self, recording: Recording) -> dict[str, Any]:
         me, profiling = self._agent.me, recording.profiling
-        assert profiling is not None
         return {
             "id": me.id,
             "name": me.name,
@@ -283,11 +281,10 @@ class Recorder:
         with self._lock:
             recording = self._checked(trace)
             rows, profiling = recording.rows, recording.profiling
-            assert profiling is not None
             taken = [rows.popleft() for _ in range(min(count, len(rows)))]
             profiled = profiling.take(count)
             if not (taken or profiled):
-                self._recording = None
+                self._drop()
             names = recording.names.all
             return [unpacked(row, names) for row in taken], profiled
 
@@ -299,9 +296,18 @@ class Recorder:
                 return
             if not recording.ended_s:
                 self._switch_off()
-                assert recording.profiling is not None
                 recording.profiling.end()
-            self._recording = None
+            self._drop()
+
+    def _drop(self) -> None:
+        self._recording = None
+        self._agent.off_lost(self._peer_lost)
+
+    def close(self) -> None:
+        """Ends the trace under way, if any: the worker leaves its group."""
+        recording = self._recording
+        if recording is not None:
+            self.forget(recording.trace)
 
     def _checked(self, trace: int) -> Recording:
         recording = self._recording
@@ -390,24 +396,28 @@ def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
                     name = known[function]
                 except (TypeError, KeyError):
                     name = name_for(function)
-                row = bytearray(
-                    pack_served(
-                        SERVED,
-                        number(),
-                        self.arrived_s,
-                        self.began_s,
-                        now_s,
-                        now_s,
-                        self.thread,
-                        get_ident(),
-                        self.peer.id,
-                        self.number,
-                        self.creation,
-                        name,
-                        self.context_id,
-                        error is not None,
+                try:
+                    row = bytearray(
+                        pack_served(
+                            SERVED,
+                            number(),
+                            self.arrived_s,
+                            self.began_s,
+                            now_s,
+                            now_s,
+                            self.thread,
+                            get_ident(),
+                            self.peer.id,
+                            self.number,
+                            self.creation,
+                            name,
+                            self.context_id,
+                            error is not None,
+                        )
                     )
-                )
+                except AttributeError:  # It fails before its turn has come.
+                    answer(self, result, error)
+                    return
                 note(row)
                 answer(self, result, error)
                 set_time(row, SERVED_ANSWERED, clock())

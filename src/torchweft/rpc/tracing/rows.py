@@ -27,8 +27,8 @@ PACK_SENT: Sequence[Callable[..., bytes] | None] = [
     else None
     for kind in range(256)
 ]
-"""Packs a message of one of the usual kinds, by its kind. The last argument is the whole message,
-of which only the head is taken. For other messages there is ``pack_sent``."""
+"""Packs a message of one of the usual kinds, by its kind. The last argument is the whole message:
+only its head is taken. For other messages there is ``pack_sent``."""
 pack_made, pack_served = _MADE.pack, _SERVED.pack
 pack_sent, pack_received = _SENT.pack, _RECEIVED.pack
 set_time = _TIME.pack_into

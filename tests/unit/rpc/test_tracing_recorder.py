@@ -1,0 +1,131 @@
+"""What is noted of calls, without a group."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import weakref
+from typing import Any
+
+import pytest
+
+from torchweft.agent.calls import PendingCall
+from torchweft.ids import ReferenceId
+from torchweft.protocol.observing.trace import Created, Made, Served, read
+from torchweft.rpc.completion import Call
+from torchweft.rpc.tracing.recorder import Names, watcher_of
+from torchweft.rpc.tracing.rows import unpacked
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import ERROR_REPLY, Kind
+
+REQUEST = Frame(Kind.CALL, 0, 7, b"", ())
+
+
+def work() -> None: ...
+
+
+class Caller:
+    id, name, lost = 3, "caller", None
+
+    def __init__(self) -> None:
+        self.served: dict[int, Any] = {}
+
+
+class Answers:
+    """Takes the answers of calls; the row of a call exists before it is answered."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        self.rows, self.told = rows, []  # type: ignore[var-annotated]
+
+    def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
+        self.told.append((number, result, len(self.rows)))
+
+    def reply_error(self, peer: Any, number: int, error: BaseException) -> None:
+        self.told.append((number, error, len(self.rows)))
+
+
+class Noting:
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.names = Names()
+        self.watcher = watcher_of(self.rows.append, itertools.count().__next__, self.names)
+
+    def records(self) -> list[Any]:
+        return read([unpacked(row, self.names.all) for row in self.rows])
+
+    def served(self) -> tuple[Any, Answers]:
+        call = self.watcher.served(Call)(Caller(), REQUEST, 1.0)
+        answers = Answers(self.rows)
+        call.worker, call.owned, call.function, call.context_id = answers, None, b"m:work", 5
+        return call, answers
+
+
+@pytest.mark.parametrize("frame", [None, Frame(Kind.REPLY, ERROR_REPLY, 1, b"", ())])
+def test_a_call_is_noted_when_it_ends(frame: Frame | None) -> None:
+    noting = Noting()
+    parent, _ = noting.served()
+    call = noting.watcher.pending(PendingCall)(9, "callee", work, 5.0, None, parent)
+    call.number, call.frame = 12, frame
+    assert noting.rows == []
+    call.finish()
+    assert call.is_done
+    (made,) = noting.records()
+    assert isinstance(made, Made)
+    assert (made.callee, made.number, made.function) == (9, 12, f"{__name__}.work")
+    assert (made.parent_caller, made.parent_number) == (3, 7)
+    assert (made.is_async, made.failed) == (False, True)
+    assert made.started_s <= made.ended_s
+
+
+def test_a_served_call_is_noted_before_it_is_answered() -> None:
+    noting = Noting()
+    call, answers = noting.served()
+    assert call.begins(-1, 5.0, 1.5)
+    call("result", None)
+    assert answers.told == [(7, "result", 1)]
+    (served,) = noting.records()
+    assert isinstance(served, Served)
+    assert (served.arrived_s, served.began_s, served.caller, served.number) == (1.0, 1.5, 3, 7)
+    assert (served.function, served.context_id, served.failed) == ("m.work", 5, False)
+    assert served.ended_s <= served.answered_s
+    call("again", None)
+    assert len(noting.rows) == 1
+
+
+def test_a_call_that_fails_before_its_turn_is_answered_all_the_same() -> None:
+    noting = Noting()
+    call, answers = noting.served()
+    error = MemoryError()
+    call.fail(error)
+    assert answers.told == [(7, error, 0)]
+    assert call.has_ended
+
+
+def test_a_made_value_is_noted_with_its_reference() -> None:
+    noting = Noting()
+    noting.watcher.note_creation(work, ReferenceId(1, 2, 8))
+    (created,) = noting.records()
+    assert isinstance(created, Created)
+    assert (created.owner, created.number, created.function) == (2, 8, f"{__name__}.work")
+
+
+def test_watchers_may_watch_together() -> None:
+    first, second = Noting(), Noting()
+    both = second.watcher.pending(first.watcher.pending(PendingCall))
+    both(9, "callee", work, 5.0).finish()
+    assert len(first.rows) == len(second.rows) == 1
+
+
+def test_names_keep_no_captured_value_alive() -> None:
+    class Value: ...
+
+    value = Value()
+    watched = weakref.ref(value)
+    names = Names()
+    made = [lambda value=value: value, functools.partial(work, value), [value].append]
+    numbers = [names.number_of(each) for each in made]
+    assert numbers == [names.number_of(each) for each in made] == [0, 1, 2]
+    del value, made
+    gc.collect()
+    assert watched() is None
