@@ -33,6 +33,7 @@ from torchweft.embedding.rules import Rule
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
 from torchweft.errors import ConfigurationError, WeftError
+from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 from torchweft.rpc.telling import tell
 
@@ -137,6 +138,11 @@ class Tables(nn.Module):
         told = functools.partial(telling.of_lookups, self.name, weakref.ref(lookups))
         self._tells = weakref.finalize(lookups, tell(told))
         return lookups
+
+    @property
+    def servers(self) -> Mapping[str, WorkerInfo]:
+        """The workers that have rows now, by name."""
+        return self._client.servers
 
     # Lookups
 
@@ -516,7 +522,7 @@ class Tables(nn.Module):
         return saving.Collection(
             self.name,
             self.plan,
-            self._client.servers,
+            self.servers,
             self._client.staleness,
             self._optimizer,
             self.copies,

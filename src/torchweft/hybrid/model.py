@@ -27,8 +27,6 @@ from torchweft.hybrid.offers import Offer, agree, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.trainers import Trainers
-from torchweft.ids import WorkerInfo
-from torchweft.rpc import get_worker_info
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -137,11 +135,9 @@ class HybridModel(nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
-        self._infos: dict[str, WorkerInfo] = {}
         self.tables: Tables | None = None
         placed = self.plan.on_servers
         if placed is not None:
-            self._infos = {each: get_worker_info(each) for each in placed.layout.servers}
             names = self._trainers.names
             self.tables = Tables(
                 placed,
@@ -207,7 +203,7 @@ class HybridModel(nn.Module):
     @property
     def servers(self) -> tuple[str, ...]:
         """Names of the workers that have rows."""
-        return tuple(self._infos)
+        return () if self.tables is None else tuple(self.tables.servers)
 
     @property
     def module(self) -> nn.Module:
@@ -313,7 +309,7 @@ class HybridModel(nn.Module):
         return clipping.measure_rows(
             (*self._key, self._rounds),
             self._trainers.names,
-            self._infos,
+            self.tables.servers,
             leaves,
             norm_type,
             0.0 if math.isinf(self._timeout_s) else self._timeout_s,

@@ -26,6 +26,7 @@ CALLERS = {
     "Led",
     "Ways",
     "_ask",
+    "_asked",
     "_call",
     "call",
     "call_all",
