@@ -13,6 +13,7 @@ from torchweft.rpc.tracing import service
 
 _TRACE = 1
 _LIMIT = 200_000
+_WARM_UP = 200
 OFF, COUNTERS, TRACE, BOTH = "off", "counters", "trace", "both"
 MODES = (OFF, COUNTERS, TRACE, BOTH)
 
@@ -67,7 +68,7 @@ def measure(callee: str, mode: str, calls: int) -> Block:
     """Makes a block of calls; both workers are watched in a way."""
     for name in (callee, rpc.get_worker_info().name):
         rpc.rpc_sync(name, watch, args=(mode,))
-    for _ in range(calls // 10):
+    for _ in range(_WARM_UP):  # The interpreter specialises its code for the types in use.
         rpc.rpc_sync(callee, echo, args=(None,))
     there_s = rpc.rpc_sync(callee, processor_time_s)
     here_s, begin_s = time.process_time(), time.perf_counter()

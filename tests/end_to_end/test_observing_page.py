@@ -16,7 +16,7 @@ def test_the_trace_shows_a_step(tmp_path: Path) -> None:
     (block,) = programs_of("docs/observing.md")
     (tmp_path / "traced.py").write_text(block)
     head, *lines = run(tmp_path / "traced.py")
-    assert head.startswith("context 1: 3 workers, 8 messages")
+    assert head.startswith("context 1: 3 workers, 11 messages")
     assert sum("backward  on worker" in line for line in lines) == 2
     found = read_trace(tmp_path / "step.json")
     assert {found.worker_of(each) for each in found.slices} == {"driver", "worker0", "worker1"}

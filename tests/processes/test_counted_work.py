@@ -49,7 +49,7 @@ FUNCTIONS = {
 FUNCTIONS_IN_C = {
     "nothing": (49, 56),
     "nothing, observed": (52, 58),
-    "nothing, traced": (65, 76),
+    "nothing, traced": (69, 82),
     "a lambda": (72, 65),
     "one tensor": (60, 65),
     "sixteen tensors": (273, 276),

@@ -24,6 +24,7 @@ from torchweft.cli.main import main
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule
+from torchweft.observe.tracing import session
 from torchweft.observe.tracing.joining import Joined
 from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
@@ -413,6 +414,27 @@ def test_a_trace_may_profile_all_workers(trio: Cluster, tmp_path: Path) -> None:
     ran = [each for each in found.of("torch.profiler") if each["name"] == "aten::mul"]
     assert [found.worker_of(each) for each in ran] == ["worker0"]
     assert run["ts"] - 1e3 <= ran[0]["ts"] <= run["ts"] + run["dur"] + 1e3
+
+
+def test_clocks_that_may_differ_are_measured(
+    trio: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "clock_id", lambda: "the clock of another host")
+    with Trace(tmp_path / "trace.json") as trace:
+        rpc.rpc_sync("worker0", onwards, args=(1,))
+    errors = {
+        each["name"]: each["clock_error_us"] for each in read_trace(trace.path).about["workers"]
+    }
+    assert errors["driver"] == 0
+    assert errors["worker0"] > 0
+    assert trace.clock_error_s * 1e6 == pytest.approx(
+        errors["worker0"] + errors["worker1"], abs=0.01
+    )
+    # In truth the clocks are one: no message arrives earlier than that before it is sent.
+    for message in trace.joined.messages:
+        assert message.sent is not None
+        assert message.received is not None
+        assert message.received.at_s > message.sent.began_s - trace.clock_error_s
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ timer thread sorts the times into histograms.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import time
@@ -190,11 +189,9 @@ class Counting:
         self._until_s = -math.inf
         self._since_s = 0.0
         self.made, self.taken = Tally("out"), Tally("in")
-        self._watcher = Watcher(
-            functools.partial(counted_pending, self.made),
-            functools.partial(counted_served, self.taken),
-            self._note_creation,
-        )
+        # Made once: the interpreter specialises its code for the types in use.
+        self._types: dict[type[Any], type[Any]] = {}
+        self._watcher = Watcher(self._pending, self._served, self._note_creation)
         self._timer = worker.agent.timers.add(self.tick)
         if knobs.COUNTERS.get():
             self.extend(math.inf)
@@ -214,6 +211,16 @@ class Counting:
             self._is_on, self._since_s = True, now_s
             self._watching.begin(self._watcher)
         self._timer.wake_by(now_s + _COLLECT_S)
+
+    def _pending(self, base: type[PendingCall]) -> type[PendingCall]:
+        if base not in self._types:
+            self._types[base] = counted_pending(self.made, base)
+        return self._types[base]
+
+    def _served(self, base: type[Call]) -> type[Call]:
+        if base not in self._types:
+            self._types[base] = counted_served(self.taken, base)
+        return self._types[base]
 
     def _note_creation(self, function: Any, _: ReferenceId) -> None:
         """Counts a call for whose answer nobody waits: it takes no time at the caller."""

@@ -24,11 +24,13 @@ class Watcher(NamedTuple):
         pending: Returns a subclass of a type of calls that this worker makes.
         served: Returns a subclass of a type of calls that it serves.
         note_creation: Called for each call that makes a value, with its function and reference.
+        is_brief: Whether it makes new types each time. They derive from those of the others.
     """
 
     pending: Callable[[type[PendingCall]], type[PendingCall]]
     served: Callable[[type[Any]], type[Any]]
     note_creation: Callable[[Any, ReferenceId], None]
+    is_brief: bool = False
 
 
 class Watching:
@@ -49,6 +51,7 @@ class Watching:
         """Has all calls that are made or read from now on watched."""
         with self._lock:
             self._watchers.append(watcher)
+            self._watchers.sort(key=lambda each: each.is_brief)
             self._use()
 
     def end(self, watcher: Watcher) -> None:

@@ -21,17 +21,21 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 EXAMPLES = {
     "embedding": "train.py --steps 3 --batch 64 --staleness 1 --servers 1",
+    "language_model": "train.py --batch 256 --embedding 16 --hidden 16 --epochs 1",
     "meta_learning": "train.py sinusoid --iterations 1 --tasks 2 --double",
     "model_parallel": "two_parts.py --epochs 1 --batch 512 --split 12",
     "pipeline": "train.py --workers 2 --blocks 4 --epochs 1 --batch 512 --microbatches 4",
     "reinforcement_learning": "tutorial.py batched --episodes 1",
+    "samplers": "train.py --steps 5 --pause 0.01",
 }
 SEES = {
     "embedding": "run",
+    "language_model": "optimizer",
     "meta_learning": "backward",
     "model_parallel": "backward",
     "pipeline": "receive",
     "reinforcement_learning": "run",
+    "samplers": "run",
 }
 """A category that each of them must have."""
 

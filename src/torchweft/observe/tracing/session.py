@@ -110,8 +110,11 @@ class Trace:
         clocks = self._ask(others, service.read_clock)
         for peer in others:
             if peer.id in clocks:
-                self._leads[peer.id] = self._lead(peer, clocks[peer.id][0])
-        reached = [peer for peer in others if peer.id in clocks]
+                try:
+                    self._leads[peer.id] = self._lead(peer, clocks[peer.id][0])
+                except (WorkerLost, TimeoutError) as error:
+                    self.missing[peer.name] = _reason(error)
+        reached = [peer for peer in others if peer.id in self._leads]
         arguments = (self._id, self._limit, self._profiles)
         try:
             begun = self._ask(reached, service.begin, arguments)
@@ -148,11 +151,11 @@ class Trace:
             if peer.id in about:
                 try:
                     rows, profiled = self._take(peer)
+                    alignment = self._alignment(peer)
                 except (WorkerLost, TimeoutError, ConnectionError) as error:
                     self.missing[peer.name] = _reason(error)
                     continue
-                trace = _trace_of(about[peer.id], rows, profiled)
-                traces.append((trace, self._alignment(peer)))
+                traces.append((_trace_of(about[peer.id], rows, profiled), alignment))
         for peer in agent.members.present():
             if peer not in self._traced and peer.name not in self.missing:
                 self.missing[peer.name] = "it joined after the begin of the trace"

@@ -429,7 +429,7 @@ def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
         owner, creation = reference.owner, reference.number
         note((number(), CREATED, clock(), get_ident(), owner, creation, name))
 
-    return Watcher(pending, served, note_creation)
+    return Watcher(pending, served, note_creation, is_brief=True)
 
 
 def _note_offered(
