@@ -78,6 +78,11 @@ class Client:
         """Whether another trainer, or this one, pulls and pushes for a group of trainers."""
         return self._aggregator is not None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this worker has not ended its use of the collection."""
+        return bool(self._hosts)
+
     def call_all(self, function: Any, *args: Any) -> dict[str, Any]:
         """Calls a function on all servers with the name of the collection; blocks."""
         given = dict.fromkeys(self.servers.values(), (self.name, *args))

@@ -391,8 +391,12 @@ class Drawn:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the trainer is still in the step for which the rows were pulled."""
-        return self.step == self.lookups._client.step
+        """Whether the trainer is still in the step for which the rows were pulled.
+
+        Not after a re-sharding, which closes the client of the former places.
+        """
+        client = self.lookups._client
+        return client.is_open and self.step == client.step
 
     def outputs(self) -> dict[str, Tensor]:
         """Returns the output of each table; once."""
