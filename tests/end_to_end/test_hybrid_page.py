@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from tests.end_to_end.test_pages import LIMIT_S, ROOT, figure_of, programs_of, run
 from torchweft.embedding import SGD, Copies
-from torchweft.hybrid import HybridModel
+from torchweft.hybrid import HybridModel, recover
 from torchweft.launch import cluster
 
 PAGE = "docs/hybrid.md"
@@ -86,6 +86,14 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
         finally:
             model.close()
 
+    def recover_in_a_group() -> None:
+        place = f"file://{guide / 'group'}"
+        distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+        try:
+            recover(lambda: (None,), print, steps=1, directory=guide / "runs", every=1)
+        finally:
+            distributed.destroy_process_group()
+
     return {
         "PlacementError: places names": lambda: HybridModel(
             build(), servers, places={"word": Copies()}
@@ -95,12 +103,13 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
         "PlacementError: no server": lambda: HybridModel(build(), []),
         "PlacementError: group 0": step_others,
         "IdOutOfRange": look_up,
+        "ConfigurationError: there is a process group": recover_in_a_group,
     }
 
 
 def test_the_messages_are_those_of_the_page(guide: Path) -> None:
     shown = re.findall(r"^\| .* \| `(\w+: .*?)` \|$", text_of_page(), re.M)
-    assert len(shown) == 6
+    assert len(shown) == 7
     with cluster(workers=1):
         for beginning, mistake in make_mistakes(guide).items():
             with pytest.raises(Exception, match=r".") as raised:

@@ -25,7 +25,7 @@ EXAMPLES = {
     "meta_learning": "train.py sinusoid --iterations 1 --tasks 2 --double",
     "model_parallel": "two_parts.py --epochs 1 --batch 512 --split 12",
     "pipeline": "train.py --workers 2 --blocks 4 --epochs 1 --batch 512 --microbatches 4",
-    "reinforcement_learning": "tutorial.py batched --episodes 1",
+    "reinforcement_learning": "train.py a2c --steps 600",
     "samplers": "train.py --steps 5 --pause 0.01",
 }
 SEES = {
@@ -51,7 +51,7 @@ def test_the_trace_of_an_example_has_all_of_its_calls(name: str, tmp_path: Path)
         "WEFT_COUNTERS": "1",
         "TRACED": str(path),
     }
-    out = [] if program == "tutorial.py" else ["--out", str(tmp_path / "out")]
+    out = ["--out", str(tmp_path / "out")]
     done = subprocess.run(
         [sys.executable, program, *arguments, *out],
         cwd=ROOT / "examples" / name,
