@@ -91,7 +91,6 @@ thorough: $(VENV)/.installed-test
 end-to-end: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/end_to_end -n 2
 	@$(PY) -m pytest tests/tools -n 2
-	@$(PY) -m pytest tests/launchers
 	@$(PY) -m pytest tests/conformance
 	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
 
