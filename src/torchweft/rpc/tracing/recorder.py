@@ -29,6 +29,7 @@ from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.graph import LocalPass
 from torchweft.errors import ObserveError
 from torchweft.ids import ReferenceId
+from torchweft.probe import clock_id
 from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.membership.registration import HOST
 from torchweft.protocol.observing.trace import (
@@ -138,6 +139,8 @@ class Recorder:
         self._traced_types: dict[type[Link], type[TracedLink]] = {}
         self._counted_before: dict[Link, tuple[int, int, int]] = {}
         self._hooks: list[Any] = []
+        self.clock_id = clock_id()
+        """Read here: calls of other workers open no file."""
 
     @property
     def is_on(self) -> bool:

@@ -13,7 +13,6 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import ConfigurationError
-from torchweft.probe import clock_id
 from torchweft.protocol.observing.trace import Row
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.tracing.recorder import RECORDER
@@ -28,7 +27,7 @@ BATCH = 20_000
 @remotely_callable
 def read_clock() -> tuple[str, float]:
     """Returns the id of this worker's clock, and its time."""
-    return clock_id(), time.monotonic()
+    return current().slots[RECORDER].clock_id, time.monotonic()
 
 
 @remotely_callable
