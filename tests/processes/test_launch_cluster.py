@@ -99,6 +99,28 @@ def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(
         assert rpc.rpc_sync("worker0", identify) == ("worker0", 1, pid)
 
 
+def test_a_nursery_that_tells_no_process_id_is_an_error(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+    read_events = Supervisor._read_events
+
+    def late(supervisor: Supervisor) -> None:
+        is_over.wait(LIMIT_S)
+        read_events(supervisor)
+
+    def abandoned(group: Cluster) -> None:
+        is_over.set()
+        abandon(group)
+
+    abandon = Cluster.abandon
+    monkeypatch.setattr(Supervisor, "_read_events", late)
+    monkeypatch.setattr(Cluster, "abandon", abandoned)
+    monkeypatch.setattr(local_cluster, "PIDS_S", 0.1)
+    with pytest.raises(LaunchError, match=r"'worker0' has joined, .* process id within 0.1 s"):
+        cluster(workers=1, nursery=nursery).start()
+
+
 def test_one_cluster_after_the_other(nursery: Nursery) -> None:
     group = cluster(names=["ps", "trainer"], name="me", nursery=nursery)
     for _ in range(2):

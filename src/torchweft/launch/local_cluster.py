@@ -147,6 +147,7 @@ class Cluster:
         try:
             self._start_workers()
             self._join()
+            self._has_joined = True
             self._await_pids()
         except BaseException as error:
             failure = self._failure() or self._unfinished_setup(error)
@@ -155,7 +156,6 @@ class Cluster:
                 # The rendezvous failed because of the worker's end, or the cause of that end.
                 raise failure from failure.__cause__ or error
             raise
-        self._has_joined = True
         atexit.register(self.abandon)
         return self
 
@@ -372,9 +372,15 @@ class Cluster:
     def _await_pids(self) -> None:
         """Waits until all process ids are known: a worker may join before its nursery tells."""
         deadline_s = time.monotonic() + PIDS_S
-        while len(self.pids) < len(self.names) and time.monotonic() < deadline_s:
+        while missing := [name for name in self._remaining() if name not in self.pids]:
             if self._failure() is not None:
                 return
+            if time.monotonic() > deadline_s:
+                raise LaunchError(
+                    f"worker {missing[0]!r} has joined, but its nursery has not told its process "
+                    f"id within {PIDS_S:g} s; is the nursery's process stopped?",
+                    worker=missing[0],
+                )
             time.sleep(PIDS_POLL_S)
 
     def _follow(self) -> None:
