@@ -9,6 +9,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,9 +23,9 @@ from tests.processes import functions
 from tests.processes.weft_run import is_running, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, HostError, LaunchError
-from torchweft.launch import host_link
 from torchweft.launch.console import BinarySink, Console
 from torchweft.launch.host_connection import Host
+from torchweft.launch.host_link import CommandLink
 from torchweft.launch.hosts import HostNurseries
 from torchweft.launch.hosts_launcher import HostsLauncher
 from torchweft.launch.job import Job, program_job
@@ -189,8 +190,8 @@ def test_text_before_the_agent_is_skipped() -> None:
 class Followed:
     """Workers whose events are read by hand."""
 
-    def __init__(self, agent: Sequence[str] = AGENT) -> None:
-        self.hosts = Here(agent, agent).hosts(2)
+    def __init__(self, hosts: Sequence[Host] = ()) -> None:
+        self.hosts = hosts or Here().hosts(2)
         self.nurseries = HostNurseries(
             self.hosts,
             {"a": self.hosts[0], "b": self.hosts[1]},
@@ -319,19 +320,43 @@ def test_a_silent_launcher_is_taken_for_gone() -> None:
         assert agent.wait(LIMIT_S) == 0
 
 
-def test_a_silent_agent_is_taken_for_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+class StoppedLink(CommandLink):
+    """A link whose agent can be stopped, and that waits only then for a short time."""
+
+    def __init__(self, command: tuple[str, ...]) -> None:
+        super().__init__(command)
+        self.has_new_limit = threading.Event()
+
+    def stop_agent(self) -> None:
+        self._silence_s = 0.5
+        self.has_new_limit.wait(LIMIT_S)
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def receive(self) -> bytes:
+        if self._silence_s < 1.0:
+            self.has_new_limit.set()
+        return super().receive()
+
+
+def test_a_silent_agent_is_taken_for_lost() -> None:
     body = "from torchweft.launch import host_agent; host_agent.ALIVE_S = 0.1; host_agent.main()"
-    talkative = (sys.executable, "-c", body, "host_agent")
-    monkeypatch.setattr(host_link, "SILENCE_S", 2.0)
-    followed = Followed(talkative)
+    links: list[StoppedLink] = []
+
+    def connect() -> StoppedLink:
+        links.append(StoppedLink((sys.executable, "-c", body)))
+        return links[-1]
+
+    silent = Host("host1", "127.0.0.1", 1, connect=connect)
+    followed = Followed([*Here(AGENT).hosts(1), silent])
     try:
-        followed.start("b")  # Meanwhile, both agents are heard.
-        os.kill(followed.agents[1], signal.SIGSTOP)
-        with pytest.raises(
-            HostError, match=r"'host1' was lost: its agent ended \(nothing was heard of it for 2 s"
-        ):
+        followed.start("a")
+        followed.start("b")
+        links[0].stop_agent()
+        message = r"'host1' was lost: its agent ended \(nothing was heard of it for 0.5 s"
+        with pytest.raises(HostError, match=message):
             followed.receive()
         wait_until_gone([followed.pids["b"]], LIMIT_S)
+        assert is_running(followed.pids["a"])
     finally:
         followed.nurseries.close()
 

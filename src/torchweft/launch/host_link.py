@@ -58,14 +58,18 @@ class CommandLink:
     A command may not notice that the other machine is gone: ``srun`` waits until SLURM says so. The
     agent writes now and then, so its silence is the end.
 
+    Args:
+        command: The command and its arguments.
+        silence_s: Seconds without a byte after which an agent that has written before is lost.
+
     Raises:
         FileNotFoundError: There is no such command here.
     """
 
     address = ""
 
-    def __init__(self, command: tuple[str, ...]) -> None:
-        self._name = command[0]
+    def __init__(self, command: tuple[str, ...], silence_s: float = SILENCE_S) -> None:
+        self._name, self._silence_s = command[0], silence_s
         self._has_spoken = self._is_silent = False
         self._process = subprocess.Popen(
             command,
@@ -88,7 +92,8 @@ class CommandLink:
 
     def receive(self) -> bytes:
         """Blocks until the agent has written; returns nothing at the end, or after a silence."""
-        limit_s = SILENCE_S if self._has_spoken else None  # the launcher limits the first wait
+        # The launcher limits the first wait.
+        limit_s = self._silence_s if self._has_spoken else None
         if not select.select([self._stdout], [], [], limit_s)[0]:
             self._is_silent = True
             self._process.kill()
@@ -107,7 +112,7 @@ class CommandLink:
     def why_ended(self) -> str:
         """Returns the command's exit code; waits for a moment, as the command ends at once."""
         if self._is_silent:
-            return f"nothing was heard of it for {SILENCE_S:g} s"
+            return f"nothing was heard of it for {self._silence_s:g} s"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
