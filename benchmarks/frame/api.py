@@ -59,6 +59,11 @@ def enter(name: str, rank: int, size: int) -> Api:
 _current: list[Api] = []
 
 
+def is_joined() -> bool:
+    """Whether this process uses a library at all."""
+    return bool(_current)
+
+
 def current() -> Api:
     """Returns the library that this process uses, for functions that are called remotely."""
     return _current[-1]

@@ -5,7 +5,19 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 
-from benchmarks.frame import COMPAT, TORCH, Form, Question, Row, Target, at_most, times_faster
+from benchmarks.frame import (
+    COMPAT,
+    TORCH,
+    Form,
+    Question,
+    Row,
+    Side,
+    Target,
+    at_most,
+    times_faster,
+)
+
+LOCAL = Side("local", runner="alone")
 
 EPISODE = 300
 """Steps of 3 observers with an environment each, in an episode."""
@@ -30,7 +42,7 @@ def _rows() -> Iterator[Row]:
             targets=() if target is None else (target,),
             is_short=target is not None,
             warm_up=EPISODE * count,
-            limit="",
+            limit="" if name.endswith("by Weft") else LOCAL.name,
         )
     for name, title, is_short in (
         (
@@ -59,7 +71,7 @@ QUESTION = Question(
     "benchmarks.reinforcement",
     "Reinforcement learning",
     tuple(_rows()),
-    sides=(TORCH, COMPAT),
+    sides=(TORCH, COMPAT, LOCAL),
     size=4,
     about="The first worker has the agent; the others run environments: CartPole of gymnasium.",
     full=Form(rounds=8, placements=("not pinned",)),

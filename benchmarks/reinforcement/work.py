@@ -1,4 +1,7 @@
-"""The program of PyTorch's tutorials on either RPC library, and observers of ``torchweft.rl``."""
+"""The program of PyTorch's tutorials on either RPC library, and observers of ``torchweft.rl``.
+
+The side ``local`` has the environments and the arithmetic of the same program in one process.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.frame.api import Api, current, worker_name
+from benchmarks.frame.api import Api, current, is_joined, worker_name
 from benchmarks.frame.work import Work
 from benchmarks.reinforcement.native import NATIVE, OBSERVERS, STEPS, observers_of
+from benchmarks.training.one_process import OneProcess
 
 # The user's program: the same file on each side, which imports torch.distributed.rpc.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reinforcement_learning"))
@@ -21,7 +25,7 @@ import tutorial
 
 MANY = 16
 
-IS_WEFT = current().rpc.__name__.startswith("torchweft.")
+IS_WEFT = is_joined() and current().rpc.__name__.startswith("torchweft.")
 
 if IS_WEFT:
     from torchweft.rpc import functions
@@ -87,3 +91,33 @@ def works(api: Api) -> dict[str, Work]:
             run = functools.partial(_round, halves)
             found[name] = Work(run, OBSERVERS * NATIVE * STEPS, is_counted=True)
     return found
+
+
+def local_works() -> dict[str, Work]:
+    """Returns the works without a call: one observer has the environments of all three."""
+    tutorial.rpc = OneProcess().rpc  # type: ignore[attr-defined]
+    return {
+        "unbatched": _local_episodes(OBSERVERS, 1),
+        "batched": _local_episodes(1, OBSERVERS),
+        "16 environments": _local_episodes(1, OBSERVERS * MANY),
+    }
+
+
+def _local_episodes(forwards: int, count: int) -> Work:
+    """Returns a work whose policy runs so often for each step, each time for ``count`` states."""
+
+    def ask(agent: Any, observer: int, states: Tensor) -> Tensor:
+        own = agent.local_value()
+        actions, logs = zip(*[own.decide(each) for each in states.split(count)], strict=True)
+        own.logs[observer].append(torch.cat(logs))
+        return torch.cat(actions)
+
+    @functools.cache
+    def agent() -> Any:
+        return tutorial.Agent([""], forwards * count)
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        agent().run_episode(ask, tutorial.STEPS)
+
+    return Work(run, forwards * count * tutorial.STEPS)

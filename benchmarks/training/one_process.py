@@ -43,6 +43,14 @@ def _call(to: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> An
     return function(*args)
 
 
+def _call_async(
+    to: str, function: Callable[..., Any], args: Sequence[Any] = ()
+) -> torch.futures.Future[Any]:
+    done: torch.futures.Future[Any] = torch.futures.Future()
+    done.set_result(function(*args))
+    return done
+
+
 def _make(to: str, function: Callable[..., Any], args: Sequence[Any] = ()) -> Reference:
     return Reference(function(*args))
 
@@ -52,12 +60,14 @@ def _backward(context_id: int, roots: Sequence[Tensor]) -> None:
 
 
 class OneProcess(Api):
-    """The library, as far as a program of two workers needs it."""
+    """The library, as far as the programs of the benchmarks need it."""
 
     def __init__(self) -> None:
         self.package = "local"
         self.rank, self.size = 0, 2
-        self.rpc = SimpleNamespace(rpc_sync=_call, remote=_make, RRef=Reference)
+        self.rpc = SimpleNamespace(
+            rpc_sync=_call, rpc_async=_call_async, remote=_make, RRef=Reference
+        )
 
     @property
     def autograd(self) -> Any:
