@@ -24,7 +24,8 @@ from torchweft.launch import Cluster
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.keeps("threads", "descriptors")]
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 50.0
+PROGRAM_LIMIT_S = 150.0
+"""Two fresh interpreters import torch, beside whatever else the machine does."""
 
 
 def codes_sent(to: str) -> int:
@@ -178,6 +179,7 @@ STARTS = {
 }
 
 
+@pytest.mark.timeout(PROGRAM_LIMIT_S + 10)
 @pytest.mark.parametrize("start", STARTS)
 def test_the_main_program_goes_by_name(start: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
@@ -188,7 +190,7 @@ def test_the_main_program_goes_by_name(start: str, tmp_path: Path) -> None:
         [sys.executable, *command, program, how, str(result)],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
-        timeout=LIMIT_S,
+        timeout=PROGRAM_LIMIT_S,
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,6 @@
 """Measures how soon a caller gets its error when a callee on the same host is killed.
 
-``WEFT_TEST_KILLS`` sets the number of kills: 100 give a distribution.
+``WEFT_TEST_KILLS`` sets the number of kills: 100 give a distribution, which ``-s`` shows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft.errors import WorkerLost
 
 KILLS = int(os.environ.get("WEFT_TEST_KILLS", "10"))
-AT_ONCE_S = 0.1
 UNDETECTED_S = 1.0
 """Far below the failure detection time: the kernel must have reported the connection's end."""
 
@@ -47,5 +46,4 @@ def test_the_caller_of_a_killed_worker_knows_at_once(
             workers.kill("worker1")
     median_ms, most_ms = 1e3 * statistics.median(elapsed_s), 1e3 * max(elapsed_s)
     print(f"{KILLS} kills: median {median_ms:.1f} ms, longest {most_ms:.1f} ms")
-    assert median_ms < 1e3 * AT_ONCE_S
     assert most_ms < 1e3 * UNDETECTED_S

@@ -11,7 +11,7 @@ import pytest
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import load
 from tests.processes import functions, unpickling
-from tests.thorough import examples
+from tests.thorough import share
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.launch import Cluster
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.keeps("threads", "descriptors"), pytest.mark.timeout(1
 
 WORKER = "worker0"
 LIMIT_S = 5.0
-MUTATED = examples(150)
+MUTATED = share(300)
 MEMORY_BYTES = 64 << 20
 GOODBYE = b"".join(encode_frame(Kind.GOODBYE, 0, 0, b""))
 

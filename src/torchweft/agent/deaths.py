@@ -2,8 +2,10 @@
 
 Other workers notice only that a connection has ended. The parent process alone learns the cause, a
 moment later. The parent writes a note, named after the process, into a folder of the launcher. A
-worker that declares a worker of the same launcher lost looks for the note, and waits a few
-milliseconds for it. Each worker names its own note in its registration.
+worker that declares a worker of the same launcher lost looks for the note. It waits a few
+milliseconds for the note of a process that runs, and longer if the process has ended: then the
+note is certain, but the parent may wait for a core. Each worker names its own note in its
+registration.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ VARIABLE = "WEFT_DEATH_NOTE"
 
 FACT = "note"
 WAIT_S = 0.01
+ENDED_WAIT_S = 0.3
+"""How long to wait for the note of a process that has ended, in seconds."""
 _LOOK_S = 0.0005
 _MOST_CHARACTERS = 200
 
@@ -61,13 +65,23 @@ def cause_of(facts: Mapping[str, Any], noticed: str) -> str:
     if not folder or not pid.isdigit() or facts.get(FACT) != _name(folder, int(pid)):
         return noticed
     path = os.path.join(folder, pid)
-    end_s = time.monotonic() + WAIT_S
+    began_s = time.monotonic()
     while True:
         with contextlib.suppress(OSError), open(path) as file:
             return f"it {file.read(_MOST_CHARACTERS)}"
-        if time.monotonic() >= end_s:
+        waited_s = time.monotonic() - began_s
+        if waited_s >= WAIT_S and (waited_s >= ENDED_WAIT_S or not _has_ended(pid)):
             return noticed
         time.sleep(_LOOK_S)
+
+
+def _has_ended(pid: str) -> bool:
+    """Whether a process of this host has ended, also if its parent has not noticed yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (OSError, IndexError):
+        return True
 
 
 def _name(folder: str, pid: int) -> str:

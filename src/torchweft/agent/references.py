@@ -195,7 +195,8 @@ class ReferenceKeeper:
             if owned is None:
                 if not self._machine.is_awaited(reference):
                     raise ReferenceGone(
-                        f"the value of {reference} was released; keep a reference to it alive"
+                        f"the value of {self.describe(reference)} was released; keep a reference "
+                        "to it alive"
                     )
                 # The request came before the call that makes the value: calls have no order.
                 owned = self._values[reference] = OwnedValue()
@@ -458,7 +459,7 @@ class ReferenceKeeper:
             if action.reference in self._handles:
                 self._confirmed.add(action.reference)
         elif isinstance(action, protocol.ValueGone):
-            gone = ReferenceGone(f"{action.reference} has no value any more")
+            gone = ReferenceGone(f"{self.describe(action.reference)} has no value any more")
             self._dead[action.reference] = gone
             owned = self._values.pop(action.reference, None)
             if owned is not None:
@@ -472,7 +473,7 @@ class ReferenceKeeper:
         lost = self.agent.peers[reference.owner].lost
         assert lost is not None
         return OwnerLost(
-            f"the value of {reference} is lost with its owner: {lost}",
+            f"the value of {self.describe(reference)} is lost with its owner: {lost}",
             worker=lost.worker,
             since=lost.since,
             cause=lost.cause,

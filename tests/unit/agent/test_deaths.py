@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -38,20 +39,37 @@ def test_what_the_launcher_noted_is_the_cause(tmp_path: Path, facts: dict[str, s
     assert str(lost).endswith(": it was killed by SIGKILL (out of memory)")
 
 
-def test_a_note_is_waited_for(
-    tmp_path: Path, facts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def ended() -> Iterator[int]:
+    """A process that has ended, as its parent has not noticed yet."""
+    process = subprocess.Popen(["true"], stdin=subprocess.DEVNULL)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    yield process.pid
+    process.wait()
+
+
+def test_the_wait_for_a_process_that_runs_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deaths, "WAIT_S", LIMIT_S)
-    late = threading.Timer(0.05, leave_note, (str(tmp_path), 77, "ended with exit code 1"))
+    monkeypatch.setattr(deaths, "ENDED_WAIT_S", 100 * LIMIT_S)
+    start_s = time.monotonic()
+    assert cause_of({FACT: f"{tmp_path.name}/{os.getpid()}"}, "end of file") == "end of file"
+    assert deaths.WAIT_S <= time.monotonic() - start_s < LIMIT_S
+
+
+def test_the_note_of_a_process_that_has_ended_is_waited_for_longer(
+    tmp_path: Path, ended: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {FACT: f"{tmp_path.name}/{ended}"}
+    monkeypatch.setattr(deaths, "WAIT_S", 0.0)
+    start_s = time.monotonic()
+    assert cause_of(facts, "end of file") == "end of file"
+    assert deaths.ENDED_WAIT_S <= time.monotonic() - start_s < LIMIT_S
+    monkeypatch.setattr(deaths, "ENDED_WAIT_S", LIMIT_S)
+    late = threading.Timer(0.05, leave_note, (str(tmp_path), ended, "ended with exit code 1"))
     late.start()
     assert cause_of(facts, "end of file") == "it ended with exit code 1"
     late.join()
-
-
-def test_the_wait_is_short(facts: dict[str, str]) -> None:
-    start_s = time.monotonic()
-    assert cause_of(facts, "end of file") == "end of file"
-    assert deaths.WAIT_S <= time.monotonic() - start_s < 1.0
 
 
 @pytest.mark.parametrize("fact", [None, 3, "", "/77", "elsewhere/77", "../77", "{}/../77", "{}/x"])
@@ -61,6 +79,7 @@ def test_notes_of_others_are_neither_read_nor_waited_for(
     leave_note(str(tmp_path), 77, "was killed")
     leave_note(str(tmp_path.parent), 77, "was killed")
     monkeypatch.setattr(deaths, "WAIT_S", 100 * LIMIT_S)
+    monkeypatch.setattr(deaths, "ENDED_WAIT_S", 100 * LIMIT_S)
     facts = {FACT: fact.format(tmp_path.name) if isinstance(fact, str) else fact}
     assert cause_of(facts, "end of file") == "end of file"
 
