@@ -81,7 +81,8 @@ endif
 
 # The tests that tests/thorough.py shortens.
 THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
-    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic))
+    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic)) \
+    $(addprefix tests/end_to_end/examples/test_,traces.py reinforcement_learning.py)
 
 .PHONY: thorough
 thorough: $(VENV)/.installed-test

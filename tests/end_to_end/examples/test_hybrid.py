@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "hybrid" / "train.py"
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 

@@ -17,7 +17,7 @@ from two_parts import RATE, batches, make_first, make_second
 
 FOLDER = Path(__file__).parents[3] / "examples" / "model_parallel"
 BATCH = 48
-LIMIT_S = 60.0
+LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 

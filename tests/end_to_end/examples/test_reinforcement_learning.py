@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.thorough import THOROUGH
+
 pytest.importorskip("gymnasium")
 FOLDER = Path(__file__).parents[3] / "examples" / "reinforcement_learning"
 LIMIT_S = 240.0
@@ -43,6 +45,7 @@ def test_it_learns_the_same_in_one_process_and_over_workers(tmp_path: Path) -> N
     assert (tmp_path / "returns.png").stat().st_size > 10_000
 
 
+@pytest.mark.skipif(not THOROUGH, reason="two further seeds: make thorough")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_further_seeds_reach_the_mean_return_too(tmp_path: Path, seed: int) -> None:
     options = "a2c --steps 60000 --until-solved --where process --observers 1 --environments 8"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.thorough import THOROUGH
 from tests.trace_reader import Found, read_trace
 from torchweft.observe.tracing.reading import load, summary
 
@@ -38,9 +39,11 @@ SEES = {
     "samplers": "run",
 }
 """A category that each of them must have."""
+FEW = ("pipeline", "reinforcement_learning")
+"""Those that also a run tries that is not thorough."""
 
 
-@pytest.mark.parametrize("name", list(EXAMPLES))
+@pytest.mark.parametrize("name", list(EXAMPLES) if THOROUGH else FEW)
 def test_the_trace_of_an_example_has_all_of_its_calls(name: str, tmp_path: Path) -> None:
     program, *arguments = EXAMPLES[name].split()
     path = tmp_path / "trace.json"
