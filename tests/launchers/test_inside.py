@@ -31,6 +31,7 @@ from torchweft.secret import write_new
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
+@pytest.mark.smoke
 def test_mpirun() -> None:
     mpirun = needed("mpirun", "openmpi-bin")
     done = finished([mpirun, "--oversubscribe", "-n", "2", sys.executable, HELLO], AS_ROOT)
@@ -46,6 +47,7 @@ def test_a_rank_that_contradicts_mpirun() -> None:
     assert "RANK is 0, but OMPI_COMM_WORLD_RANK of mpirun of Open MPI is 1; unset" in done.stderr
 
 
+@pytest.mark.smoke
 def test_torchrun() -> None:
     done = finished([*TORCHRUN, "--standalone", HELLO])
     assert joined(done.stdout) == greetings(2), done.stderr
