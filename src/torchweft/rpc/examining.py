@@ -200,16 +200,16 @@ def _timed(function: Callable[[], object]) -> float:
 
 
 @remotely_callable_unless_strict
-def tell_host() -> HostFacts:
-    """Returns the facts of this worker; reads files of its host."""
-    return gather()
+def tell_host() -> str:
+    """Returns the facts of this worker, for ``decode_host``; reads files of its host."""
+    return encode_facts(gather())
 
 
 @remotely_callable_unless_strict
-def tell_pair(callee: str, timeout: float) -> PairFacts:
-    """Measures towards another worker thoroughly."""
+def tell_pair(callee: str, timeout: float) -> str:
+    """Measures towards another worker thoroughly; returns facts for ``decode_pair``."""
     check_types(callee=(callee, str), timeout=(timeout, (int, float)))
-    return measure(callee, THOROUGH._replace(timeout_s=timeout))
+    return encode_facts(measure(callee, THOROUGH._replace(timeout_s=timeout)))
 
 
 @remotely_callable

@@ -10,7 +10,7 @@ from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
 from torchweft.observe.doctor.limits import check_descriptors, check_ptrace, check_shm
 from torchweft.observe.doctor.network import check_clock, check_clocks, check_mtu, check_names
 from torchweft.observe.doctor.versions import check_versions
-from torchweft.protocol.observing.facts import HostFacts, PairFacts
+from torchweft.protocol.observing.facts import HostFacts, PairFacts, decode_host, decode_pair
 from torchweft.rpc import get_worker_infos, rpc_sync
 from torchweft.rpc.examining import THOROUGH, tell_host, tell_pair
 
@@ -30,7 +30,7 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
     failed: list[Finding] = []
     for name in names:
         try:
-            facts.append(rpc_sync(name, tell_host, timeout=timeout))
+            facts.append(decode_host(rpc_sync(name, tell_host, timeout=timeout)))
         except Exception as error:
             text = f"does not answer: {type(error).__name__}: {error}"
             failed.append(Finding(Level.ERROR, "worker", name, text))
@@ -43,7 +43,7 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
 
 def _measured(caller: str, callee: str, timeout: float) -> PairFacts:
     try:
-        return rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout)
+        return decode_pair(rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout))
     except Exception as error:
         return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
 

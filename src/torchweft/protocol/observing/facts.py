@@ -117,9 +117,14 @@ class WorkerFacts:
     pairs: tuple[PairFacts, ...]
 
 
-def encode_facts(answer: WorkerFacts | PairFacts) -> str:
-    """Returns an answer as JSON; ``decode_facts`` and ``decode_pair`` read it."""
+def encode_facts(answer: HostFacts | WorkerFacts | PairFacts) -> str:
+    """Returns facts as JSON; ``decode_host``, ``decode_facts`` and ``decode_pair`` read them."""
     return json.dumps(asdict(answer))
+
+
+def decode_host(data: str | bytes) -> HostFacts:
+    """Reads what a member tells of its host; raises ProtocolError if it is malformed."""
+    return read(HostFacts, _loaded(data))
 
 
 def decode_facts(data: str | bytes) -> WorkerFacts:
