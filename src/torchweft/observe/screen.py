@@ -370,9 +370,9 @@ def fill(
         for head in content.heads:
             table.add_column(head, key=head)
     keys = [key_of(row) if key_of else str(at) for at, row in enumerate(content.rows)]
-    shown = [row.key.value for row in table.ordered_rows]
-    at_cursor = shown[table.cursor_row] if shown else None
-    if sorted(keys) == sorted(map(str, shown)):
+    shown = [str(row.key.value) for row in table.ordered_rows]
+    at_cursor = shown[table.cursor_row] if shown else ""
+    if sorted(keys) == sorted(shown):
         for key, row in zip(keys, content.rows, strict=True):
             for head, cell in zip(content.heads, _cells(content, row), strict=True):
                 if table.get_cell(key, head) != cell:

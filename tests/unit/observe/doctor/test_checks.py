@@ -93,7 +93,7 @@ def test_each_broken_surrounding_is_named(
     assert any(each in error.text for each in text.split("|"))
     assert fix in error.fix
     assert not diagnosis.is_well
-    assert "1 errors" in str(diagnosis)
+    assert "\n1 error" in str(diagnosis)
 
 
 def test_a_worse_channel_is_a_note_with_its_reason_and_the_command() -> None:
