@@ -86,7 +86,7 @@ rpc.shutdown()
 @pytest.mark.timeout(120)
 def test_an_agent_of_torchrun_is_killed_and_another_joins(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(ELASTIC)
-    conf = "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=2"
+    conf = "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1"
     agent = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
         *("--max-restarts=3", "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=test"),
