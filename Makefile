@@ -94,6 +94,7 @@ end-to-end: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/tools -n 2
 	@$(PY) -m pytest tests/conformance
 	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
+	@$(PY) -m pytest tests/launchers -m smoke
 
 # Each test is skipped, with the reason, where its system is missing. Pip installs Ray and the
 # client of Kubernetes; the others are the distribution's.

@@ -31,6 +31,7 @@ from torchweft.secret import write_new
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
+@pytest.mark.smoke
 def test_mpirun() -> None:
     mpirun = needed("mpirun", "openmpi-bin")
     done = finished([mpirun, "--oversubscribe", "-n", "2", sys.executable, HELLO], AS_ROOT)
@@ -46,6 +47,7 @@ def test_a_rank_that_contradicts_mpirun() -> None:
     assert "RANK is 0, but OMPI_COMM_WORLD_RANK of mpirun of Open MPI is 1; unset" in done.stderr
 
 
+@pytest.mark.smoke
 def test_torchrun() -> None:
     done = finished([*TORCHRUN, "--standalone", HELLO])
     assert joined(done.stdout) == greetings(2), done.stderr
@@ -84,7 +86,7 @@ rpc.shutdown()
 @pytest.mark.timeout(120)
 def test_an_agent_of_torchrun_is_killed_and_another_joins(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(ELASTIC)
-    conf = "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=2"
+    conf = "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=5,last_call_timeout=1"
     agent = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
         *("--max-restarts=3", "--monitor-interval=0.1", "--rdzv-backend=c10d", "--rdzv-id=test"),

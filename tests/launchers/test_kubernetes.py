@@ -101,6 +101,7 @@ def nothing_is_left(api: Cluster) -> bool:
     return not [*api.names(JOB_SETS), *api.names("v1/secrets"), *api.names("v1/pods")]
 
 
+@pytest.mark.smoke
 def test_logs_are_shown_by_worker_and_all_is_deleted(api: Cluster, run: Run) -> None:
     secrets: list[str] = []
 

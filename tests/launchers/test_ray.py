@@ -28,9 +28,9 @@ from tests.launchers.commands import (
     started,
     wait_until,
 )
-from tests.launchers.language_model import LANGUAGE_MODEL
+from tests.launchers.language_model import LANGUAGE_MODEL, assert_same
 from tests.launchers.ray_cluster import NODES, RayCluster
-from tests.launchers.resuming import trained
+from tests.launchers.resuming import Resumed, trained
 from tests.processes.weft_run import read_pids, wait_until_gone
 
 pytestmark = pytest.mark.timeout(300)
@@ -165,12 +165,13 @@ def wait_until_given_back(ray: RayCluster) -> None:
     wait_until(lambda: set(ray.tell("groups").split()) <= {"REMOVED"}, LIMIT_S)
 
 
-def test_workers_of_three_nodes_find_each_other(ray: RayCluster) -> None:
-    done = finished(command(ray, "--workers-per-bundle", "2", "--num-cpus", "0.5", HELLO, count=5))
+def test_workers_of_two_nodes_find_each_other(ray: RayCluster) -> None:
+    done = finished(command(ray, "--workers-per-bundle", "2", "--num-cpus", "0.5", HELLO, count=3))
     assert done.returncode == 0, done.stderr
-    assert joined(done.stdout) == greetings(5)
-    assert "[worker3] joined worker3" in done.stdout
-    assert done.stderr.count("\n") == 5  # The line of each worker about its meeting place.
+    assert joined(done.stdout) == greetings(3)
+    assert "[worker2] joined worker2" in done.stdout
+    # The line of each worker about its meeting place, and on a busy machine those of long waits.
+    assert len([line for line in done.stderr.splitlines() if "has waited" not in line]) == 3
     wait_until_given_back(ray)
 
 
@@ -280,17 +281,13 @@ def test_an_interpreter_that_is_not_there(ray: RayCluster) -> None:
 
 
 def test_a_killed_node_is_replaced_and_the_result_is_the_same(
-    ray: RayCluster, tmp_path: Path
+    ray: RayCluster, tmp_path: Path, undisturbed: Resumed
 ) -> None:
-    for name in ("whole", "killed"):
-        (tmp_path / name).mkdir()
-    whole = trained(command(ray), tmp_path / "whole")
-    assert whole.begun == [0]
     options = ("--restarts", "2", "--backoff", "0.1")
     try:
         found = trained(
             command(ray, *options),
-            tmp_path / "killed",
+            tmp_path,
             killed_at=4,
             kill=lambda: ray.tell("remove"),
         )
@@ -298,7 +295,7 @@ def test_a_killed_node_is_replaced_and_the_result_is_the_same(
         ray.tell("add")
     assert [found.begun[0], len(found.begun)] == [0, 2]
     assert found.begun[1] >= 4
-    assert found.result == whole.result
+    assert found.result == undisturbed.result
     assert len(found.result["losses"]) == 60
     assert "was lost" in found.err
     assert "the group was started again once" in found.err
@@ -334,6 +331,7 @@ def test_a_killed_node_that_nothing_replaces(ray: RayCluster, tmp_path: Path) ->
     assert "STRICT_SPREAD" in err
 
 
+@pytest.mark.smoke
 def test_a_ray_that_is_started_for_the_run_ends_with_it() -> None:
     pytest.importorskip("ray")
     with tempfile.TemporaryDirectory(prefix="weft-ray-") as directory:
@@ -362,21 +360,25 @@ def test_a_cluster(ray: RayCluster) -> None:
     wait_until_given_back(ray)
 
 
-def test_the_language_model_ends_as_on_one_machine(ray: RayCluster, tmp_path: Path) -> None:
-    local = [sys.executable, LANGUAGE_MODEL]
-    expected = language_model.trained(local, tmp_path)
-    inside = [*command(ray, count=4), LANGUAGE_MODEL, "--inside"]
-    found = language_model.trained(inside, tmp_path)
-    assert found == pytest.approx(expected, rel=language_model.NOISE)
-    around = [*local, "--on", "ray"]
+def test_the_language_model_inside_of_ray(
+    ray: RayCluster, tmp_path: Path, perplexities: list[float]
+) -> None:
+    inside = [*command(ray, count=language_model.WORKERS), LANGUAGE_MODEL, "--inside"]
+    assert_same(language_model.trained(inside, tmp_path), perplexities)
+
+
+def test_the_language_model_starts_workers_on_ray(
+    ray: RayCluster, tmp_path: Path, perplexities: list[float]
+) -> None:
+    around = [sys.executable, LANGUAGE_MODEL, "--on", "ray"]
     found = language_model.trained(around, tmp_path, {"RAY_ADDRESS": ray.address})
-    assert found == pytest.approx(expected, rel=language_model.NOISE)
+    assert_same(found, perplexities)
 
 
 def test_the_language_model_with_too_few_workers(ray: RayCluster) -> None:
-    done = finished([*command(ray), LANGUAGE_MODEL, "--inside"])
+    done = finished([*command(ray, count=1), LANGUAGE_MODEL, "--inside"])
     assert done.returncode == 2
-    assert "need 4 workers, but the launcher has started 3" in done.stderr
+    assert "need 4 workers, but the launcher has started 1" in done.stderr
 
 
 def test_a_worker_of_a_cluster_comes_back_under_its_name(ray: RayCluster) -> None:

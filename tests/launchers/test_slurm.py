@@ -57,6 +57,7 @@ def command(*options: str, nodes: int = 2, each: int = 1) -> list[str]:
     return [*TORCHWEFT, "run", *given, *options]
 
 
+@pytest.mark.smoke
 def test_a_step_of_srun(slurm: SlurmCluster) -> None:
     done = finished(["srun", "-N2", "-n3", sys.executable, HELLO], slurm)
     assert joined(done.stdout) == greetings(3), done.stderr
@@ -135,13 +136,6 @@ def test_a_pre_empted_job_saves_and_goes_on_from_there(slurm: SlurmCluster, tmp_
     assert torch.equal(result["total"], sum(torch.rand(3) for _ in range(STEPS)))
 
 
-@pytest.fixture(scope="module")
-def undisturbed(slurm: SlurmCluster, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
-    found = trained(command(), tmp_path_factory.mktemp("undisturbed"), slurm)
-    assert found.begun == [0]
-    return found
-
-
 def test_a_killed_step_is_started_again_and_the_result_is_the_same(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: Resumed
 ) -> None:
@@ -159,6 +153,7 @@ def test_a_killed_step_is_started_again_and_the_result_is_the_same(
     assert "the group was started again once" in found.err
 
 
+@pytest.mark.keeps("processes", "descriptors")  # The node's new daemon.
 def test_a_job_whose_node_is_gone_is_put_back_into_the_queue(
     slurm: SlurmCluster, tmp_path: Path, undisturbed: Resumed
 ) -> None:

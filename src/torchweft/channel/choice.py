@@ -119,6 +119,7 @@ class Channels:
     Attributes:
         lender: Lends this side's shared memory to the peer; None while that channel is not usable.
         copies_devices: Whether the peer can copy out of this side's device memory.
+        inline_limit_bytes: The largest buffer that travels within its message.
 
     Args:
         peer: Name of the peer, for the log.
@@ -132,7 +133,7 @@ class Channels:
     ) -> None:
         self._peer = peer
         self._pid = pid
-        self._inline_limit_bytes = knobs.INLINE_LIMIT_BYTES.get()
+        self.inline_limit_bytes = knobs.INLINE_LIMIT_BYTES.get()
         self._from_bytes = {kind: knob.get() for kind, knob in _PREFERENCE}
         self._receive_obstacles = dict(receive_obstacles or {})
         self._send_obstacles = dict.fromkeys((*self._from_bytes, CUDA_IPC), _UNCONFIRMED)
@@ -147,7 +148,7 @@ class Channels:
 
     def channel_for(self, size_bytes: int) -> ChannelKind:
         """Returns the channel for a buffer of that size to the peer now."""
-        if size_bytes <= self._inline_limit_bytes:
+        if size_bytes <= self.inline_limit_bytes:
             return INLINE
         for from_bytes, kind in self._usable:
             if size_bytes >= from_bytes:
@@ -276,6 +277,10 @@ class Channels:
     def obstacles(self) -> dict[ChannelKind, str]:
         """Returns for every channel why it is not used for sending; empty if it is."""
         return {INLINE: "", STREAM: "", **self._send_obstacles}
+
+    def usable(self) -> tuple[tuple[int, ChannelKind], ...]:
+        """Returns the channels to the peer, best first, each with its smallest buffer size."""
+        return self._usable
 
     def _update_usable(self) -> None:
         # One assignment, so that senders need no lock.

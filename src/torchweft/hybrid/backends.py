@@ -21,9 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from torchweft.errors import ConfigurationError
-
-_ARPHRD_INFINIBAND = "32"
-_ACTIVE = "4: ACTIVE"
+from torchweft.rpc.devices import find_devices
 
 
 @dataclass(frozen=True)
@@ -134,40 +132,11 @@ def gather_facts(device: str | None = None, sys: Path = Path("/sys")) -> Facts:
         device: The device that it trains on; by default the GPU that is current, if there is one.
         sys: Where the kernel shows its devices.
     """
-    import socket
-
-    import torch
-    from torch import distributed
-
-    if device is None:
-        has_gpu = torch.cuda.is_available()
-        device = f"cuda:{torch.cuda.current_device()}" if has_gpu else "cpu"
-    built = {
-        "gloo": distributed.is_gloo_available(),
-        "nccl": distributed.is_nccl_available(),
-        "mpi": distributed.is_mpi_available(),
-    }
+    found = find_devices(device, sys)
     return Facts(
-        socket.gethostname(),
-        device,
-        frozenset(name for name, is_there in built.items() if is_there),
-        any(_texts(sys, "class/infiniband/*/ports/*/state", _ACTIVE)),
-        _has_ip_over_infiniband(sys),
+        found.host,
+        found.device,
+        frozenset(found.backends),
+        found.has_infiniband,
+        found.has_ip_over_infiniband,
     )
-
-
-def _texts(sys: Path, pattern: str, wanted: str) -> Iterator[Path]:
-    """Yields the files whose content is as wanted."""
-    for path in sys.glob(pattern):
-        try:
-            if path.read_text().strip() == wanted:
-                yield path
-        except OSError:
-            continue  # Some files of the kernel cannot be read by all users.
-
-
-def _has_ip_over_infiniband(sys: Path) -> bool:
-    for path in _texts(sys, "class/net/*/type", _ARPHRD_INFINIBAND):
-        if any(_texts(path.parent, "operstate", "up")):
-            return True
-    return False

@@ -19,6 +19,14 @@ from torchweft.errors import (
 )
 from torchweft.observe.processes import why_silent
 from torchweft.observe.session import Access, ask, process_at
+from torchweft.protocol.observing.facts import (
+    FACTS,
+    MEASURE,
+    PairFacts,
+    WorkerFacts,
+    decode_facts,
+    decode_pair,
+)
 from torchweft.protocol.observing.report import (
     DETAIL,
     REPORT,
@@ -33,6 +41,7 @@ from torchweft.transport import addresses
 from torchweft.transport.handshake import NotProven
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _FIND_S = 2.0
 """Time for the workers of this host to say who they are."""
@@ -89,23 +98,42 @@ class Group:
     def ask(self, timeout_s: float, *, in_detail: bool = False) -> Answers:
         """Asks all workers at a time; waits ``timeout_s`` at most for each."""
         question = DETAIL if in_detail else REPORT
+        answers = Answers()
+        answers.reports = self._ask_all(question, decode_report, timeout_s, answers)
+        self._learn([report.identity for report in answers.reports])
+        return answers
+
+    def facts(self, timeout_s: float) -> tuple[list[WorkerFacts], Answers]:
+        """Asks all workers for their facts, at a time; the answers name the silent workers."""
+        silent = Answers()
+        return self._ask_all(FACTS, decode_facts, timeout_s, silent), silent
+
+    def measure(self, caller: str, callee: str, timeout_s: float) -> PairFacts:
+        """Has one worker measure its way to another; waits ``timeout_s`` at most."""
+        question = MEASURE + callee
+        found = _try(lambda: decode_pair(self._ask(self._members[caller], question, timeout_s)))
+        return found if isinstance(found, PairFacts) else PairFacts(caller, callee, str(found))
+
+    def _ask_all(
+        self, question: str, decode: Callable[[bytes], T], timeout_s: float, answers: Answers
+    ) -> list[T]:
+        """Asks all workers at a time; returns what they say, and notes the silent ones."""
         members = list(self._members.values())
 
-        def report_of(member: Member) -> Report | Exception:
-            return _try(lambda: decode_report(self._ask(member, question, timeout_s)))
+        def answer_of(member: Member) -> T | Exception:
+            return _try(lambda: decode(self._ask(member, question, timeout_s)))
 
-        answers = Answers()
-        for member, answer in zip(members, _each(report_of, members), strict=True):
-            if isinstance(answer, Report):
-                answers.reports.append(answer)
+        found: list[T] = []
+        for member, answer in zip(members, _each(answer_of, members), strict=True):
+            if not isinstance(answer, Exception):
+                found.append(answer)
             elif member.state == _LOST:
                 answers.silent[member.name] = f"is lost: {member.cause}"
                 answers.lost.add(member.name)
             else:
                 pid = next(filter(None, map(process_at, member.addresses)), None)
                 answers.silent[member.name] = why_silent(answer, pid, timeout_s)
-        self._learn([report.identity for report in answers.reports])
-        return answers
+        return found
 
     def _ask(self, member: Member, question: str, timeout_s: float) -> bytes:
         """Asks a worker at the first of its addresses that can be reached from here."""
@@ -261,7 +289,7 @@ def _try(work: Callable[[], T]) -> T | Exception:
         return error
 
 
-def _each(work: Callable[[T], object], parts: list[T]) -> list[object]:
+def _each(work: Callable[[T], R], parts: list[T]) -> list[R]:
     if not parts:
         return []
     with ThreadPoolExecutor(min(len(parts), _AT_A_TIME), "weft-observer") as pool:

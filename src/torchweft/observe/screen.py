@@ -82,8 +82,9 @@ class TopApp(App[None]):
     #notes { height: auto; max-height: 6; color: $error; text-style: bold; }
     #filter { display: none; height: 3; }
     #filter.shown { display: block; }
-    #workers { height: 2fr; }
-    #more { height: 1fr; }
+    #workers { height: 1fr; }
+    #more { height: auto; max-height: 33%; }
+    #more DataTable, #more VerticalScroll { height: auto; max-height: 12; }
     TabPane { padding: 0; }
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit")]
@@ -362,20 +363,29 @@ def fill(
     Args:
         table: The table.
         content: Its heads and rows.
-        key_of: Names a row, if rows may change their order.
+        key_of: Names a row by its first cell, if rows may change their order.
     """
     if [column.value for column in table.columns] != list(content.heads):
         table.clear(columns=True)
         for head in content.heads:
             table.add_column(head, key=head)
     keys = [key_of(row) if key_of else str(at) for at, row in enumerate(content.rows)]
-    if [row.value for row in table.rows] == keys:
+    shown = [str(row.key.value) for row in table.ordered_rows]
+    at_cursor = shown[table.cursor_row] if shown else ""
+    if sorted(keys) == sorted(shown):
         for key, row in zip(keys, content.rows, strict=True):
             for head, cell in zip(content.heads, _cells(content, row), strict=True):
                 if table.get_cell(key, head) != cell:
                     table.update_cell(key, head, cell, update_width=True)
+        if keys != shown:
+            place = {key: at for at, key in enumerate(keys)}
+            at_y = table.scroll_offset.y
+            table.sort(content.heads[0], key=lambda cell: place[cell.plain])
+            table.move_cursor(row=keys.index(at_cursor))
+            # The table would follow its cursor, away from the first rows of the order.
+            table.scroll_to(y=at_y, animate=False, force=True)
+            table.call_after_refresh(table.scroll_to, y=at_y, animate=False, force=True)
         return
-    at_cursor = list(table.rows)[table.cursor_row].value if table.row_count else None
     table.clear()
     for key, row in zip(keys, content.rows, strict=True):
         table.add_row(*_cells(content, row), key=key)

@@ -97,7 +97,7 @@ class Node:
         self.leaving = Leaving(self.worker, self.waits, on_left)
         reporter = Reporter(self.worker, self.counting, group)
         self.dumps = Dumps(self.worker, reporter, group)
-        self._observers = Observers(reporter, self.counting)
+        self._observers = Observers(self.agent, reporter, self.counting)
         self.waits.on_notice = partial(agent.events.note, "%s")
         agent.members.on_joined(self._note_joined)
         self._finalize: Finalize | None = None

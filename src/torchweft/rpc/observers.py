@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from torchweft.agent.agent import Agent
 from torchweft.errors import ProtocolError
+from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
 from torchweft.protocol.observing.report import DETAIL, REPORT, WHO, encode
 from torchweft.rpc.counting import Counting
+from torchweft.rpc.examining import facts_of, measured_for_observer
 from torchweft.rpc.reporting import Reporter
 
 
@@ -12,11 +15,13 @@ class Observers:
     """Answers the observers of one worker. Thread-safe.
 
     Args:
+        agent: The worker's agent.
         reporter: Makes the reports.
         counting: Counts the worker's calls while it is observed.
     """
 
-    def __init__(self, reporter: Reporter, counting: Counting) -> None:
+    def __init__(self, agent: Agent, reporter: Reporter, counting: Counting) -> None:
+        self._agent = agent
         self._reporter = reporter
         self._counting = counting
 
@@ -24,6 +29,11 @@ class Observers:
         """Returns the answer to a question; raises ProtocolError if there is no such question."""
         if question == WHO:
             return encode(self._reporter.identity())
+        if question == FACTS:
+            return encode_facts(facts_of(self._agent)).encode()
+        if question.startswith(MEASURE):
+            callee = question.removeprefix(MEASURE)
+            return encode_facts(measured_for_observer(self._agent, callee)).encode()
         if question not in (REPORT, DETAIL):
             raise ProtocolError(f"an observer asks {question!r}")
         self._counting.extend()

@@ -79,6 +79,7 @@ remotely_callable = Mark(
     "torchweft.optim.clipping",
     "torchweft.optim.local",
     "torchweft.rpc.collective",
+    "torchweft.rpc.examining",
     "torchweft.rpc.serving",
     "torchweft.rpc.stream_sources",
     "torchweft.rpc.tracing.service",
@@ -87,7 +88,7 @@ remotely_callable = Mark(
 their arguments: types, that functions are registered, and that objects were made for them."""
 
 remotely_callable_unless_strict = Mark(
-    "torchweft.compat.rpc.api", "torchweft.compat.rpc.references"
+    "torchweft.compat.rpc.api", "torchweft.compat.rpc.references", "torchweft.rpc.examining"
 )
 """Workers of Weft call these functions on one another; a strict worker refuses them."""
 

@@ -290,6 +290,8 @@ class Grammar:
             "service:read_clock": lambda: (),
             "service:take": lambda: (chance.randrange(3),),
             "ending:failed": lambda: ("a cause",),
+            "examining:read_time": lambda: (),
+            "examining:weigh": lambda: (rows,),
             "owner:apply": lambda: (module, self._function()),
             "owner:create": lambda: (self._function(), (), {}, device),
             "owner:load_state": lambda: (module, self._state()),

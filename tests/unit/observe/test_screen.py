@@ -92,10 +92,11 @@ class Source:
 def drive(play: Callable[[TopApp, Pilot[None]], Awaitable[None]], **options: Any) -> Source:
     """Runs the display without a terminal, and plays keys on it."""
     source = Source()
+    size = options.pop("size", (150, 40))
 
     async def run() -> None:
         app = TopApp(source, options.pop("interval_s", 3600.0), **options)
-        async with app.run_test(size=(150, 40)) as pilot:
+        async with app.run_test(size=size) as pilot:
             await play(app, pilot)
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_S))
@@ -112,7 +113,7 @@ def table(app: TopApp, name: str) -> DataTable[Any]:
 
 
 def names(app: TopApp) -> list[str]:
-    return [str(key.value) for key in table(app, "workers").rows]
+    return [str(row.key.value) for row in table(app, "workers").ordered_rows]
 
 
 def test_all_workers_are_shown_and_sorted() -> None:
@@ -208,6 +209,22 @@ def test_looks_go_on_and_the_cursor_stays_at_its_worker() -> None:
         assert names(app)[workers.cursor_row] == "worker3"
 
     drive(play, interval_s=0.01)
+
+
+def test_the_first_rows_stay_in_view_when_the_row_of_the_cursor_moves_down() -> None:
+    async def play(app: TopApp, pilot: Pilot[None]) -> None:
+        await shown(app, pilot, lambda: bool(names(app)))
+        workers = table(app, "workers")
+        assert workers.max_scroll_y > 0
+        await pilot.press("r")
+        await pilot.pause()
+        assert names(app)[workers.cursor_row] == "worker0"
+        assert workers.cursor_row > workers.size.height
+        assert workers.scroll_offset.y == 0
+        await pilot.press("down")
+        await shown(app, pilot, lambda: workers.scroll_offset.y > 0)
+
+    drive(play, size=(150, 20))
 
 
 def test_cells_change_in_place() -> None:

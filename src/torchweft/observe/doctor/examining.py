@@ -6,14 +6,15 @@ from collections.abc import Iterator, Sequence
 
 from torchweft.observe.doctor.channels import check_pair
 from torchweft.observe.doctor.collective import check_backend
-from torchweft.observe.doctor.facts import HostFacts, PairFacts, gather, measure
 from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
 from torchweft.observe.doctor.limits import check_descriptors, check_ptrace, check_shm
-from torchweft.observe.doctor.network import check_clock, check_mtu, check_names
+from torchweft.observe.doctor.network import check_clock, check_clocks, check_mtu, check_names
 from torchweft.observe.doctor.versions import check_versions
+from torchweft.protocol.observing.facts import HostFacts, PairFacts, decode_host, decode_pair
 from torchweft.rpc import get_worker_infos, rpc_sync
+from torchweft.rpc.examining import THOROUGH, tell_host, tell_pair
 
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = THOROUGH.timeout_s
 
 
 def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
@@ -29,7 +30,7 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
     failed: list[Finding] = []
     for name in names:
         try:
-            facts.append(rpc_sync(name, gather, timeout=timeout))
+            facts.append(decode_host(rpc_sync(name, tell_host, timeout=timeout)))
         except Exception as error:
             text = f"does not answer: {type(error).__name__}: {error}"
             failed.append(Finding(Level.ERROR, "worker", name, text))
@@ -42,7 +43,7 @@ def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
 
 def _measured(caller: str, callee: str, timeout: float) -> PairFacts:
     try:
-        return rpc_sync(caller, measure, (callee,), timeout=timeout)
+        return decode_pair(rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout))
     except Exception as error:
         return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
 
@@ -59,6 +60,7 @@ def diagnose(facts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator
         yield from check_shm(each)
         yield from check_ptrace(each)
         yield from check_names(each)
+    yield from check_clocks(pairs)
     for pair in pairs:
         yield from check_clock(pair)
         yield from check_pair(pair)

@@ -63,7 +63,11 @@ class Diagnosis:
                 lines.append(f"{'':21}-> {each.fix}")
         errors = sum(each.level is Level.ERROR for each in self.findings)
         notes = sum(each.level is Level.NOTE for each in self.findings)
-        lines.append("all is well" if self.is_well else f"{errors} errors")
+        lines.append("all is well" if self.is_well else _counted(errors, "error"))
         if notes:
-            lines[-1] += f", {notes} notes"
+            lines[-1] += f", {_counted(notes, 'note')}"
         return "\n".join(lines)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'s' if count > 1 else ''}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from torchweft.observe.doctor.facts import HostFacts
 from torchweft.observe.doctor.findings import Finding, Level
+from torchweft.protocol.observing.facts import HostFacts
 
 LEAST_DESCRIPTORS = 1024
 LEAST_SHM_BYTES = 1 << 30

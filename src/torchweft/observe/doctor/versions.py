@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torchweft.observe.doctor.facts import HostFacts
 from torchweft.observe.doctor.findings import Finding, Level
+from torchweft.protocol.observing.facts import HostFacts
 
 
 def check_versions(facts: Sequence[HostFacts]) -> Iterator[Finding]:

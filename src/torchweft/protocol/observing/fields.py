@@ -18,9 +18,9 @@ def read(wanted: type[T], data: object) -> T:
     """Returns the object of a dataclass that ``dataclasses.asdict`` made ``data`` of.
 
     Args:
-        wanted: The dataclass. Its fields are numbers, texts, tuples of one type, dictionaries with
-            texts as keys, and further dataclasses. Unknown fields of ``data`` are ignored, and
-            fields with a default may be missing.
+        wanted: The dataclass. Its fields are numbers, texts, tuples of one type (with ``...``) or
+            of several, dictionaries with texts as keys, and further dataclasses. Unknown
+            fields of ``data`` are ignored, and fields with a default may be missing.
         data: The output of ``json.loads``.
 
     Raises:
@@ -35,8 +35,7 @@ def _read(wanted: Any, data: object, place: str) -> Any:
         return _read_object(wanted, data, place)
     origin = typing.get_origin(wanted)
     if origin is tuple:
-        element = typing.get_args(wanted)[0]
-        return tuple(_read(element, each, place) for each in _checked(data, list, place))
+        return _read_tuple(typing.get_args(wanted), _checked(data, list, place), place)
     if origin is dict:
         kind = typing.get_args(wanted)[1]
         pairs = _checked(data, dict, place).items()
@@ -44,6 +43,14 @@ def _read(wanted: Any, data: object, place: str) -> Any:
     if wanted is float and type(data) is int:
         return float(data)
     return _checked(data, wanted, place)
+
+
+def _read_tuple(kinds: tuple[Any, ...], found: list[object], place: str) -> tuple[Any, ...]:
+    if kinds[-1] is Ellipsis:
+        kinds = kinds[:1] * len(found)
+    if len(kinds) != len(found):
+        raise ProtocolError(f"{place} of a report has {len(found)} parts, not {len(kinds)}")
+    return tuple(_read(kind, each, place) for kind, each in zip(kinds, found, strict=True))
 
 
 def _read_object(wanted: Any, data: object, place: str) -> Any:

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from torchweft.channel.rdma import NO_DEVICE
-from torchweft.hybrid import Facts as Devices
+from torchweft.errors import ProtocolError
+from torchweft.observe.doctor.attaching import merged, sample
 from torchweft.observe.doctor.examining import diagnose
-from torchweft.observe.doctor.facts import HostFacts, PairFacts
-from torchweft.observe.doctor.findings import Diagnosis, Level
-from torchweft.observe.doctor.links import NetworkLink
+from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
+from torchweft.protocol.observing.facts import (
+    HostFacts,
+    PairFacts,
+    WorkerFacts,
+    decode_facts,
+    decode_pair,
+    encode_facts,
+)
 
 WELL = HostFacts(
     "worker0",
@@ -27,10 +34,19 @@ WELL = HostFacts(
     (("eth0", 1500),),
     ("10.0.0.1",),
     0.0,
-    Devices("host0"),
 )
-OTHER = replace(WELL, worker="worker1", host="host1", devices=Devices("host1"))
-PAIR = PairFacts("worker0", "worker1", "", 6e-5, 5e9, 1e10, (("shm", ""), ("cma", "")))
+OTHER = replace(WELL, worker="worker1", host="host1")
+PAIR = PairFacts(
+    "worker0",
+    "worker1",
+    "",
+    6e-5,
+    5e9,
+    1e10,
+    (("shm", ""), ("cma", "")),
+    inline_bytes=64 << 10,
+    channels=(("shm", 128 << 10), ("cma", 1 << 20)),
+)
 
 
 def found(*facts: HostFacts, pairs: Any = (PAIR,)) -> Diagnosis:
@@ -77,7 +93,7 @@ def test_each_broken_surrounding_is_named(
     assert any(each in error.text for each in text.split("|"))
     assert fix in error.fix
     assert not diagnosis.is_well
-    assert "1 errors" in str(diagnosis)
+    assert "\n1 error" in str(diagnosis)
 
 
 def test_a_worse_channel_is_a_note_with_its_reason_and_the_command() -> None:
@@ -94,22 +110,24 @@ def test_a_worse_channel_is_a_note_with_its_reason_and_the_command() -> None:
 
 
 def test_the_limit_between_hosts_is_the_network() -> None:
-    def rates(link: NetworkLink) -> str:
-        pair = replace(PAIR, is_one_host=False, is_one_network=False, link=link)
+    def rates(interface: str, speed: float = 0.0) -> str:
+        between = {"is_one_host": False, "is_one_network": False}
+        link = {"interface": interface, "interface_bytes_per_s": speed}
+        pair = replace(PAIR, **between, **link)
         return next(
             each.text for each in found(WELL, OTHER, pairs=[pair]).findings if each.check == "pair"
         )
 
-    assert "5.0 GB/s of a tensor (1.25 GB/s is the speed of eth0);" in rates(
-        NetworkLink("eth0", 1.25e9)
-    )
-    assert "(eth0 does not tell its speed);" in rates(NetworkLink("eth0"))
-    assert "(the network between does not tell its speed);" in rates(NetworkLink())
+    assert "5.0 GB/s of a tensor (1.25 GB/s is the speed of eth0);" in rates("eth0", 1.25e9)
+    assert "(eth0 does not tell its speed);" in rates("eth0")
+    assert "(the network between does not tell its speed);" in rates("")
 
 
 def test_rdma_between_hosts_is_listed_or_its_obstacle_is_a_note() -> None:
     def texts(obstacle: str) -> tuple[str, list[str]]:
-        pair = replace(PAIR, is_one_host=False, obstacles=(("rdma", obstacle),))
+        channels = () if obstacle else (("rdma", 1 << 20),)
+        obstacles = (("rdma", obstacle),)
+        pair = replace(PAIR, is_one_host=False, obstacles=obstacles, channels=channels)
         findings = found(WELL, OTHER, pairs=[pair]).findings
         (rates,) = [each.text for each in findings if "GB/s of a tensor" in each.text]
         return rates, [each.text for each in findings if each.level is Level.NOTE]
@@ -125,7 +143,7 @@ def test_rdma_between_hosts_is_listed_or_its_obstacle_is_a_note() -> None:
 
 
 def test_a_name_mixed_devices_and_memory_that_cannot_be_read_are_notes() -> None:
-    odd = replace(OTHER, addresses=(), devices=Devices("host1", "cuda:0"), ptrace_scope=1)
+    odd = replace(OTHER, addresses=(), device="cuda:0", ptrace_scope=1)
     diagnosis = found(WELL, odd)
     notes = {each.check: each for each in diagnosis.findings if each.level is Level.NOTE}
     assert "/etc/hosts" in notes["names"].fix
@@ -134,3 +152,80 @@ def test_a_name_mixed_devices_and_memory_that_cannot_be_read_are_notes() -> None
     assert "ptrace_scope=0" in notes["ptrace"].fix
     assert "rank 1 on cuda:0" in notes["collectives"].text
     assert diagnosis.is_well
+
+
+def test_each_size_has_its_channel() -> None:
+    def channels(*usable: tuple[str, int], inline_bytes: int = 64 << 10) -> str:
+        pair = replace(PAIR, channels=usable, inline_bytes=inline_bytes)
+        (rates,) = [
+            each.text for each in found(WELL, pairs=[pair]).findings if each.check == "pair"
+        ]
+        return rates.partition("channels: ")[2]
+
+    shm, cma, striped = ("shm", 128 << 10), ("cma", 1 << 20), ("striped", 2 << 20)
+    assert channels(shm, cma, striped) == (
+        "inline, stream from 64 KiB, shm from 128 KiB (where it has no room: cma from 1 MiB, "
+        "striped from 2 MiB)"
+    )
+    assert channels(striped) == "inline, stream from 64 KiB, striped from 2 MiB"
+    assert channels(shm) == "inline, stream from 64 KiB, shm from 128 KiB"
+    assert channels() == "inline, stream from 64 KiB"
+    assert channels(("shm", 64 << 10)) == "inline, shm from 64 KiB"
+
+
+def test_a_busy_worker_is_a_note_and_a_way_that_is_not_measured_has_no_rates() -> None:
+    busy = replace(PAIR, error="no call ended within 1 s", is_busy=True)
+    (note,) = [each for each in found(WELL, pairs=[busy]).findings if each.level is Level.NOTE]
+    assert note.text == "is not measured, as worker1 is busy: no call ended within 1 s"
+    assert note.fix.startswith("torchweft top --worker worker1 ")
+    known = found(WELL, pairs=[replace(PAIR, latency_s=0.0)])
+    assert [each.text.split(",")[0] for each in known.findings if each.check == "channel"] == [
+        "channels: inline"
+    ]
+    assert not [each for each in known.findings if each.check == "pair"]
+
+
+def test_clocks_of_several_hosts_are_told() -> None:
+    between = replace(PAIR, is_one_host=False, clock_s=-0.012, clock_error_s=3e-4)
+    less = replace(between, callee="worker2", clock_s=0.002)
+    (told,) = [
+        each for each in found(WELL, pairs=[less, between]).findings if each.check == "clock"
+    ]
+    assert told.level is Level.GOOD
+    assert "12.0 ms at most, as those of worker0 and worker1, measured to 0.3 ms" in told.text
+    assert not [each for each in found(WELL).findings if each.check == "clock"]
+
+
+def test_pairs_of_equal_channels_are_one_line() -> None:
+    def named(number: int, text: str, check: str = "channel") -> Finding:
+        return Finding(Level.NOTE, check, f"pair {number}", text)
+
+    findings = [named(number, "no cma") for number in range(5)] + [named(5, "no shm")]
+    rates = [named(number, "same", "pair") for number in range(2)]
+    assert [(each.where, each.text) for each in merged([*findings, *rates])] == [
+        ("pair 0, pair 1, pair 2 and 2 more pairs", "no cma"),
+        ("pair 5", "no shm"),
+        ("pair 0", "same"),
+        ("pair 1", "same"),
+    ]
+
+
+def test_a_sample_of_pairs_has_all_workers_and_no_pair_twice() -> None:
+    names = [f"worker{number}" for number in range(16)]
+    rank = {name: number for number, name in enumerate(names)}
+    pairs = [PairFacts(one, other) for one in names for other in names if one != other]
+    chosen = sample(pairs, rank, 32)
+    assert len({each.where for each in chosen}) == 32
+    assert {each.caller for each in chosen} == {each.callee for each in chosen} == set(names)
+    assert {each.where for each in sample(pairs, rank, 1000)} == {each.where for each in pairs}
+    assert len({each.caller for each in sample(pairs, rank, 8)}) == 8
+    assert sample([], rank, 3) == sample(pairs, rank, 0) == []
+
+
+def test_facts_travel_as_text() -> None:
+    facts = WorkerFacts(WELL, (PAIR, replace(PAIR, error="lost")))
+    assert decode_facts(encode_facts(facts)) == facts
+    assert decode_pair(encode_facts(PAIR).encode()) == PAIR
+    for wrong in ("[", "{}", encode_facts(facts).replace("1500", '1500, "x"')):
+        with pytest.raises(ProtocolError):
+            decode_facts(wrong)
