@@ -20,7 +20,6 @@ from torchweft.errors import (
 from torchweft.observe.processes import why_silent
 from torchweft.observe.session import Access, ask, process_at
 from torchweft.protocol.observing.report import (
-    DETAIL,
     REPORT,
     WHO,
     Identity,
@@ -86,9 +85,13 @@ class Group:
         """The names of its workers, by rank."""
         return list(self._members)
 
-    def ask(self, timeout_s: float, *, in_detail: bool = False) -> Answers:
-        """Asks all workers at a time; waits ``timeout_s`` at most for each."""
-        question = DETAIL if in_detail else REPORT
+    def ask(self, timeout_s: float, question: str = REPORT) -> Answers:
+        """Asks all workers at a time; waits ``timeout_s`` at most for each.
+
+        Args:
+            timeout_s: Seconds.
+            question: ``REPORT``, ``DETAIL`` or ``METRICS``.
+        """
         members = list(self._members.values())
 
         def report_of(member: Member) -> Report | Exception:
