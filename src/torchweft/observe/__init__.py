@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchweft.observe import metrics
-    from torchweft.observe.spans import Spans as spans
+    from torchweft.observe.telemetry.spans import Spans as spans
     from torchweft.observe.tracing.session import Trace as trace
 
 __all__ = ["metrics", "spans", "trace"]
@@ -22,7 +22,7 @@ __all__ = ["metrics", "spans", "trace"]
 # Loaded when first used: they need torch.
 _CLASSES = {
     "trace": ("torchweft.observe.tracing.session", "Trace"),
-    "spans": ("torchweft.observe.opentelemetry.spans", "Spans"),
+    "spans": ("torchweft.observe.telemetry.spans", "Spans"),
 }
 
 

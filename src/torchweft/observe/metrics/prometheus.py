@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from socketserver import ThreadingMixIn
+from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import make_wsgi_app
@@ -20,7 +21,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
 )
 from prometheus_client.metrics_core import Metric as Family
-from prometheus_client.registry import Collector, CollectorRegistry
+from prometheus_client.registry import CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
 from torchweft.observe.metrics.measures import (
@@ -51,7 +52,7 @@ def family_of(metric: Metric) -> Family:
         metric.kind, HistogramMetricFamily
     )
     labels = [key.replace(".", "_") for key in keys]
-    family: Family = make(name_of(metric), metric.description, labels=labels)
+    family: Any = make(name_of(metric), metric.description, labels=labels)
     for point in metric.points:
         values = [point.attributes.get(key, "") for key in keys]
         if isinstance(point.value, Distribution):
@@ -62,7 +63,7 @@ def family_of(metric: Metric) -> Family:
     return family
 
 
-class GroupCollector(Collector):
+class GroupCollector:
     """Collects the metrics of workers, for a registry of ``prometheus_client``.
 
     Args:
@@ -88,7 +89,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         # That of the base class asks the name service for the name of the address.
         self.socket.bind(self.server_address)
         self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = self.server_address[:2]
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
 
 
@@ -113,11 +114,10 @@ class Endpoint:
         OSError: It cannot listen there.
     """
 
-    def __init__(
-        self, read: Callable[[], list[Metric]], host: str, port: int, name: str
-    ) -> None:
+    def __init__(self, read: Callable[[], list[Metric]], host: str, port: int, name: str) -> None:
         registry = CollectorRegistry()
-        registry.register(GroupCollector(read))
+        collector: Any = GroupCollector(read)
+        registry.register(collector)
         family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
 
         class Server(_Server):

@@ -93,5 +93,3 @@ class Server:
 
     def __repr__(self) -> str:
         return f"<metrics at {self.url}>"
-
-
