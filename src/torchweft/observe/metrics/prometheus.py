@@ -20,7 +20,6 @@ from prometheus_client.core import (
     GaugeMetricFamily,
     HistogramMetricFamily,
 )
-from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import CollectorRegistry
 from prometheus_client.utils import floatToGoString
 
@@ -45,7 +44,7 @@ def name_of(metric: Metric) -> str:
     return name if unit is None else f"{name}_{unit}"
 
 
-def family_of(metric: Metric) -> Family:
+def family_of(metric: Metric) -> Any:
     """Returns a metric as a family of Prometheus."""
     keys = sorted({key for point in metric.points for key in point.attributes})
     make = {COUNTER: CounterMetricFamily, GAUGE: GaugeMetricFamily}.get(
@@ -73,11 +72,11 @@ class GroupCollector:
     def __init__(self, read: Callable[[], list[Metric]]) -> None:
         self._read = read
 
-    def describe(self) -> list[Family]:
+    def describe(self) -> list[Any]:
         """Returns nothing, so that a registry does not collect to learn the names."""
         return []
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterator[Any]:
         """Yields the metrics as they are now."""
         yield from map(family_of, self._read())
 
