@@ -168,8 +168,9 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
 
     def go_on(owned: OwnedValue, _: object) -> None:
         device_streams.use(mark, *waiting.given)
-        if worker.around is not None:
-            worker.around(call, partial(proceed, worker, context_id, waiting, call, owned))
+        around = worker.around
+        if around is not None:
+            around(call, partial(proceed, worker, context_id, waiting, call, owned))
         else:
             proceed(worker, context_id, waiting, call, owned)
 

@@ -134,12 +134,11 @@ class ServedTypes:
 
     Args:
         worker: The worker.
-        serve: Serves one of them.
+        serve: Serves a call of any of them.
 
     Attributes:
         plain: The type for calls without functions by value.
         with_code: The type for calls with functions by value.
-        serve: Serves a call of any of these types.
         take_context: Takes the context that a call carries; None to drop it.
     """
 

@@ -48,8 +48,8 @@ class Carrier(NamedTuple):
         request: Takes the place of ``Worker.request``; its first argument is that method.
         result_of: Takes the place of ``Worker.result_of`` in the same way.
         run: Takes the place of ``Engine.run``, which leads a backward pass.
-        take_context: Called with a call that another worker has made, and the context that it
-            carries, before it is queued.
+        take_context: Called with a call that was read, and the context that it carries, before
+            it is queued.
         around: Runs what serves a call, or a part of that, in the context of the call.
     """
 
