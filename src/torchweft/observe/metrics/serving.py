@@ -41,7 +41,6 @@ def serve(
     if not 0 <= checked_int("port", port) < _MOST_PORTS:
         raise ConfigurationError(f"port is {port}; pass a number up to 65535, or 0 for a free one")
     check(group, timeout)
-    node = current_node()
     try:
         from torchweft.observe.metrics.prometheus import Endpoint
     except ImportError as error:
@@ -49,6 +48,7 @@ def serve(
             f"metrics cannot be served without the package {error.name!r}: "
             "pip install 'torchweft[metrics]'"
         ) from error
+    node = current_node()
     read = reader_of(node, group=group, timeout_s=timeout)
     read()  # Calls are counted from now on.
     try:
