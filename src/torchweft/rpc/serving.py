@@ -32,7 +32,7 @@ from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Around, Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     CAPTURED,
     POSITIONAL,
@@ -73,24 +73,32 @@ def install(worker: Worker) -> ServedTypes:
         except BaseException as error:
             call.fail(error)
 
-    def take_up(peer: Peer, frame: Frame) -> None:
-        call, size_bytes = _with_code(types, peer, frame, frame.control)
+    def take_up(peer: Peer, frame: Frame, context: bytes = b"") -> None:
+        numbers, control = decode_code_names(frame.control)
+        codes = peer.kept_codes.find(numbers)
+        plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
+        call = types.with_code(peer, plain, time.monotonic())
+        call.codes = codes
+        size_bytes = size_of(frame)
+        for code in codes:
+            size_bytes += code.size_bytes
+        if context and types.take_context is not None:
+            types.take_context(call, context)
         worker.agent.receiver.take_call(peer, call, size_bytes)
 
     def take_up_in_span(peer: Peer, frame: Frame) -> None:
         control: Any = frame.control
         kind, context, control = control if type(control) is InSpan else decode_span(control)
-        if kind == _CALL:
-            plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
-            call = types.plain(peer, plain, time.monotonic())
-            size_bytes = size_of(plain)
-        elif worker.reader.is_strict:
-            raise ProtocolError(f"message kind {kind} is unknown")
-        else:
-            call, size_bytes = _with_code(types, peer, frame, control)
+        plain = _new(Frame, (kind, frame.flags, frame.id, control, frame.buffers))
+        if kind != _CALL:
+            if worker.reader.is_strict:
+                raise ProtocolError(f"message kind {kind} is unknown")
+            take_up(peer, plain, context)
+            return
+        call = types.plain(peer, plain, time.monotonic())
         if types.take_context is not None:
             types.take_context(call, context)
-        worker.agent.receiver.take_call(peer, call, size_bytes)
+        worker.agent.receiver.take_call(peer, call, size_of(plain))
 
     types = ServedTypes(worker, serve)
     worker.agent.receiver.on_calls(serve, refuse, Call)
@@ -98,21 +106,6 @@ def install(worker: Worker) -> ServedTypes:
     if not worker.reader.is_strict:
         worker.agent.receiver.on(Kind.CALL_WITH_CODE, take_up, inline=True)
     return types
-
-
-def _with_code(
-    types: ServedTypes, peer: Peer, frame: Frame, control: Buffer
-) -> tuple[CallWithCode, int]:
-    """Returns a call that names code, and the bytes that it takes while it waits."""
-    numbers, control = decode_code_names(control)
-    codes = peer.kept_codes.find(numbers)
-    plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
-    call = types.with_code(peer, plain, time.monotonic())
-    call.codes = codes
-    size_bytes = size_of(frame)
-    for code in codes:
-        size_bytes += code.size_bytes
-    return call, size_bytes
 
 
 class InSpan(NamedTuple):
