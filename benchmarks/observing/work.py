@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import time
 from typing import NamedTuple
 
-from torchweft import rpc
+from torchweft import observe, rpc
 from torchweft.observe.group import Group
 from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing import service
@@ -14,8 +16,9 @@ from torchweft.rpc.tracing import service
 _TRACE = 1
 _LIMIT = 200_000
 _WARM_UP = 200
-OFF, COUNTERS, TRACE, BOTH = "off", "counters", "trace", "both"
-MODES = (OFF, COUNTERS, TRACE, BOTH)
+OFF, COUNTERS, TRACE, BOTH, SPANS = "off", "counters", "trace", "both", "spans"
+HAS_SPANS = all(map(importlib.util.find_spec, ("opentelemetry", "opentelemetry.sdk")))
+MODES = (OFF, COUNTERS, TRACE, BOTH, *((SPANS,) if HAS_SPANS else ()))
 
 
 class Block(NamedTuple):
@@ -52,10 +55,22 @@ def processor_time_s() -> float:
     return time.process_time()
 
 
+@functools.cache
+def spans() -> observe.spans:
+    """Returns spans of an SDK without an exporter."""
+    from opentelemetry.sdk.trace import TracerProvider
+
+    return observe.spans(TracerProvider(shutdown_on_exit=False))
+
+
 def watch(mode: str) -> None:
     """Has this worker watched in one way from now on."""
     node = current_node()
     node.recorder.forget(_TRACE)
+    if HAS_SPANS:
+        spans().stop()
+        if mode == SPANS:
+            spans().start()
     if mode in (COUNTERS, BOTH):
         node.counting.extend(3600.0)
     else:

@@ -95,7 +95,7 @@ def works(api: Api) -> dict[str, Work]:
 
 def local_works() -> dict[str, Work]:
     """Returns the works without a call: one observer has the environments of all three."""
-    tutorial.rpc = OneProcess().rpc  # type: ignore[attr-defined]
+    tutorial.rpc = OneProcess().rpc
     return {
         "unbatched": _local_episodes(OBSERVERS, 1),
         "batched": _local_episodes(1, OBSERVERS),
@@ -108,7 +108,7 @@ def _local_episodes(forwards: int, count: int) -> Work:
 
     def ask(agent: Any, observer: int, states: Tensor) -> Tensor:
         own = agent.local_value()
-        actions, logs = zip(*[own.decide(each) for each in states.split(count)], strict=True)
+        actions, logs = zip(*[own.decide(each) for each in torch.split(states, count)], strict=True)
         own.logs[observer].append(torch.cat(logs))
         return torch.cat(actions)
 

@@ -65,5 +65,5 @@ def test_the_extras_that_the_page_names_exist() -> None:
     extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     known = re.findall(r"^([\w-]+) = \[", extras, re.M)
     named = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(), re.M)
-    assert len(named) == 6
+    assert len(named) == 8
     assert set(named) <= set(known)

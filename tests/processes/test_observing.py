@@ -28,7 +28,7 @@ from torchweft.observe.group import Answers, find
 from torchweft.observe.session import ask
 from torchweft.protocol.connecting import Hello, Purpose
 from torchweft.protocol.connecting.hello import OBSERVER
-from torchweft.protocol.observing.report import Report
+from torchweft.protocol.observing.report import DETAIL, Report
 from torchweft.rpc.counting import LEASE_S
 from torchweft.rpc.node import current_node
 from torchweft.secret import key_of_observers
@@ -77,7 +77,7 @@ def test_an_observer_counts_the_calls_of_both_sides(trio: Cluster) -> None:
     kept = rpc.remote("worker0", echo, args=(torch.ones(1000),))
     assert kept.to_here().sum() == 1000
     assert rpc.rpc_sync("worker0", lambda: 7) == 7
-    answers = group.ask(ANSWER_S, in_detail=True)
+    answers = group.ask(ANSWER_S, DETAIL)
     found = rates.functions(answers.reports, before)
     counted = {(each.function, each.direction): (each.calls, each.errors) for each in found}
     name = f"{__name__}.echo"

@@ -80,9 +80,14 @@ class Receiver:
         self._routes[Kind.CALL] = _Route(handler, False, call)
         self._refuse = refuse
 
-    def take_up_as(self, call: type[ServedCall]) -> None:
-        """Has objects of another type made of the calls that are read from now on."""
-        self._routes[Kind.CALL] = self._routes[Kind.CALL]._replace(take_up=call)
+    def take_up_as(self, call: type[ServedCall], handler: CallHandler) -> None:
+        """Has objects of another type made of the calls that are read from now on.
+
+        Args:
+            call: The type.
+            handler: Takes the place of the handler for them.
+        """
+        self._routes[Kind.CALL] = self._routes[Kind.CALL]._replace(handler=handler, take_up=call)
 
     def on_replies(self, take: TakeReply) -> None:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.

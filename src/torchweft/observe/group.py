@@ -28,7 +28,6 @@ from torchweft.protocol.observing.facts import (
     decode_pair,
 )
 from torchweft.protocol.observing.report import (
-    DETAIL,
     REPORT,
     WHO,
     Identity,
@@ -95,9 +94,13 @@ class Group:
         """The names of its workers, by rank."""
         return list(self._members)
 
-    def ask(self, timeout_s: float, *, in_detail: bool = False) -> Answers:
-        """Asks all workers at a time; waits ``timeout_s`` at most for each."""
-        question = DETAIL if in_detail else REPORT
+    def ask(self, timeout_s: float, question: str = REPORT) -> Answers:
+        """Asks all workers at a time; waits ``timeout_s`` at most for each.
+
+        Args:
+            timeout_s: Seconds.
+            question: ``REPORT``, ``DETAIL`` or ``METRICS``.
+        """
         answers = Answers()
         answers.reports = self._ask_all(question, decode_report, timeout_s, answers)
         self._learn([report.identity for report in answers.reports])

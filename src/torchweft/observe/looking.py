@@ -9,7 +9,7 @@ from typing import Any
 
 from torchweft.observe import rates, text
 from torchweft.observe.group import Answers, Group
-from torchweft.protocol.observing.report import Report
+from torchweft.protocol.observing.report import DETAIL, REPORT, Report
 from torchweft.protocol.observing.waits import WaitGraph
 from torchweft.protocol.observing.wording import explain
 
@@ -34,7 +34,7 @@ class Looker:
 
     def look(self, worker: str | None = None) -> Look:
         """Asks all workers, in detail if one of them is opened. Blocks for the timeout at most."""
-        answers = self._group.ask(self._timeout_s, in_detail=worker is not None)
+        answers = self._group.ask(self._timeout_s, REPORT if worker is None else DETAIL)
         seen = Look(self._group, answers, self._before, worker)
         self._before = {report.worker: report for report in answers.reports}
         return seen

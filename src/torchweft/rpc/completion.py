@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import CoroutineType
 from typing import Any, ClassVar, NamedTuple
 
@@ -167,7 +168,11 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
 
     def go_on(owned: OwnedValue, _: object) -> None:
         device_streams.use(mark, *waiting.given)
-        proceed(worker, context_id, waiting, call, owned)
+        around = worker.around
+        if around is not None:
+            around(call, partial(proceed, worker, context_id, waiting, call, owned))
+        else:
+            proceed(worker, context_id, waiting, call, owned)
 
     def give_up(owned: OwnedValue, _: object) -> None:
         if owned.forget(ready):

@@ -31,6 +31,8 @@ from torchweft.wire.messages import ERROR_REPLY
 
 LEASE_S = 10.0
 """Seconds for which calls are counted after a report."""
+METRICS_LEASE_S = 600.0
+"""The same after one for metrics, which are asked for less often."""
 MOST_FUNCTIONS = 1000
 OTHERS = "other functions"
 """Name under which the calls of further functions are counted."""
@@ -146,6 +148,7 @@ class Tally:
                     sum(counted.times.values()) + counted.untimed,
                     counted.errors,
                     {str(number): count for number, count in counted.times.items()},
+                    counted.seconds,
                 )
                 for name, counted in self._counted.items()
             ]
@@ -156,12 +159,14 @@ class _Counted:
 
     def __init__(self) -> None:
         self.times: dict[int, int] = {}
+        self.seconds = 0.0
         self.errors = 0
         self.untimed = 0
 
     def sort(self, times: array[float]) -> None:
         """Adds calls."""
         seconds = np.maximum(np.frombuffer(times), LEAST_S)
+        self.seconds += float(seconds.sum())
         numbers, counts = np.unique(np.floor(np.log2(seconds) * STEPS), return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self.times[int(number)] = self.times.get(int(number), 0) + count

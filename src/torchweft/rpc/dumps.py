@@ -24,7 +24,7 @@ from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Slot
 from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
-from torchweft.protocol.observing.report import FILE_SUFFIX, SHUTDOWN, encode
+from torchweft.protocol.observing.report import DETAIL, FILE_SUFFIX, SHUTDOWN, encode
 from torchweft.rpc.activity import threads
 from torchweft.rpc.reporting import Reporter
 from torchweft.rpc.worker import Worker
@@ -98,7 +98,7 @@ class Dumps:
             folder = self.folder()
             path = os.path.join(folder, self._agent.info.name.replace(":", "_") + FILE_SUFFIX)
             self._agent.events.note("wrote a report: %s", reason)
-            data = encode(self._reporter.report(in_detail=True))
+            data = encode(self._reporter.report(DETAIL))
             with open(path + ".new", "wb") as file:
                 file.write(data)
             os.replace(path + ".new", path)

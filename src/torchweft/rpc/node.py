@@ -52,15 +52,19 @@ class Node:
 
     Attributes:
         agent: Its connections, threads and open calls.
+        options: Its options.
         worker: Its calls, references, tensors and autograd engine.
         gatherings: The barriers and gathers that it takes part in.
         leaving: Takes it out of the group.
         waits: Logs waits that take long.
+        watching: Has its calls watched, by counters, traces and others.
         counting: Counts its calls while it is observed.
         recorder: Records what it does while it is traced.
+        observers: Answers those who observe it.
         dumps: Writes what the worker does to files.
         spin_limit: Makes idle threads of OpenMP sleep.
         store: The store.
+        on_end: What ends with the worker, in any order: functions by any key.
     """
 
     def __init__(
@@ -72,7 +76,9 @@ class Node:
         group: str = "",
     ) -> None:
         self.agent = agent
+        self.options = options
         self.store = store
+        self.on_end: dict[object, Callable[[], None]] = {}
         name = agent.info.name
         self.waits = LongWaits(name)
         self.spin_limit = SpinLimit(f"weft-{name}-openmp")
@@ -85,9 +91,9 @@ class Node:
             copies_own=options.copy_to_self,
             warns_of_lost_gradients=options.lost_gradients == "warn",
         )
-        watching = Watching(self.worker, serving.install(self.worker))
-        self.counting = Counting(self.worker, watching)
-        self.recorder = Recorder(self.worker, watching)
+        self.watching = Watching(self.worker, serving.install(self.worker))
+        self.counting = Counting(self.worker, self.watching)
+        self.recorder = Recorder(self.worker, self.watching)
         stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
@@ -97,7 +103,7 @@ class Node:
         self.leaving = Leaving(self.worker, self.waits, on_left)
         reporter = Reporter(self.worker, self.counting, group)
         self.dumps = Dumps(self.worker, reporter, group)
-        self._observers = Observers(self.agent, reporter, self.counting)
+        self.observers = Observers(self.agent, reporter, self.counting)
         self.waits.on_notice = partial(agent.events.note, "%s")
         agent.members.on_joined(self._note_joined)
         self._finalize: Finalize | None = None
@@ -120,7 +126,7 @@ class Node:
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         answer_signal()
         log_records.set_origin(self._origin)
-        self.agent.answer_observers(self._observers.answer)
+        self.agent.answer_observers(self.observers.answer)
         self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
     def peer_lost(self, peer: Peer) -> None:
@@ -184,6 +190,8 @@ class Node:
         self.agent.answer_observers(None)
         current_agent.install(None)
         log_records.set_origin(None)
+        for end in list(self.on_end.values()):
+            end()
         self.recorder.close()
         self.gatherings.close()
         self.worker.unseen.close()

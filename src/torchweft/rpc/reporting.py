@@ -19,6 +19,9 @@ from torchweft.agent.peers import Peer
 from torchweft.protocol.calls import ServedCall as Served
 from torchweft.protocol.membership.registration import HOST
 from torchweft.protocol.observing.report import (
+    DETAIL,
+    METRICS,
+    REPORT,
     Event,
     HeldReference,
     Identity,
@@ -88,10 +91,16 @@ class Reporter:
         addresses = tuple(peer.registration.addresses)
         return Member(peer.name, peer.info.id, peer.id, host, addresses, found.state.value, cause)
 
-    def report(self, *, in_detail: bool) -> Report:
-        """Returns the report; with stacks and references only ``in_detail``."""
+    def report(self, question: str = REPORT) -> Report:
+        """Returns the report.
+
+        Args:
+            question: ``DETAIL`` for stacks and references as well, ``METRICS`` for numbers alone:
+                without calls and threads.
+        """
         worker, reactor = self._worker, self._agent.reactor
         counts = worker.references.counts()
+        in_detail, shows_calls = question == DETAIL, question != METRICS
         return Report(
             identity=self.identity(),
             clock_s=time.monotonic(),
@@ -104,9 +113,9 @@ class Reporter:
             queued=len(reactor.tasks),
             traffic=tuple(self._traffic()),
             functions=self._counting.counts(),
-            made=tuple(self._made()),
-            served=tuple(self._served()),
-            threads=tuple(threads(worker, with_frames=in_detail)),
+            made=tuple(self._made()) if shows_calls else (),
+            served=tuple(self._served()) if shows_calls else (),
+            threads=tuple(threads(worker, with_frames=in_detail)) if shows_calls else (),
             owned=counts["owned"],
             held=counts["held"],
             references=tuple(self._references()) if in_detail else (),
@@ -114,6 +123,8 @@ class Reporter:
             passes=worker.engine.count_passes(),
             events=tuple(self._events()) if in_detail else (),
             numbers=tuple(self._agent.slots[TELLERS].told()),
+            in_flight=len(self._agent.calls),
+            serving=len(served_by(worker)),
         )
 
     def _traffic(self) -> Iterable[Traffic]:

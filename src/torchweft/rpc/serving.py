@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +29,7 @@ from torchweft.errors import (
 from torchweft.protocol.calls import SLOW_S
 from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
-from torchweft.rpc.worker import Worker, current_worker
+from torchweft.rpc.worker import Around, Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.frames import Frame
@@ -40,6 +41,7 @@ from torchweft.wire.messages import (
     ValueHead,
     decode_call,
     decode_code_names,
+    decode_span,
 )
 
 _log = logging.getLogger("torchweft")
@@ -53,7 +55,6 @@ NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart
 
 def install(worker: Worker) -> ServedTypes:
     """Makes ``worker`` serve calls; returns the types of the objects that it makes of them."""
-    types = ServedTypes(worker)
 
     def serve(peer: Peer, call: Call) -> None:
         call.worker, call.owned = worker, None
@@ -72,7 +73,7 @@ def install(worker: Worker) -> ServedTypes:
         except BaseException as error:
             call.fail(error)
 
-    def take_up(peer: Peer, frame: Frame) -> None:
+    def take_up(peer: Peer, frame: Frame, context: bytes = b"") -> None:
         numbers, control = decode_code_names(frame.control)
         codes = peer.kept_codes.find(numbers)
         plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
@@ -81,12 +82,44 @@ def install(worker: Worker) -> ServedTypes:
         size_bytes = size_of(frame)
         for code in codes:
             size_bytes += code.size_bytes
+        if context and types.take_context is not None:
+            types.take_context(call, context)
         worker.agent.receiver.take_call(peer, call, size_bytes)
 
+    def take_up_in_span(peer: Peer, frame: Frame) -> None:
+        control: Any = frame.control
+        kind, context, control = control if type(control) is InSpan else decode_span(control)
+        plain = _new(Frame, (kind, frame.flags, frame.id, control, frame.buffers))
+        if kind != _CALL:
+            if worker.reader.is_strict:
+                raise ProtocolError(f"message kind {kind} is unknown")
+            take_up(peer, plain, context)
+            return
+        call = types.plain(peer, plain, time.monotonic())
+        if types.take_context is not None:
+            types.take_context(call, context)
+        worker.agent.receiver.take_call(peer, call, size_of(plain))
+
+    types = ServedTypes(worker, serve)
     worker.agent.receiver.on_calls(serve, refuse, Call)
+    worker.agent.receiver.on(Kind.CALL_IN_SPAN, take_up_in_span, inline=True)
     if not worker.reader.is_strict:
         worker.agent.receiver.on(Kind.CALL_WITH_CODE, take_up, inline=True)
     return types
+
+
+class InSpan(NamedTuple):
+    """Takes the place of the control part of a ``CALL_IN_SPAN`` of a worker to itself.
+
+    Attributes:
+        kind: ``CALL``.
+        context: The context of the span.
+        control: The control part of the call.
+    """
+
+    kind: int
+    context: bytes
+    control: Any
 
 
 class ServedTypes:
@@ -94,17 +127,38 @@ class ServedTypes:
 
     Args:
         worker: The worker.
+        serve: Serves a call of any of them.
+
+    Attributes:
+        plain: The type for calls without functions by value.
+        with_code: The type for calls with functions by value.
+        take_context: Takes the context that a call carries; None to drop it.
     """
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, serve: Callable[[Peer, Call], None]) -> None:
         self._receiver = worker.agent.receiver
-        self.with_code = CallWithCode
-        """The type for calls with functions by value."""
+        self._serve = serve
+        self.plain, self.with_code = Call, CallWithCode
+        self.take_context: Callable[[Call, bytes], None] | None = None
 
-    def use(self, plain: type[Call], with_code: type[CallWithCode]) -> None:
-        """Uses other types from now on."""
-        self._receiver.take_up_as(plain)
-        self.with_code = with_code
+    def use(
+        self, plain: type[Call], with_code: type[CallWithCode], around: Around | None = None
+    ) -> None:
+        """Uses other types from now on.
+
+        Args:
+            plain: The type for calls without functions by value.
+            with_code: The type for calls with functions by value.
+            around: Runs what serves a call; None to run it as it is.
+        """
+        serve = self._serve
+
+        def serve_within(peer: Peer, call: Call) -> None:
+            assert around is not None
+            around(call, partial(serve, peer, call))
+
+        self.plain, self.with_code = plain, with_code
+        self._receiver.take_up_as(plain, serve if around is None else serve_within)
 
 
 def cancel_creations(worker: Worker, peer: Peer) -> None:

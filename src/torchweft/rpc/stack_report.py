@@ -264,13 +264,13 @@ def function_of(call: ServedCall) -> str:
     """Returns the name of the function of a served call, even if it was not decoded yet."""
     function, frame = call.function, call.frame
     if frame is not None:
-        function = _named_in(frame)
+        function = named_in(frame)
     if isinstance(function, bytes):
         return function.decode(errors="replace").replace(":", ".") or "a function sent by value"
     return function_name(function)
 
 
-def _named_in(frame: Frame) -> bytes:
+def named_in(frame: Frame) -> bytes:
     """Returns the function that a request names which was not decoded yet."""
     try:
         control = frame.control

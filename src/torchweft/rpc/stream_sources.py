@@ -14,6 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -140,7 +141,11 @@ class Source:
         device_streams.use(self._mark, self._given)
         self._mark, self._given = None, ()
         try:
-            value = next(self._iterator)
+            around = call.worker.around
+            if around is not None:
+                value = around(call, partial(next, self._iterator))
+            else:
+                value = next(self._iterator)
         except StopIteration:
             call(END, None)
         except BaseException as error:

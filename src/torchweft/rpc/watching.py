@@ -1,20 +1,23 @@
 """Puts subclasses in the place of the types of calls while somebody watches the calls of a worker.
 
 A call is an object, and its type is looked up where it is made. So while nobody watches, nothing
-of a watcher is in the way of a call. Watchers are counters and traces; both may watch at once.
+of a watcher is in the way of a call. Watchers are counters, traces and spans; all may watch at
+once.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torchweft.agent.calls import PendingCall
+from torchweft.autograd.graph import LocalPass
 from torchweft.ids import ReferenceId
 from torchweft.rpc.completion import Call, CallWithCode
 from torchweft.rpc.serving import ServedTypes
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import Around, Worker
 
 
 class Watcher(NamedTuple):
@@ -25,12 +28,36 @@ class Watcher(NamedTuple):
         served: Returns a subclass of a type of calls that it serves.
         note_creation: Called for each call that makes a value, with its function and reference.
         is_brief: Whether it makes new types each time. They derive from those of the others.
+        parts: Returns a subclass of a type of this worker's parts of backward passes; None to
+            leave it.
+        carrier: Has calls carry a context; None to leave them. One watcher at most has one.
     """
 
     pending: Callable[[type[PendingCall]], type[PendingCall]]
     served: Callable[[type[Any]], type[Any]]
     note_creation: Callable[[Any, ReferenceId], None]
     is_brief: bool = False
+    parts: Callable[[type[LocalPass]], type[LocalPass]] | None = None
+    carrier: Carrier | None = None
+
+
+class Carrier(NamedTuple):
+    """Has calls carry a context, and runs those that are served in it.
+
+    Attributes:
+        request: Takes the place of ``Worker.request``; its first argument is that method.
+        result_of: Takes the place of ``Worker.result_of`` in the same way.
+        run: Takes the place of ``Engine.run``, which leads a backward pass.
+        take_context: Called with a call that was read, and the context that it carries, before
+            it is queued.
+        around: Runs what serves a call, or a part of that, in the context of the call.
+    """
+
+    request: Callable[..., Any]
+    result_of: Callable[..., Any]
+    run: Callable[..., Any]
+    take_context: Callable[[Any, bytes], None]
+    around: Around
 
 
 class Watching:
@@ -62,15 +89,33 @@ class Watching:
                 self._use()
 
     def _use(self) -> None:
+        worker = self._worker
         pending: type[PendingCall] = PendingCall
         plain, with_code = Call, CallWithCode
+        part: type[LocalPass] = LocalPass
         for watcher in self._watchers:
             pending = watcher.pending(pending)
             plain, with_code = watcher.served(plain), watcher.served(with_code)
+            if watcher.parts is not None:
+                part = watcher.parts(part)
         notes = [watcher.note_creation for watcher in self._watchers]
-        self._worker.call_type = pending
-        self._worker.note_creation = _all_of(notes) if len(notes) > 1 else next(iter(notes), None)
-        self._served.use(plain, with_code)
+        carriers = [each.carrier for each in self._watchers if each.carrier is not None]
+        carrier = carriers[0] if carriers else None
+        worker.call_type = pending
+        worker.note_creation = _all_of(notes) if len(notes) > 1 else next(iter(notes), None)
+        worker.engine.pass_type = part
+        worker.around = None if carrier is None else carrier.around
+        self._served.use(plain, with_code, worker.around)
+        self._served.take_context = None if carrier is None else carrier.take_context
+        self._carry(carrier)
+
+    def _carry(self, carrier: Carrier | None) -> None:
+        """Puts functions in front of methods of the worker's parts, or takes them away."""
+        worker = self._worker
+        for part, name in ((worker, "request"), (worker, "result_of"), (worker.engine, "run")):
+            vars(part).pop(name, None)
+            if carrier is not None:
+                vars(part)[name] = partial(getattr(carrier, name), getattr(part, name))
 
 
 def _all_of(

@@ -76,6 +76,9 @@ from torchweft.wire.messages import (
 
 _log = logging.getLogger("torchweft")
 
+Around = Callable[[Any, Callable[[], Any]], Any]
+"""Calls a function for a served call, and returns its result."""
+
 
 class Worker:
     """Makes and serves the calls of one worker.
@@ -130,6 +133,8 @@ class Worker:
         """The type of calls that wait for an answer; another one while they are watched."""
         self.note_creation: Callable[[Any, ReferenceId], None] | None = None
         """Called for each call that makes a value, while calls are watched."""
+        self.around: Around | None = None
+        """Runs parts of a served call that run apart from its begin, while calls carry spans."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Called with the caller and the error of every call that failed here."""
         agent.receiver.discard = self.discard_reply

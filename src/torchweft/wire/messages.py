@@ -25,6 +25,10 @@ names code that the callee forgets::
     CALL_WITH_CODE  codes u16 | number u64 of each | a CALL
     CODE            number u64 | forgotten u32 | number u64 of each | content
 
+``CALL_IN_SPAN`` is a call with the context of a span of OpenTelemetry::
+
+    CALL_IN_SPAN    kind u8 | context size u16 | context | a CALL or CALL_WITH_CODE
+
 This layer reads neither payloads nor tensors.
 """
 
@@ -72,6 +76,7 @@ class Kind(enum.IntEnum):
     DUMP = 27
     DEVICE_FREED = 28
     REMOTE_MEMORY = 29
+    CALL_IN_SPAN = 30
 
 
 ERROR_REPLY = 1
@@ -103,11 +108,15 @@ _CALL_WITH_CODE = int(Kind.CALL_WITH_CODE)
 _CODES = struct.Struct("<H")
 _ONE_CODE = struct.Struct("<HQ")
 _CODE_HEAD = struct.Struct("<QI")
+_CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
+_SPAN_HEAD = struct.Struct("<BH")
 _EMPTY = bytearray()
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
 _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
 MAX_CODES = 0xFFFF
+MAX_SPAN_BYTES = 8192
+"""Largest context of a span that a call carries."""
 
 
 class HandedReference(NamedTuple):
@@ -213,6 +222,50 @@ def with_code(call: bytearray, names: bytes) -> bytearray:
     _, flags, count, size, number = HEADER.unpack_from(call)
     head = HEADER.pack(_CALL_WITH_CODE, flags, count, size + len(names), number)
     return _EMPTY.join((head, names, memoryview(call)[HEADER_BYTES:]))
+
+
+def in_span(call: Sequence[Buffer], context: bytes) -> list[Buffer]:
+    """Returns the pieces of a ``CALL_IN_SPAN``.
+
+    Args:
+        call: The pieces of a ``CALL`` or a ``CALL_WITH_CODE``; the first one has the whole control
+            part.
+        context: The context of the span, at most ``MAX_SPAN_BYTES``.
+    """
+    first = memoryview(call[0])
+    kind, flags, count, size, number = HEADER.unpack_from(first)
+    begin = HEADER_BYTES + 8 * count
+    front = _SPAN_HEAD.pack(kind, len(context))
+    head = HEADER.pack(_CALL_IN_SPAN, flags, count, size + len(front) + len(context), number)
+    lengths, control = first[HEADER_BYTES:begin], first[begin:]
+    return [b"".join((head, lengths, front, context, control)), *call[1:]]
+
+
+def decode_span(control: Buffer) -> tuple[int, bytes, Buffer]:
+    """Returns the kind of the call in a ``CALL_IN_SPAN``, the context, and the call.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    kind, start = span_front(control)
+    if start > len(control) or kind not in (_CALL, _CALL_WITH_CODE):
+        raise ProtocolError(
+            f"a call in a span of {len(control)} bytes has a context up to byte {start}, and a "
+            f"message of kind {kind}"
+        )
+    return kind, bytes(control[_SPAN_HEAD.size : start]), control[start:]
+
+
+def span_front(control: Buffer) -> tuple[int, int]:
+    """Returns the kind of the call in a ``CALL_IN_SPAN``, and where the call begins.
+
+    Raises:
+        ProtocolError: It is too short.
+    """
+    if len(control) < _SPAN_HEAD.size:
+        raise ProtocolError(f"a call in a span of {len(control)} bytes is too short")
+    kind, size = _SPAN_HEAD.unpack_from(control)
+    return kind, _SPAN_HEAD.size + size
 
 
 def encode_call_front(

@@ -36,6 +36,7 @@ from torchweft.wire.messages import (
     decode_code_names,
     decode_ints,
     decode_reply,
+    decode_span,
     decode_tables,
     encode_call,
     encode_call_front,
@@ -104,10 +105,18 @@ def _read_call_with_code(frame: Frame) -> None:
     _read_call(frame._replace(control=control))
 
 
+def _read_call_in_span(frame: Frame) -> None:
+    kind, context, control = decode_span(frame.control)
+    assert len(context) + len(control) < len(frame.control)
+    read = _read_call if kind == Kind.CALL else _read_call_with_code
+    read(frame._replace(control=control))
+
+
 _READERS: dict[int, Callable[[Frame], object]] = {
     Kind.CODE: _read_code,
     Kind.CALL_WITH_CODE: _read_call_with_code,
     Kind.CALL: _read_call,
+    Kind.CALL_IN_SPAN: _read_call_in_span,
     Kind.REPLY: _read_reply,
     Kind.REFERENCES: lambda frame: references.decode(frame.control),
     Kind.PULLED: lambda frame: decode_ints(frame.control),

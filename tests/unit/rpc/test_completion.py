@@ -24,7 +24,7 @@ class Worker:
     """Stands in for a worker: records its answers and queues its tasks."""
 
     name = "callee"
-    on_failure = None
+    on_failure = around = None
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []

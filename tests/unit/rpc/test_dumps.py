@@ -26,7 +26,7 @@ def dumps() -> Dumps:
         events=Events(),
         slots={},
     )
-    reporter: Any = SimpleNamespace(report=lambda *, in_detail: report("trainer:0"))
+    reporter: Any = SimpleNamespace(report=lambda question: report("trainer:0"))
     return Dumps(SimpleNamespace(agent=agent), reporter, "cafe")  # type: ignore[arg-type]
 
 

@@ -331,6 +331,13 @@ def test_a_strict_worker_takes_no_code(world: World) -> None:
     for frame in (
         Frame(Kind.CODE, 0, 0, encode_code(1, (), b"code"), ()),
         Frame(Kind.CALL_WITH_CODE, CAPTURED, 7, code_names(()) + call, ()),
+        Frame(
+            Kind.CALL_IN_SPAN,
+            CAPTURED,
+            7,
+            bytes((Kind.CALL_WITH_CODE, 0, 0)) + code_names(()) + call,
+            (),
+        ),
     ):
         with pytest.raises(ProtocolError, match="is unknown"):
             world.agent.receiver.dispatch(world.sender, frame, None)

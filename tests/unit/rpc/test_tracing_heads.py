@@ -20,6 +20,7 @@ from torchweft.wire.messages import (
     encode_call,
     encode_post,
     encode_reply,
+    in_span,
     with_code,
 )
 
@@ -35,6 +36,8 @@ CASES = [
     (CALL, Ids(3, 8, 9, 30)),
     (encode_call(4, 1.0, -1, NO_GRAD, 0, b"m:f", (), SECRET), Ids(0, 0, -1, 0)),
     (with_code(CALL, code_names((1, 2))), Ids(3, 8, 9, 30)),
+    (in_span([CALL], b"a context")[0], Ids(3, 8, 9, 30)),
+    (in_span([with_code(CALL, code_names((1, 2)))], b"a context")[0], Ids(3, 8, 9, 30)),
     (REPLY, Ids(3, 8, -1, 20)),
     (encode_post(6, SECRET, b"t" * 10), Ids(inline_bytes=10)),
     (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.wire.frames import HEADER, HEADER_BYTES
+from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import (
     CAPTURED,
     ERROR_REPLY,
@@ -31,6 +31,7 @@ from torchweft.wire.messages import (
     decode_ints,
     decode_post,
     decode_reply,
+    decode_span,
     decode_tables,
     encode_call,
     encode_call_front,
@@ -40,6 +41,7 @@ from torchweft.wire.messages import (
     encode_reply,
     encode_reply_front,
     encode_tables,
+    in_span,
     with_code,
 )
 
@@ -105,6 +107,45 @@ def test_a_call_with_code_is_a_call_behind_the_numbers_of_its_codes(
     decoded, rest = decode_code_names(memoryview(control) if is_view else control)
     assert decoded == codes
     assert rest == call[HEADER_BYTES:]
+
+
+@settings(max_examples=examples(60))
+@given(unsigned, flags, call_heads, sections, numbers, sections, st.booleans())
+def test_a_call_in_a_span_is_a_call_behind_the_context_of_the_span(
+    number: int,
+    flags: int,
+    head: tuple[Any, ...],
+    tensors: bytes,
+    codes: tuple[int, ...],
+    context: bytes,
+    is_view: bool,
+) -> None:
+    call = encode_call(flags, *head, tensors)
+    for inner in (call, with_code(call, code_names(codes))):
+        NUMBER.pack_into(inner, NUMBER_OFFSET, number)
+        (frame,) = in_span([inner], context)
+        control = frame[HEADER_BYTES:]
+        assert HEADER.unpack_from(frame) == (Kind.CALL_IN_SPAN, flags, 0, len(control), number)
+        decoded = decode_span(memoryview(control) if is_view else control)
+        assert decoded == (inner[0], context, inner[HEADER_BYTES:])
+
+
+@pytest.mark.parametrize("sizes", [(10,), (10, 5000), (5000, 0, 7)])
+def test_buffers_follow_a_call_in_a_span_as_they_followed_the_call(sizes: tuple[int, ...]) -> None:
+    buffers = [memoryview(bytes([place] * size)) for place, size in enumerate(sizes)]
+    sent = b"".join(in_span(encode_frame(Kind.CALL, 2, 7, b"a call", buffers), b"context"))
+    kind, flags, count, size, number = HEADER.unpack_from(sent)
+    assert (kind, flags, count, number) == (Kind.CALL_IN_SPAN, 2, len(sizes), 7)
+    assert struct.unpack_from(f"<{count}Q", sent, HEADER_BYTES) == sizes
+    begin = HEADER_BYTES + 8 * count
+    assert decode_span(sent[begin : begin + size]) == (Kind.CALL, b"context", b"a call")
+    assert sent[begin + size :] == b"".join(buffers)
+
+
+@pytest.mark.parametrize("control", [b"", b"\x03", b"\x03\xff\xff", b"\x04\0\0", b"\x1e\0\0rest"])
+def test_a_malformed_call_in_a_span_is_refused(control: bytes) -> None:
+    with pytest.raises(ProtocolError, match="a call in a span"):
+        decode_span(control)
 
 
 @settings(max_examples=examples(60))

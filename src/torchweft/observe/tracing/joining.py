@@ -31,7 +31,7 @@ from torchweft.protocol.observing.trace import (
 )
 from torchweft.wire.messages import NO_CREATION, Kind
 
-CALLS = frozenset({int(Kind.CALL), int(Kind.CALL_WITH_CODE)})
+CALLS = frozenset({int(Kind.CALL), int(Kind.CALL_WITH_CODE), int(Kind.CALL_IN_SPAN)})
 _REPLY, _GRADIENTS = int(Kind.REPLY), int(Kind.GRADIENTS)
 
 _SERVICE = "torchweft.rpc.tracing.service."

@@ -13,8 +13,9 @@ from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.fields import read
 
-WHO, REPORT, DETAIL = "who", "report", "detail"
-"""The questions of an observer; the last one asks for stacks and references as well."""
+WHO, REPORT, DETAIL, METRICS = "who", "report", "detail", "metrics"
+"""The questions of an observer. ``DETAIL`` asks for stacks and references as well as a report,
+``METRICS`` for a report without calls and threads."""
 
 FILE_SUFFIX = ".weft.json"
 """Ends the name of a file with a report."""
@@ -97,6 +98,7 @@ class FunctionCounts:
         calls: How many have ended.
         errors: How many of them with an error.
         times: How many took how long, by bucket; see ``latency``.
+        seconds: How long all of these took together.
     """
 
     function: str
@@ -104,6 +106,7 @@ class FunctionCounts:
     calls: int
     errors: int
     times: dict[str, int]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,6 +283,8 @@ class Report:
         passes: How many backward passes are under way there.
         events: The last rare events, the oldest first.
         numbers: What its components tell of themselves.
+        in_flight: How many calls it has made that have not ended; ``made`` names the oldest.
+        serving: How many calls it serves; ``served`` names the oldest.
     """
 
     identity: Identity
@@ -303,6 +308,8 @@ class Report:
     passes: int
     events: tuple[Event, ...]
     numbers: tuple[NumberTable, ...] = ()
+    in_flight: int = 0
+    serving: int = 0
 
     @property
     def worker(self) -> str:

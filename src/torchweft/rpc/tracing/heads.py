@@ -21,10 +21,12 @@ from torchweft.wire.messages import (
     Kind,
     sizes_of_call,
     sizes_of_reply,
+    span_front,
 )
 
 _CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
 _CALL_WITH_CODE, _GRADIENTS = int(Kind.CALL_WITH_CODE), int(Kind.GRADIENTS)
+_CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
 
 LENGTHS: dict[int, int] = {
     _CALL: CALL_HEAD_BYTES,
@@ -39,6 +41,9 @@ def head_in(kind: int, flags: int, control: Buffer) -> bytes:
     """Returns what is kept of a control part."""
     if kind == _CALL_WITH_CODE:
         return bytes(control[: _codes_bytes(control) + CALL_HEAD_BYTES])
+    if kind == _CALL_IN_SPAN:  # With the context, which has a size of its own.
+        kind, start = span_front(control)
+        return bytes(control[:start]) + head_in(kind, flags, control[start:])
     if kind == _POST:
         return bytes(control[: 1 if flags & PLAIN else CALL_HEAD_BYTES])
     return bytes(control[: LENGTHS.get(kind, 0)])
@@ -81,6 +86,9 @@ def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
         return Ids(codec.context_in(head))
     if kind == _POST and flags & PLAIN and head:
         return Ids(inline_bytes=control_bytes - 1 - head[0])
+    if kind == _CALL_IN_SPAN:
+        kind, start = span_front(head)
+        head, control_bytes = head[start:], control_bytes - start
     if kind == _CALL_WITH_CODE:
         codes = _codes_bytes(head)
         head, control_bytes = head[codes:], control_bytes - codes

@@ -46,16 +46,14 @@ def traced_messages(note: Note, number: Number) -> type[TensorMessages]:
     return Traced
 
 
-def traced_pass(note: Note, number: Number) -> type[LocalPass]:
-    """Returns a type of ``LocalPass`` that notes its parts, with the names of their operations."""
+def traced_pass(base: type[LocalPass], note: Note, number: Number) -> type[LocalPass]:
+    """Returns a type of parts of passes that notes them, with the names of their operations."""
 
-    class Traced(LocalPass):
+    class Traced(base):  # type: ignore[valid-type, misc]
         """Notes the parts of a pass that run on this worker."""
 
         def work(self) -> tuple[list[Outgoing], Progress]:
-            touched = [component.reached for component in self._touched.values()]
-            due = [reached for _, reached, gradients, _ in self._due if gradients is not None]
-            names = _operations([*due, *touched], self._ends)
+            names = operations_due(self)
             began_s = time.monotonic()
             outgoing, progress = super().work()
             if progress.executed or outgoing:
@@ -73,7 +71,14 @@ def traced_pass(note: Note, number: Number) -> type[LocalPass]:
     return Traced
 
 
-def _operations(parts: Iterable[Reached], ends: object) -> dict[str, int]:
+def operations_due(local: LocalPass) -> dict[str, int]:
+    """Returns the names of the operations that a part of a pass runs next, and their numbers."""
+    touched = [component.reached for component in local._touched.values()]
+    due = [reached for _, reached, gradients, _ in local._due if gradients is not None]
+    return _operations([*due, *touched])
+
+
+def _operations(parts: Iterable[Reached]) -> dict[str, int]:
     """Returns the names of the operations in parts of a graph, the first to run first."""
     found: Counter[str] = Counter()
     seen: set[Node | None] = {None}

@@ -14,6 +14,7 @@ import time
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.optim.optimizer import (
@@ -26,7 +27,6 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import TensorMessages
-from torchweft.autograd.graph import LocalPass
 from torchweft.errors import ObserveError
 from torchweft.ids import ReferenceId
 from torchweft.probe import clock_id
@@ -184,13 +184,13 @@ class Recorder:
 
     def _switch_on(self, recording: Recording) -> None:
         note, number, names = recording.rows.append, recording.number, recording.names
-        self._watcher = watcher_of(note, number, names)
+        parts = partial(traced_pass, note=note, number=number)
+        self._watcher = watcher_of(note, number, names)._replace(parts=parts)
         self._watching.begin(self._watcher)
         agent, worker = self._agent, self._worker
         worker.tensor_messages.__class__ = traced_messages(note, number)
         worker.tensor_messages.on_offered = _note_offered(note, number)
         agent.on_pulled = _note_pulled(note, number)
-        worker.engine.pass_type = traced_pass(note, number)
         self._hooks = _note_steps(note, number)
         self._traced_types, self._plain_types, self._counted_before = {}, {}, {}
         agent.links.on_made = self._trace_link
@@ -217,7 +217,6 @@ class Recorder:
             plain = self._plain_types.get(type(link))
             if plain is not None:
                 link.__class__ = plain
-        worker.engine.pass_type = LocalPass
         agent.on_pulled = None
         worker.tensor_messages.on_offered = None
         worker.tensor_messages.__class__ = TensorMessages

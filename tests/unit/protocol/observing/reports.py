@@ -83,5 +83,7 @@ def report(name: str, *threads: Thread, **others: Any) -> Report:
         "contexts": 0,
         "passes": 0,
         "events": (),
+        "in_flight": len(others.get("made", ())),
+        "serving": len(others.get("served", ())),
     }
     return Report(identity=identity, threads=threads, **{**fields, **others})

@@ -1,0 +1,144 @@
+"""Metrics in the format of Prometheus, over HTTP, by the package ``prometheus_client``.
+
+A name of OpenTelemetry becomes one of Prometheus by the rules of OpenTelemetry's specification:
+dots become underscores, the unit is appended, and ``_total`` to a counter.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+from socketserver import ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import make_wsgi_app
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+from prometheus_client.registry import CollectorRegistry
+from prometheus_client.utils import floatToGoString
+
+from torchweft.observe.metrics.measures import (
+    BOUNDS_S,
+    COUNTER,
+    GAUGE,
+    Distribution,
+    Metric,
+)
+
+_UNITS = {"s": "seconds", "By": "bytes"}
+_LIMITS = [*map(floatToGoString, BOUNDS_S), "+Inf"]
+_REQUEST_S = 10.0
+_POLL_S = 0.1
+
+
+def name_of(metric: Metric) -> str:
+    """Returns the name of a metric in Prometheus, without ``_total`` and the like."""
+    unit = _UNITS.get(metric.unit)
+    name = metric.name.replace(".", "_")
+    return name if unit is None else f"{name}_{unit}"
+
+
+def family_of(metric: Metric) -> Any:
+    """Returns a metric as a family of Prometheus."""
+    keys = sorted({key for point in metric.points for key in point.attributes})
+    make = {COUNTER: CounterMetricFamily, GAUGE: GaugeMetricFamily}.get(
+        metric.kind, HistogramMetricFamily
+    )
+    labels = [key.replace(".", "_") for key in keys]
+    family: Any = make(name_of(metric), metric.description, labels=labels)
+    for point in metric.points:
+        values = [point.attributes.get(key, "") for key in keys]
+        if isinstance(point.value, Distribution):
+            counts = accumulate(point.value.counts)
+            family.add_metric(values, list(zip(_LIMITS, counts, strict=True)), point.value.sum)
+        else:
+            family.add_metric(values, point.value)
+    return family
+
+
+class GroupCollector:
+    """Collects the metrics of workers, for a registry of ``prometheus_client``.
+
+    Args:
+        read: Returns the metrics; called for each collection.
+    """
+
+    def __init__(self, read: Callable[[], list[Metric]]) -> None:
+        self._read = read
+
+    def describe(self) -> list[Any]:
+        """Returns nothing, so that a registry does not collect to learn the names."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Yields the metrics as they are now."""
+        yield from map(family_of, self._read())
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+    def server_bind(self) -> None:
+        # That of the base class asks the name service for the name of the address.
+        self.socket.bind(self.server_address)
+        self.server_address = self.socket.getsockname()
+        self.server_name, self.server_port = self.socket.getsockname()[:2]
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _REQUEST_S
+    """Seconds within which a client sends its request."""
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing: each scrape would be a line on standard error."""
+
+
+class Endpoint:
+    """Serves metrics at one address, by a thread of its own and one for each request.
+
+    Args:
+        read: Returns the metrics.
+        host: The address to listen at.
+        port: The port; 0 for a free one.
+        name: Name of the thread.
+
+    Raises:
+        OSError: It cannot listen there.
+    """
+
+    def __init__(self, read: Callable[[], list[Metric]], host: str, port: int, name: str) -> None:
+        registry = CollectorRegistry()
+        collector: Any = GroupCollector(read)
+        registry.register(collector)
+        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+
+        class Server(_Server):
+            address_family = family
+            allow_reuse_address = True
+
+        self._server = Server((str(place[0]), port), _Handler)
+        self._server.set_app(make_wsgi_app(registry))
+        self.port: int = self._server.server_port
+        shown = f"[{host}]" if family is socket.AF_INET6 else host
+        self.url = f"http://{shown}:{self.port}/metrics"
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = threading.Thread(
+            target=self._server.serve_forever, args=(_POLL_S,), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends it; nothing if it has ended."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()

@@ -1,0 +1,95 @@
+"""Serves metrics over HTTP, until the worker leaves its group."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from torchweft.arguments import checked_int, wrong_type
+from torchweft.errors import ConfigurationError
+from torchweft.observe.metrics.reading import TIMEOUT_S, check, reader_of
+from torchweft.rpc.node import Node, current_node
+
+if TYPE_CHECKING:
+    from torchweft.observe.metrics.prometheus import Endpoint
+
+_LOOPBACK = "127.0.0.1"
+_MOST_PORTS = 1 << 16
+
+
+def serve(
+    port: int = 0, *, host: str = _LOOPBACK, group: bool = False, timeout: float = TIMEOUT_S
+) -> Server:
+    """Serves the metrics of this worker, or of its group, for Prometheus.
+
+    They are read when they are asked for: see ``read``. The endpoint ends when it is closed, and
+    with the worker. It needs the extra ``metrics``. Does not block.
+
+    Args:
+        port: The port; 0 for a free one.
+        host: The address to listen at. Whoever reaches it reads names of functions and workers,
+            and numbers; the connection is not encrypted.
+        group: Whether to serve the metrics of all workers of the group.
+        timeout: Seconds to wait at most for each worker of the group.
+
+    Raises:
+        ConfigurationError: The extra is missing, or the address cannot be listened at.
+        NotInitialized: This process is no worker.
+    """
+    if not isinstance(host, str):
+        raise wrong_type("host", host, "pass an address, such as '127.0.0.1'")
+    if not 0 <= checked_int("port", port) < _MOST_PORTS:
+        raise ConfigurationError(f"port is {port}; pass a number up to 65535, or 0 for a free one")
+    check(group, timeout)
+    try:
+        from torchweft.observe.metrics.prometheus import Endpoint
+    except ImportError as error:
+        raise ConfigurationError(
+            f"metrics cannot be served without the package {error.name!r}: "
+            "pip install 'torchweft[metrics]'"
+        ) from error
+    node = current_node()
+    read = reader_of(node, group=group, timeout_s=timeout)
+    read()  # Calls are counted from now on.
+    try:
+        endpoint = Endpoint(read, host, port, f"weft-{node.agent.info.name}-metrics")
+    except OSError as error:
+        raise ConfigurationError(
+            f"metrics cannot be served at {host}, port {port}: {error}; pass another port, or 0 "
+            "for a free one"
+        ) from error
+    return Server(node, endpoint)
+
+
+class Server:
+    """An endpoint that serves metrics; also a context manager, which closes it. Thread-safe.
+
+    Attributes:
+        url: Its address, for Prometheus.
+        port: Its port.
+    """
+
+    def __init__(self, node: Node, endpoint: Endpoint) -> None:
+        self._node = node
+        self._endpoint = endpoint
+        self.port, self.url = endpoint.port, endpoint.url
+        node.on_end[self] = endpoint.close
+
+    def close(self) -> None:
+        """Ends it; nothing if it has ended. Blocks for half a second at most."""
+        self._node.on_end.pop(self, None)
+        self._endpoint.close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<metrics at {self.url}>"

@@ -1,0 +1,260 @@
+"""Spans of real workers are one trace for each step, and metrics are the workers' counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra 'otel', and its SDK")
+
+import torch
+from opentelemetry import baggage, trace
+from opentelemetry import context as contexts
+
+import torchweft
+from tests.processes import functions, telemetry
+from tests.processes.conftest import options
+from tests.processes.telemetry import (
+    CLIENT,
+    INTERNAL,
+    LIMIT_S,
+    SERVER,
+    WORKERS,
+    Seen,
+    baggage_here,
+    count_calls,
+    counted,
+    fail,
+    first,
+    forever,
+    here,
+    is_plain,
+    later,
+    numbers,
+    slow_box,
+    spanned,
+    stop_counting,
+    values,
+)
+from torchweft import observe, rpc
+from torchweft.autograd import backward, context
+from torchweft.errors import CallTimeout
+from torchweft.launch import Cluster, Nursery
+from torchweft.nn import RemoteModule
+from torchweft.observe.tracing.session import Trace
+from torchweft.optim import DistributedOptimizer
+
+pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
+STREAMS = "torchweft.rpc.stream_sources."
+
+
+@pytest.fixture(scope="module")
+def trio(nursery: Nursery) -> Iterator[Cluster]:
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
+        yield group
+
+
+def test_a_training_step_over_three_workers_is_one_trace(trio: Cluster) -> None:
+    weights = [
+        rpc.remote(name, torch.randn, args=(4, 4), kwargs={"requires_grad": True})
+        for name in WORKERS[1:]
+    ]
+    optimizer = DistributedOptimizer(torch.optim.SGD, weights, lr=0.1)
+    with spanned(*WORKERS) as spans:
+        root_span = here().tracer.start_as_current_span("step")
+        with root_span, context() as context_id:
+            loss = rpc.rpc_sync("worker0", first, args=(torch.randn(2, 4), *weights)).sum()
+            backward(context_id, [loss])
+            optimizer.step(context_id)
+    by_id = {each.id: each for each in spans}
+    assert len(by_id) == len(spans)
+    (root,) = [each for each in spans if not each.parent]
+    assert (root.worker, root.name) == ("driver", "step")
+    assert {each.trace for each in spans} == {root.trace}
+    assert all(each.parent in by_id for each in spans if each is not root)
+
+    def one(worker: str, name: str, kind: trace.SpanKind) -> Seen:
+        (found,) = [each for each in spans if each[:3] == (worker, name, kind)]
+        return found
+
+    def parent(worker: str, name: str, kind: trace.SpanKind) -> Seen:
+        return by_id[one(worker, name, kind).parent]
+
+    # Forward: driver -> worker0 -> worker1.
+    assert parent("driver", "first", CLIENT) is root
+    assert parent("worker0", "first", SERVER) is one("driver", "first", CLIENT)
+    assert parent("worker0", "inner", INTERNAL) is one("worker0", "first", SERVER)
+    assert parent("worker0", "second", CLIENT) is one("worker0", "first", SERVER)
+    assert parent("worker1", "second", SERVER) is one("worker0", "second", CLIENT)
+    assert parent("worker1", "inner", INTERNAL) is one("worker1", "second", SERVER)
+    # Backward: parts belong to the calls that have recorded them, and on the driver to the pass.
+    assert parent("driver", "backward", INTERNAL) is root
+    for worker, call in (("worker0", "first"), ("worker1", "second")):
+        part = one(worker, "backward TanhBackward0", INTERNAL)
+        assert by_id[part.parent] is one(worker, call, SERVER)
+        assert part.attributes["weft.autograd.context"] == context_id
+        assert part.attributes["weft.autograd.operations"] == ("TanhBackward0", "MmBackward0")
+    parts = [
+        each for each in spans if each.worker == "driver" and each.name.startswith("backward ")
+    ]
+    assert parts
+    assert {by_id[each.parent].name for each in parts} == {"backward"}
+    # The optimizers.
+    assert parent("driver", "step DistributedOptimizer", INTERNAL) is root
+    for worker in WORKERS[1:]:
+        served = parent(worker, "step SGD", INTERNAL)
+        assert (served.worker, served.name, served.kind) == (
+            worker,
+            "torchweft.optim.local.step",
+            SERVER,
+        )
+        made = by_id[served.parent]
+        assert (made.worker, made.kind, made.parent) == ("driver", CLIENT, root.id)
+        assert made.attributes["server.address"] == worker
+    assert all(rpc.rpc_sync(name, is_plain) for name in WORKERS)
+
+
+def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
+    with spanned(*WORKERS) as spans, here().tracer.start_as_current_span("all"):
+        assert rpc.rpc_async("worker0", later, args=(1,)).wait() == 1
+        assert rpc.rpc_sync("driver", functions.identity, args=(2,)) == 2
+        assert rpc.rpc_sync("worker0", lambda: 3) == 3
+        large = torch.ones(1 << 18)
+        assert rpc.rpc_sync("worker0", functions.identity, args=(large,)).equal(large)
+        made = rpc.remote("worker0", slow_box)
+        assert made.rpc_sync().get() == 7
+        assert list(rpc.stream("worker0", numbers, args=(3,))) == [0, 1, 2]
+    roots = {each.name for each in spans if not each.parent}
+    assert roots == {"all"}
+    assert len({each.trace for each in spans}) == 1
+    by_id = {each.id: each for each in spans}
+    # A stream asks for values ahead, and waits for no answer at its end.
+    of_stream = {
+        each.parent for each in spans if each.kind is SERVER and each.name.startswith(STREAMS)
+    }
+    assert len(of_stream) >= 4
+    served = [each for each in spans if each.kind is SERVER and each.parent not in of_stream]
+    made_calls = [each for each in spans if each.kind is CLIENT and each.id not in of_stream]
+    assert sorted(each.parent for each in served) == sorted(each.id for each in made_calls)
+    for each in served:
+        assert each.attributes["weft.peer"] == by_id[each.parent].worker
+        assert by_id[each.parent].attributes["weft.peer"] == each.worker
+        assert each.attributes["rpc.system.name"] == "torchweft"
+        assert 0.0 <= each.attributes["weft.queue.duration"] < LIMIT_S
+    for name, caller in (
+        ("in a coroutine", "later"),
+        ("in a method", "Box.get"),
+        ("in a generator", f"{STREAMS}pull"),
+    ):
+        found = [each for each in spans if each.name == name]
+        assert {by_id[each.parent].name for each in found} == {caller}
+    nested = [each for each in made_calls if each.name == "layer"]
+    assert [by_id[each.parent].name for each in nested] == ["slow_box"]
+
+
+def test_an_error_is_told_by_its_type_and_not_by_its_text(trio: Cluster) -> None:
+    with spanned(*WORKERS) as spans:
+        with pytest.raises(ValueError, match="a secret"):
+            rpc.rpc_sync("worker0", fail)
+        with pytest.raises(ValueError, match="a secret"):
+            rpc.rpc_async("worker0", fail).wait()
+        with pytest.raises(CallTimeout):
+            rpc.rpc_sync("worker0", forever, timeout=0.2)
+        rpc.rpc_sync("worker0", functions.identity, args=(1,))
+    failed = [each for each in spans if each.name == "fail"]
+    assert Counter(each.kind for each in failed) == {CLIENT: 2, SERVER: 2}
+    for each in failed:
+        assert each.is_error
+        assert each.attributes["error.type"] == "ValueError"
+    (late,) = [each for each in spans if each.name == "forever" and each.kind is CLIENT]
+    assert late.attributes["error.type"] == "torchweft.errors.CallTimeout"
+    assert not any(each.is_error for each in spans if each.name.endswith("identity"))
+    assert not any("secret" in str(each) for each in spans)
+
+
+def test_baggage_of_the_program_is_carried(trio: Cluster) -> None:
+    token = contexts.attach(baggage.set_baggage("step", "17"))
+    try:
+        assert rpc.rpc_sync("worker0", baggage_here) is None
+        with spanned("driver", "worker0"):
+            assert rpc.rpc_sync("worker0", baggage_here) == "17"
+    finally:
+        contexts.detach(token)
+
+
+def test_spans_counters_and_a_trace_tell_of_the_same_calls(trio: Cluster, tmp_path: Path) -> None:
+    for name in WORKERS:
+        rpc.rpc_sync(name, count_calls)
+    before = {name: Counter(rpc.rpc_sync(name, counted)) for name in WORKERS}
+    module = RemoteModule("worker1", torch.nn.Linear, (4, 4))
+    with spanned(*WORKERS) as spans, Trace(tmp_path / "step.json") as traced:
+        with context() as context_id:
+            backward(context_id, [module(torch.ones(1, 4)).sum()])
+        rpc.rpc_sync("worker0", lambda: 3)
+        rpc.rpc_sync("worker0", functions.identity, args=(torch.ones(1 << 18),))
+    now = {name: Counter(rpc.rpc_sync(name, counted)) for name in WORKERS}
+    for name in WORKERS:
+        rpc.rpc_sync(name, stop_counting)
+    # The calls of the trace, and those by which spans were switched, are not all in each of them.
+    mine = ("Linear", "identity", "<lambda>", "forward")
+    told = Counter(
+        (each.worker, "out" if each.kind is CLIENT else "in", each.name)
+        for each in spans
+        if each.kind is not INTERNAL and each.name.rpartition(".")[2] in mine
+    )
+    assert sum(told.values()) >= 4
+    for (worker, direction, function), count in told.items():
+        full = function if function.startswith(("t", "a")) else f"{telemetry.__name__}.{function}"
+        assert now[worker][full, direction] - before[worker][full, direction] == count, function
+    calls = [each for each in traced.joined.calls if each.function.rpartition(".")[2] in mine]
+    assert len(calls) == sum(
+        1 for each in spans if each.kind is CLIENT and each.name.rpartition(".")[2] in mine
+    )
+    assert all(each.served is not None and each.request is not None for each in calls)
+    assert all(rpc.rpc_sync(name, is_plain) for name in WORKERS)
+
+
+def test_a_worker_without_spans_serves_calls_that_carry_a_context(trio: Cluster) -> None:
+    with spanned("driver") as spans:
+        assert rpc.rpc_sync("worker0", functions.identity, args=(1,)) == 1
+        assert rpc.rpc_sync("worker0", lambda: 2) == 2
+    assert [each.kind for each in spans if each.name.endswith("identity")] == [CLIENT]
+    with spanned("worker0") as spans:
+        assert rpc.rpc_sync("worker0", functions.identity, args=(1,)) == 1
+    (alone,) = [each for each in spans if each.name.endswith("identity")]
+    assert (alone.kind, alone.parent) == (SERVER, 0)
+
+
+def test_metrics_of_the_group_are_its_counters(trio: Cluster) -> None:
+    with observe.metrics.serve(group=True, timeout=LIMIT_S) as server:
+        for number in range(5):
+            rpc.rpc_sync("worker0", functions.identity, args=(number,))
+        with pytest.raises(ValueError, match="a secret"):
+            rpc.rpc_sync("worker1", fail)
+        owned = rpc.remote("worker1", functions.identity, args=(1,))
+        owned.to_here()
+        found = values(server.url)
+        counts = {name: rpc.rpc_sync(name, counted) for name in WORKERS}
+    identity = f"{functions.__name__}.identity"
+    failing = f"{telemetry.__name__}.fail"
+    assert {found["weft_worker_up", name, ""] for name in WORKERS} == {1.0}
+    for side, direction in (("client", "out"), ("server", "in")):
+        for name in WORKERS:
+            told = {
+                method: value
+                for (metric, worker, method), value in found.items()
+                if (metric, worker) == (f"weft_rpc_{side}_calls_total", name)
+            }
+            for method in (identity, failing):
+                assert told.get(method, 0.0) == counts[name].get((method, direction), 0), method
+    assert found["weft_rpc_client_errors_total", "driver", failing] >= 1.0
+    duration = "rpc_server_call_duration_seconds"
+    assert found[f"{duration}_count", "worker0", identity] >= 5.0
+    assert 0.0 < found[f"{duration}_sum", "worker0", identity] < LIMIT_S
+    assert found["weft_references", "worker1", "owned"] >= 1.0
+    assert found["process_memory_usage_bytes", "worker1", ""] > 1 << 20
+    del owned

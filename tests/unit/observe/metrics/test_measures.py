@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.unit.protocol.observing.reports import made, report, served
+from torchweft.observe.metrics.measures import BOUNDS_S, Distribution, measures_of
+from torchweft.protocol.observing.latency import bucket_of
+from torchweft.protocol.observing.report import FunctionCounts, NumberRow, NumberTable, Traffic
+
+OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
+
+
+def found(*reports, absent=()):  # type: ignore[no-untyped-def]
+    return {metric.name: metric for metric in measures_of(reports, absent)}
+
+
+def values(metric):  # type: ignore[no-untyped-def]
+    return [(dict(point.attributes), point.value) for point in metric.points]
+
+
+def test_calls_are_told_by_side_and_function() -> None:
+    times = {str(bucket_of(time_s)): 1 for time_s in (1e-6, 0.01, 3.0, 500.0)}
+    counts = (
+        FunctionCounts("f", "out", 6, 1, times, 503.0),
+        FunctionCounts("f", "in", 2, 0, {}, 0.0),
+    )
+    metrics = found(report("a", functions=counts))
+    assert values(metrics["weft.rpc.client.calls"]) == [(OF_F, 6.0)]
+    assert values(metrics["weft.rpc.client.errors"]) == [(OF_F, 1.0)]
+    assert values(metrics["weft.rpc.server.calls"]) == [(OF_F, 2.0)]
+    ((_, durations),) = values(metrics["rpc.client.call.duration"])
+    assert (durations.count, durations.sum) == (4, 503.0)
+    places = [place for place, count in enumerate(durations.counts) if count]
+    assert [BOUNDS_S[place] if place < len(BOUNDS_S) else None for place in places] == [
+        2.0**-16,
+        2.0**-6,
+        4.0,
+        None,
+    ]
+    # No call of it had an answer: there is nothing to tell of its duration.
+    assert "rpc.server.call.duration" not in metrics
+
+
+def test_no_bucket_of_the_counters_lies_on_both_sides_of_a_limit() -> None:
+    for limit_s in BOUNDS_S:
+        for time_s in (limit_s * 0.9999, limit_s * 1.0001):
+            counts = (FunctionCounts("f", "in", 1, 0, {str(bucket_of(time_s)): 1}, time_s),)
+            metrics = found(report("a", functions=counts))
+            ((_, durations),) = values(metrics["rpc.server.call.duration"])
+            assert isinstance(durations, Distribution)
+            below = sum(durations.counts[: BOUNDS_S.index(limit_s) + 1])
+            assert below == (time_s <= limit_s), (limit_s, time_s)
+
+
+def test_bytes_are_told_by_other_worker_channel_and_direction() -> None:
+    traffic = (Traffic("b", 5, 7, {"sent shm": 9, "received cma": 11, "lent": 13}),)
+    moved = {
+        (each["weft.peer"], each["weft.channel"], each["network.io.direction"]): value
+        for each, value in values(found(report("a", traffic=traffic))["weft.network.io"])
+    }
+    assert moved == {
+        ("b", "messages", "transmit"): 5.0,
+        ("b", "messages", "receive"): 7.0,
+        ("b", "shm", "transmit"): 9.0,
+        ("b", "cma", "receive"): 11.0,
+        ("b", "lent", "transmit"): 13.0,
+    }
+
+
+def test_a_worker_tells_of_itself() -> None:
+    numbers = (NumberTable("tables", ("of", "at"), (NumberRow(("x", "y"), {"rows": 3.0}, {}),)),)
+    one = report(
+        "a",
+        made=(made("a", 1, "b"),),
+        served=(served("b", 7), served("b", 8)),
+        owned=3,
+        held=4,
+        numbers=numbers,
+    )
+    metrics = found(replace(one, cpu_s=2.5, queued=6))
+    of_a = {"weft.worker": "a"}
+    assert values(metrics["process.cpu.time"]) == [(of_a, 2.5)]
+    assert values(metrics["weft.rpc.client.active"]) == [(of_a, 1.0)]
+    assert values(metrics["weft.rpc.server.active"]) == [(of_a, 2.0)]
+    assert values(metrics["weft.rpc.server.queued"]) == [(of_a, 6.0)]
+    assert values(metrics["weft.references"]) == [
+        ({**of_a, "weft.state": "owned"}, 3.0),
+        ({**of_a, "weft.state": "held"}, 4.0),
+    ]
+    of_table = {"weft.component": "tables", "weft.of": "x y", "weft.number": "rows"}
+    assert values(metrics["weft.component"]) == [({**of_a, **of_table}, 3.0)]
+
+
+def test_a_worker_that_does_not_answer_is_down() -> None:
+    up = values(found(report("a"), absent=["b"])["weft.worker.up"])
+    assert [(who["weft.worker"], value) for who, value in up] == [("a", 1.0), ("b", 0.0)]
+    assert up[0][0] == {
+        "weft.worker": "a",
+        "weft.group": "cafe",
+        "weft.rank": "0",
+        "host.name": "here",
+    }

@@ -1,0 +1,77 @@
+"""The text that Prometheus reads, as Prometheus' own parser reads it."""
+
+from __future__ import annotations
+
+import socket
+import urllib.error
+import urllib.request
+
+import pytest
+
+pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.unit.protocol.observing.reports import report
+from torchweft.observe.metrics.measures import Metric, measures_of
+from torchweft.observe.metrics.prometheus import Endpoint, family_of
+from torchweft.protocol.observing.latency import bucket_of
+from torchweft.protocol.observing.report import FunctionCounts
+
+LIMIT_S = 20.0
+COUNTS = FunctionCounts('say "f"\\', "out", 3, 1, {str(bucket_of(0.01)): 2}, 0.02)
+
+
+def metrics() -> list[Metric]:
+    return measures_of([report("a", functions=(COUNTS,), cpu_s=1.5)], ["b"])
+
+
+def test_names_follow_the_rules_of_opentelemetry() -> None:
+    names = {metric.name: family_of(metric).name for metric in metrics()}
+    assert names["rpc.client.call.duration"] == "rpc_client_call_duration_seconds"
+    assert names["process.memory.usage"] == "process_memory_usage_bytes"
+    assert names["weft.rpc.client.calls"] == "weft_rpc_client_calls"
+    assert names["weft.references"] == "weft_references"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_prometheus_reads_the_same_numbers(host: str) -> None:
+    endpoint = Endpoint(metrics, host, 0, "test-metrics")
+    try:
+        with urllib.request.urlopen(endpoint.url, timeout=LIMIT_S) as answer:
+            text = answer.read().decode()
+    finally:
+        endpoint.close()
+    endpoint.close()  # Nothing happens.
+    samples = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    of_f = (("rpc_method", COUNTS.function), ("rpc_system_name", "torchweft"))
+    of_f += (("weft_worker", "a"),)
+    assert samples["weft_rpc_client_calls_total", of_f] == 3.0
+    assert samples["weft_rpc_client_errors_total", of_f] == 1.0
+    assert samples["rpc_client_call_duration_seconds_count", of_f] == 2.0
+    assert samples["rpc_client_call_duration_seconds_sum", of_f] == 0.02
+    limits = {
+        dict(labels)["le"]: value
+        for (name, labels), value in samples.items()
+        if name == "rpc_client_call_duration_seconds_bucket"
+    }
+    assert (limits["0.00390625"], limits["0.015625"], limits["+Inf"]) == (0.0, 2.0, 2.0)
+    assert samples["process_cpu_time_seconds_total", (("weft_worker", "a"),)] == 1.5
+    down = (("host_name", ""), ("weft_group", ""), ("weft_rank", ""), ("weft_worker", "b"))
+    assert samples["weft_worker_up", down] == 0.0
+
+
+def test_a_port_in_use_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
+        Endpoint(metrics, "127.0.0.1", taken.getsockname()[1], "test-metrics")
+
+
+def test_after_its_end_nobody_listens() -> None:
+    endpoint = Endpoint(metrics, "127.0.0.1", 0, "test-metrics")
+    endpoint.close()
+    with pytest.raises(urllib.error.URLError):
+        urllib.request.urlopen(endpoint.url, timeout=LIMIT_S)
