@@ -7,6 +7,7 @@ import copy
 import functools
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -120,22 +121,45 @@ class Host:
         }
         names = [each[0] for each in options.pushers]
         self.steps: Steps[Lesson] = Steps(names, options.staleness, name)
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.rule: Rule | None = None
         self.uses = 0
         """How many workers have made the collection and not closed it."""
         self.marks: dict[str, Mark] = {}
         """By the mark of a snapshot whose rows these were: where they stood. The newest ones."""
+        self._complete: deque[tuple[int, Sequence[Lesson]]] = deque()
+        """Steps that all trainers have pushed and that are not applied yet, with their versions."""
+        self._failure: Exception | None = None
         self._futures: dict[tuple[int, int], torch.futures.Future[int]] = {}
         self._lost: WorkerLost | None = None
         forget = on_worker_lost(_weak_callback(self))
         self._finalize = weakref.finalize(self, forget)
 
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Holds the lock, while all complete steps are applied.
+
+        Raises:
+            StepError: One could not be applied.
+        """
+        with self._lock:
+            self._apply_complete()
+            if self._failure is not None:
+                raise StepError(
+                    f"server {self.name!r} has failed in the middle of a step, so some of its rows "
+                    f"are those after it: {self._failure}; make the tables again, and restore a "
+                    "snapshot",
+                    server=self.name,
+                    step=self.steps.version - 1,
+                    expected=self.steps.version - 1,
+                ) from self._failure
+            yield
+
     # Trainers
 
     def pull(self, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
         """Returns the version, and the rows or the sums of bags for each request."""
-        with self.lock, self._blaming_the_lost():
+        with self.settled(), self._blaming_the_lost():
             if trainer >= 0:
                 self.steps.check_pull(trainer, step)
             found = []
@@ -151,7 +175,7 @@ class Host:
         A request for rows has the version at which the trainer has pulled them: it is answered with
         the positions of the rows that have changed since, and their values.
         """
-        with self.lock, self._blaming_the_lost():
+        with self.settled(), self._blaming_the_lost():
             if trainer >= 0:
                 self.steps.check_pull(trainer, step)
             form = self.options.wire.pulled
@@ -187,16 +211,29 @@ class Host:
             lr, {stack: self._checked(stack, used, parts) for stack, used, parts in _own(pushes)}
         )
         future: torch.futures.Future[int] = torch.futures.Future()
-        with self.lock, self._blaming_the_lost():
+        with self.settled(), self._blaming_the_lost():
             due = self.steps.push(trainer, step, lesson, seen)
             self.steps.count(ahead)
             self._futures[trainer, step] = future
-            before = self.steps.version - len(due.applied)
-            for version, lessons in enumerate(due.applied, start=before + 1):
-                self._apply(lessons, version)
             version = self.steps.version
+            self._complete.extend(enumerate(due.applied, start=version - len(due.applied) + 1))
+        # Trainers go on while the step is applied: it was checked, and nobody sees rows before.
         self._settle(due, version)
+        if due.applied:
+            current().reactor.submit_task(self._apply_soon)
         return future
+
+    def _apply_soon(self, *_: object) -> None:
+        with self._lock:
+            self._apply_complete()
+
+    def _apply_complete(self) -> None:
+        while self._complete and self._failure is None:
+            version, lessons = self._complete.popleft()
+            try:
+                self._apply(lessons, version)
+            except Exception as error:
+                self._failure = error  # For all who ask for rows from now on.
 
     @contextlib.contextmanager
     def _blaming_the_lost(self) -> Iterator[None]:
@@ -241,7 +278,7 @@ class Host:
         pusher = self.options.pusher_of(error.worker)
         if pusher < 0:
             return
-        with self.lock:
+        with self._lock:
             self._lost = self._lost or error
             due = self.steps.lose(pusher)
         self._settle(due, self.steps.version)
@@ -265,7 +302,7 @@ class Host:
         Raises:
             TablesMismatch: Another one is set.
         """
-        with self.lock:
+        with self.settled():
             if self.rule is not None and self.rule != rule:
                 raise TablesMismatch(
                     f"the tables on {self.name!r} have the optimizer {self.rule}, and this trainer "
@@ -400,21 +437,21 @@ def push(name: str, trainer: int, step: int, *given: Any) -> torch.futures.Futur
 def missing(name: str) -> list[str]:
     """Returns the trainers that have not pushed the step that is applied next."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return host.steps.missing()
 
 
 def staleness(name: str) -> dict[int, int]:
     """Returns how often each staleness was observed on this server."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return dict(host.steps.staleness)
 
 
 def read(name: str, stack: int, member: int) -> Tensor:
     """Returns this server's rows of a member of a stack."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return _rows_of(host, stack, member).clone()
 
 
@@ -425,7 +462,7 @@ def write(name: str, stack: int, member: int, values: Tensor) -> None:
         InputError: The values have another shape or type; nothing was changed.
     """
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         rows = _rows_of(host, stack, member)
         if values.shape != rows.shape or values.dtype != rows.dtype:
             raise InputError(
