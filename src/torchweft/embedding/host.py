@@ -8,7 +8,7 @@ import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torchweft.agent.current import current
 from torchweft.embedding import telling
 from torchweft.embedding.dynamic import DynamicShard, capacity_limit
 from torchweft.embedding.errors import InputError, StepError, TablesMismatch
+from torchweft.embedding.named import Named
 from torchweft.embedding.plan import Layout, Stack
 from torchweft.embedding.rows import Part
 from torchweft.embedding.rules import Rule
@@ -25,13 +26,14 @@ from torchweft.embedding.shard import Gradients, Shard
 from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.rpc import RRef, functions, on_worker_lost
+from torchweft.rpc import RRef, functions
 from torchweft.rpc.current_call import check_types, serves_another_strictly
 from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
 
-_hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+_hosts: Named[Host] = Named("has no", "they live as long as a worker has not closed them")
+host_of = _hosts.find
+"""Returns a collection's shards on this worker; raises ConfigurationError if there are none."""
 
 Rows = tuple[int, Tensor]
 """A stack, and the rows to return."""
@@ -132,8 +134,6 @@ class Host:
         self._failure: Exception | None = None
         self._futures: dict[tuple[int, int], torch.futures.Future[int]] = {}
         self._lost: WorkerLost | None = None
-        forget = on_worker_lost(_weak_callback(self))
-        self._finalize = weakref.finalize(self, forget)
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
@@ -273,7 +273,7 @@ class Host:
             assert self._lost is not None
             self._futures.pop(each).set_exception(self._lost)  # type: ignore[arg-type]
 
-    def trainer_lost(self, error: WorkerLost) -> None:
+    def worker_lost(self, error: WorkerLost) -> None:
         """Fails the pushes that wait for a worker, if it is a trainer."""
         pusher = self.options.pusher_of(error.worker)
         if pusher < 0:
@@ -340,17 +340,6 @@ def _shard(stack: Stack, server: int, options: Options) -> Shard:
     return DynamicShard(stack, server, options.seed, limit)
 
 
-def _weak_callback(host: Host) -> Callable[[WorkerLost], None]:
-    reference = weakref.ref(host)
-
-    def call(error: WorkerLost) -> None:
-        found = reference()
-        if found is not None:
-            found.trainer_lost(error)
-
-    return call
-
-
 # Functions that trainers call; by name.
 
 
@@ -360,18 +349,18 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
     Raises:
         TablesMismatch: A collection of this name was made with other options.
     """
-    check_types(name=(name, str), options=(options, Options))
+    check_types(options=(options, Options))
     check_types(layout=(options.layout, Layout))
     server = current().me.name
-    with _making:
-        host = _hosts.get(name)
-        if host is None:
-            host = _hosts[name] = Host(options, server)
-            told = functools.partial(telling.of_server, name, weakref.ref(host))
-            weakref.finalize(host, tell(told))
-        if host.options == options:
-            host.uses += 1
-    if host.options != options:
+
+    def make() -> Host:
+        made = Host(options, server)
+        told = functools.partial(telling.of_server, name, weakref.ref(made))
+        weakref.finalize(made, tell(told))
+        return made
+
+    host, is_fit = _hosts.use(name, make, lambda found: found.options == options)
+    if not is_fit:
         part, theirs, ours = _difference(host.options, options)
         raise TablesMismatch(
             f"server {server!r} has tables under the name {name!r} that differ in {part}: it has "
@@ -405,11 +394,7 @@ def _difference(first: Options, second: Options) -> tuple[str, object, object]:
 
 def close(name: str) -> None:
     """Ends one worker's use of a collection; after the last one, its name is free."""
-    with _making:
-        host = host_of(name)
-        host.uses -= 1
-        if not host.uses:
-            del _hosts[name]
+    _hosts.release(name)
 
 
 def set_rule(name: str, rule: Rule) -> None:
@@ -481,19 +466,3 @@ def _rows_of(host: Host, stack: int, number: int) -> Tensor:
 
 
 CALLABLES = (close, missing, pull, push, read, refresh, set_rule, set_up, staleness, write)
-
-
-def host_of(name: str) -> Host:
-    """Returns a collection's shards on this worker.
-
-    Raises:
-        ConfigurationError: There are none; all trainers have closed the collection.
-    """
-    check_types(name=(name, str))
-    host = _hosts.get(name)
-    if host is None:
-        raise ConfigurationError(
-            f"worker {current().me.name!r} has no tables under the name {name!r}; they live as "
-            "long as a worker has not closed them"
-        )
-    return host

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire
+from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, handing
 from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
@@ -406,10 +406,10 @@ class HybridModel(nn.Module):
         with self._trainers.first_tells() as told:
             if told.is_first:
                 found = saving.restore(self.tables, directory, whole, step)
-                told.value = found.step, saving.taken(whole)
+                told.value = found.step, handing.taken(whole)
         done, values = told.value
         if not self._trainers.is_first:
-            saving.put(whole, values)
+            handing.put(whole, values)
         return int(done)
 
     def close(self) -> None:
