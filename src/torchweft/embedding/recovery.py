@@ -359,11 +359,12 @@ def _wait_for(lost: dict[str, WorkerLost], error: Exception, patience_s: float) 
     """
     deadline_s = time.monotonic() + patience_s
     for name, cause in lost.items():
-        while not _is_there(name):
+        while not is_there(name):
             if time.monotonic() > deadline_s:
                 raise cause from error
             time.sleep(_LOOK_S)
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
+    """Whether a worker has a name now, perhaps in place of a lost one."""
     return any(each.worker.name == name and each.state is not WorkerState.LOST for each in health())

@@ -26,6 +26,7 @@ from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
 from torchweft.hybrid.offers import Offer, agree, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
+from torchweft.hybrid.reductions import Reductions
 from torchweft.hybrid.trainers import Trainers
 
 B = TypeVar("B")
@@ -163,10 +164,11 @@ class HybridModel(nn.Module):
         self.called = module
         self._replicas: list[Any] = []
         if len(self._trainers.names) > 1:
+            workers = {*self.trainers, *self.servers}
             self.called, self._replicas = replicate(
                 module,
                 list(replicas),
-                averages=self._averages,
+                Reductions(process_group, workers, averages=self._averages),
                 process_group=process_group,
                 **ddp,
             )
