@@ -198,9 +198,8 @@ def recover(
         keep: How many snapshots to keep; None for all.
         attempts: How many losses are recovered from.
         patience_s: How long to wait for a lost server to come back, and for the other trainers, in
-            seconds. A trainer may wait in a collective for another one that has noticed a loss
-            before; it goes on after the timeout of the process group at the latest. So pass more
-            than that of ``init_process_group``, which is 300 by default.
+            seconds. A trainer may wait in a collective of the program for another one that has
+            noticed a loss before; it goes on when that one has left the process group.
 
     Returns:
         What ``open`` has returned last; the model is not closed.
