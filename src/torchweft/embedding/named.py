@@ -12,14 +12,18 @@ from torchweft.rpc import get_worker_info, on_worker_lost
 from torchweft.rpc.current_call import check_types
 
 
-class Part(Protocol):
+class Listener(Protocol):
+    """Something that waits for other workers."""
+
+    def worker_lost(self, error: WorkerLost) -> None:
+        """Fails what waits for a lost worker, if that takes part here."""
+
+
+class Part(Listener, Protocol):
     """What a worker holds of a collection."""
 
     uses: int
     """How many workers use it."""
-
-    def worker_lost(self, error: WorkerLost) -> None:
-        """Fails what waits for a lost worker, if that takes part in the collection."""
 
 
 P = TypeVar("P", bound=Part)
@@ -51,7 +55,7 @@ class Named(Generic[P]):
             part = self._parts.get(name)
             if part is None:
                 part = self._parts[name] = make()
-                weakref.finalize(part, on_worker_lost(_weakly(part)))
+                tell_losses(part)
             is_fit = fits(part)
             part.uses += is_fit
         return part, is_fit
@@ -84,7 +88,8 @@ class Named(Generic[P]):
         return part
 
 
-def _weakly(part: Part) -> Callable[[WorkerLost], None]:
+def tell_losses(part: Listener) -> None:
+    """Has lost workers told to an object as long as it lives; it is not kept for that."""
     reference = weakref.ref(part)
 
     def call(error: WorkerLost) -> None:
@@ -92,4 +97,4 @@ def _weakly(part: Part) -> Callable[[WorkerLost], None]:
         if found is not None:
             found.worker_lost(error)
 
-    return call
+    weakref.finalize(part, on_worker_lost(call))

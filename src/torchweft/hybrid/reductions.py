@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import copy
 import threading
-import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 from torch import distributed
 from torch.autograd import Variable
 
+from torchweft.embedding.named import tell_losses
 from torchweft.embedding.recovery import is_there
 from torchweft.errors import WorkerLost
-from torchweft.rpc import on_worker_lost
 
 
 class Reductions:
@@ -38,7 +37,7 @@ class Reductions:
         self._open = 0
         self._is_awaited = False
         self._lost: WorkerLost | None = None
-        weakref.finalize(self, on_worker_lost(_weakly(self)))
+        tell_losses(self)
 
     def reduce(self, bucket: Any) -> Any:
         """Reduces the gradients of a bucket; the future has them. A hook of DDP."""
@@ -85,14 +84,3 @@ class Reductions:
             with self._changed:
                 self._lost = self._lost or error
                 self._changed.notify_all()
-
-
-def _weakly(reductions: Reductions) -> Callable[[WorkerLost], None]:
-    reference = weakref.ref(reductions)
-
-    def call(error: WorkerLost) -> None:
-        found = reference()
-        if found is not None:
-            found.worker_lost(error)
-
-    return call
