@@ -49,6 +49,12 @@ def text_of_page() -> str:
     return (ROOT / PAGE).read_text()
 
 
+def test_a_run_recovers_from_a_killed_server_by_itself(guide: Path) -> None:
+    lines = [line for line in run(guide / "recovering.py") if line.startswith("step")]
+    assert [line[:7] for line in lines] == [f"step {step}:" for step in (0, 1, 2, 2, 3, 4)]
+    assert lines[2] == lines[3]
+
+
 def test_servers_compute_the_same_as_one_process(guide: Path) -> None:
     expected = [figure_of(line) for line in run(guide / "alone.py")]
     assert len(expected) == 5

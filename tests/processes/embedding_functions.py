@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from torchweft import autograd
+from torchweft import autograd, rpc
 from torchweft.embedding import (
     SGD,
     Adagrad,
+    Copies,
     Jagged,
     Normal,
     Plan,
+    RowWise,
     RowWiseAdagrad,
     Rule,
     SparseAdam,
@@ -24,6 +27,8 @@ from torchweft.embedding import (
     Tables,
     TablesOptimizer,
     Uniform,
+    plan_tables,
+    recover,
 )
 from torchweft.embedding.host import host_of
 
@@ -407,3 +412,68 @@ def train_counted(plan: Plan, trainers: Sequence[str], me: int, steps: int, **op
         sum(each.square().mean() for each in outputs.values()).backward()  # type: ignore[union-attr]
         optimizer.step()
     tables.close()
+
+
+def train_tables_with_recovery(
+    me: int, trainers: Sequence[str], servers: Sequence[str], directory: str, killed: str = ""
+) -> tuple[dict[str, Tensor], list[int], int]:
+    """Trains tables and a dense part by ``recover``; the first trainer kills a server in step 4.
+
+    Returns:
+        The tables and the dense part, the steps that were made, and how often it opened.
+    """
+    made: list[int] = []
+    opened: list[Tables] = []
+
+    def open_all() -> tuple[Any, ...]:
+        configs = [
+            TableConfig("words", 40, 6, "sum", torch.float64, Normal(std=0.3)),
+            TableConfig("days", 7, 6, "sum", torch.float64, Normal(std=0.3)),
+        ]
+        places: dict[str, Any] = {"words": RowWise(*servers), "days": Copies()}
+        tables = Tables(
+            plan_tables(configs, servers, places=places),
+            name="recovered",
+            trainers=trainers,
+            timeout=20,
+        )
+        opened.append(tables)
+        dense = nn.Linear(6, 1, dtype=torch.float64)
+        with torch.no_grad():  # Wrong values on one trainer, if the state is not taken over.
+            dense.weight.fill_(0.5 + (me if len(opened) > 1 else 0))
+            dense.bias.zero_()
+        return tables, tables.optimizer(Adagrad(lr=0.1)), dense
+
+    def step(number: int, tables: Tables, optimizer: TablesOptimizer, dense: nn.Linear) -> None:
+        generator = torch.Generator().manual_seed(10 * number + me)
+        ids = torch.randint(7, (5, 3), generator=generator)
+        local = [*dense.parameters(), *tables.copies.parameters()]
+        optimizer.zero_grad()
+        out = tables({"words": 5 * ids, "days": ids})
+        loss = (dense(out["words"] + out["days"]) - 1.0).square().mean()
+        if number == 4 and len(opened) == 1 and me == 0 and killed:
+            os.kill(rpc.rpc_sync(killed, os.getpid), signal.SIGKILL)
+        gradients = torch.autograd.grad(loss, local, retain_graph=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        # The mean over trainers, by a collective of their own.
+        found = rpc.all_gather([each.clone() for each in gradients], trainers, timeout=20)
+        with torch.no_grad():
+            for place, each in enumerate(local):
+                each -= 0.1 * sum(found[name][place] for name in trainers) / len(trainers)
+        made.append(number)
+
+    tables, _, dense = recover(
+        open_all,
+        step,
+        steps=8,
+        directory=directory,
+        every=3,
+        state=lambda _tables, _optimizer, dense: {"dense": dense},
+        patience_s=30.0,
+    )
+    state = {name: tables.weights(name) for name in ("words", "days")}
+    state |= {name: each.detach().clone() for name, each in dense.state_dict().items()}
+    rpc.barrier(trainers, timeout=30)
+    tables.close()
+    return state, made, len(opened)

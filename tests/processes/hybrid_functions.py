@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch.nn import functional
 from tests.processes.embedding_functions import LocalRowWise
 from torchweft import autograd, rpc
 from torchweft.embedding import SGD, Adagrad, RowWise, RowWiseAdagrad, Rule, SparseAdam, host
+from torchweft.errors import WorkerLost
 from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
 
 WORDS, USERS, DAYS = 40, 23, 5
@@ -444,3 +447,42 @@ def train_with_recovery(
 
 def _kill(worker: str) -> None:
     os.kill(rpc.rpc_sync(worker, os.getpid), signal.SIGKILL)
+
+
+def wait_in_reduction(
+    me: int, trainers: Sequence[str], servers: Sequence[str], killed: str
+) -> tuple[str, str, float]:
+    """Loses a server between two pulls: the second trainer waits in an all-reduce by then.
+
+    Returns:
+        The type of the error of this trainer's pass, the worker that it names, and how many
+        seconds after the loss the error was raised.
+    """
+    init_process_group(trainers)
+    places = {name: RowWise(*servers) for name in ("words", "tower.users", "days")}
+    model = HybridModel(
+        make_net(), servers, places=places, name="waiting", find_unused_parameters=True
+    )
+    optimizer = model.optimizer(RULES["adam"], DENSE["adam"])
+    for number in range(2):
+        optimizer.zero_grad()
+        loss_of(model, draw(me, number)).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    loss = loss_of(model, draw(me, 2))
+    rpc.barrier(trainers)
+    began_s = time.monotonic()
+    try:
+        if me == 0:
+            _kill(killed)
+            with torch.no_grad():
+                while True:  # Until a pull notices the loss. The process group stays as it is.
+                    loss_of(model, draw(me, 3))
+        loss.backward()  # type: ignore[no-untyped-call]
+        raise AssertionError
+    except WorkerLost as error:
+        found = type(error).__name__, error.worker, time.monotonic() - began_s
+    rpc.barrier(trainers)
+    with contextlib.suppress(WorkerLost):
+        model.close()
+    torch.distributed.destroy_process_group()
+    return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes.hybrid_functions import train_with_recovery
+from tests.processes.hybrid_functions import train_with_recovery, wait_in_reduction
 from torchweft import rpc
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import recover
@@ -60,6 +60,20 @@ def test_a_server_killed_within_a_step_comes_back_and_the_run_has_the_same_bits(
         for state, made, _ in [call.wait() for call in train(tmp_path / "pass")]:
             assert [number for number, _ in made] == [6, 7]
             check_same(state, expected[0][0])
+
+
+def test_a_trainer_that_waits_in_an_all_reduce_is_told_of_a_lost_server(
+    nursery_with_compiler: Nursery,
+) -> None:
+    with cluster(workers=4, nursery=nursery_with_compiler, check=False):
+        calls = [
+            rpc.rpc_async(name, wait_in_reduction, (me, TRAINERS, SERVERS, SERVERS[1]))
+            for me, name in enumerate(TRAINERS)
+        ]
+        for call in calls:
+            error, worker, waited_s = call.wait()
+            assert (error, worker) == ("WorkerLost", SERVERS[1])
+            assert waited_s < 60  # The limit of the process group is 300 seconds.
 
 
 def test_an_error_that_no_loss_has_caused_is_raised_and_the_model_is_closed(

@@ -237,8 +237,8 @@ def _map(size_bytes: int) -> Bytes:
     start = -whole.ctypes.data % HUGE_PAGE_BYTES if is_huge else 0
     memory = whole[start : start + size_bytes]
     address = memory.ctypes.data
-    if is_huge and sys.platform == "linux":
-        madvise(address, size_bytes, _MADV_HUGEPAGE)
+    if is_huge:
+        advise_huge_pages(address, size_bytes)
     if size_bytes <= _POPULATED_LIMIT_BYTES and not _populate(address, size_bytes):
         memory[::PAGE_BYTES] = 0
     return memory
@@ -260,6 +260,14 @@ def _populate(address: int, size_bytes: int) -> bool:
         if code:
             return False
     return True
+
+
+def advise_huge_pages(address: int, size_bytes: int) -> None:
+    """Asks the kernel for huge pages in a range of memory, before it is used; it may refuse."""
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    size_bytes -= start - address
+    if sys.platform == "linux" and size_bytes >= HUGE_PAGE_BYTES:
+        madvise(start, size_bytes, _MADV_HUGEPAGE)
 
 
 # Not mmap.madvise, which holds the interpreter lock for the milliseconds that the call takes.

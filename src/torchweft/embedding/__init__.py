@@ -35,6 +35,7 @@ from torchweft.embedding.plan import (
     plan_tables,
 )
 from torchweft.embedding.pulled import Traffic
+from torchweft.embedding.recovery import recover
 from torchweft.embedding.rules import SGD, Adagrad, RowWiseAdagrad, Rule, SparseAdam
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.tables import Tables
@@ -91,6 +92,7 @@ __all__ = [
     "Wire",
     "fit_step_cost",
     "plan_tables",
+    "recover",
     "touched_shares",
     "tune_partitions",
 ]

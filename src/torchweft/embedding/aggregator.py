@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,17 +13,19 @@ from torchweft.embedding import host
 from torchweft.embedding.calls import call_servers
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.host import Options, Push
+from torchweft.embedding.named import Named
 from torchweft.embedding.rows import Part as Gradient
 from torchweft.embedding.rows import sum_rows
 from torchweft.embedding.sharing import Batch, Part, gathered, share
 from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import encode
-from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.rpc import RRef, functions, get_worker_info, on_worker_lost
+from torchweft.errors import WorkerLost
+from torchweft.rpc import RRef, functions, get_worker_info
 from torchweft.rpc.current_call import check_types
 
-_aggregators: weakref.WeakValueDictionary[str, Aggregator] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+_aggregators: Named[Aggregator] = Named("aggregates no", "all members have closed them")
+aggregator_of = _aggregators.find
+"""Returns the aggregator of a collection on this worker; raises ConfigurationError for none."""
 
 OfServer = tuple[Sequence[Push], Sequence[int]]
 """What a trainer pushes to one server: by stack, and the staleness of pulls to be counted."""
@@ -74,7 +75,6 @@ class Aggregator:
         self._uncounted: dict[str, list[int]] = {}
         self._futures: dict[tuple[int, int], torch.futures.Future[dict[str, int]]] = {}
         self._lost: WorkerLost | None = None
-        self._finalize = weakref.finalize(self, on_worker_lost(_weak_callback(self)))
 
     # Pulls
 
@@ -243,7 +243,7 @@ class Aggregator:
                 raise self._lost from None
             raise
 
-    def member_lost(self, error: WorkerLost) -> None:
+    def worker_lost(self, error: WorkerLost) -> None:
         """Fails the pushes that wait for a worker, if it is a member."""
         if error.worker not in self._members:
             return
@@ -273,17 +273,6 @@ def _size(part: Gradient) -> int:
     return sum(each.nbytes for each in part if each is not None)
 
 
-def _weak_callback(aggregator: Aggregator) -> Callable[[WorkerLost], None]:
-    reference = weakref.ref(aggregator)
-
-    def call(error: WorkerLost) -> None:
-        found = reference()
-        if found is not None:
-            found.member_lost(error)
-
-    return call
-
-
 # Functions that members call; by name.
 
 
@@ -291,22 +280,18 @@ def join(
     name: str, options: Options, group: int, begin: int, timeout_s: float
 ) -> tuple[RRef[Aggregator], list[int]]:
     """Returns the aggregator of a group, made if it does not exist, and the members' steps."""
-    check_types(name=(name, str), options=(options, Options), group=(group, int))
-    with _making:
-        found = _aggregators.get(name)
-        if found is None:
-            found = _aggregators[name] = Aggregator(name, options, group, begin, timeout_s)
-        found.uses += 1
+    check_types(options=(options, Options), group=(group, int))
+
+    def make() -> Aggregator:
+        return Aggregator(name, options, group, begin, timeout_s)
+
+    found, _ = _aggregators.use(name, make, lambda _: True)
     return RRef(found), [found.steps.step_of(each) for each in range(len(options.groups[group]))]
 
 
 def leave(name: str) -> None:
     """Ends a member's use of the aggregator; after the last one, its name is free."""
-    with _making:
-        found = aggregator_of(name)
-        found.uses -= 1
-        if not found.uses:
-            del _aggregators[name]
+    _aggregators.release(name)
 
 
 def pull(name: str, member: int, step: int, requests: Mapping[str, Any]) -> dict[str, Any]:
@@ -328,18 +313,3 @@ def missing(name: str) -> list[str]:
 
 
 CALLABLES = (join, leave, missing, pull, push)
-
-
-def aggregator_of(name: str) -> Aggregator:
-    """Returns the aggregator of a collection on this worker.
-
-    Raises:
-        ConfigurationError: There is none; all members have closed the collection.
-    """
-    check_types(name=(name, str))
-    found = _aggregators.get(name)
-    if found is None:
-        raise ConfigurationError(
-            f"worker {get_worker_info().name!r} aggregates no tables under the name {name!r}"
-        )
-    return found

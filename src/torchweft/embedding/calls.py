@@ -14,19 +14,25 @@ def call_servers(
     function: Callable[..., Any],
     arguments: Mapping[WorkerInfo, tuple[Any, ...]],
     timeout_s: float,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
     """Runs a function on servers; returns the results by name. Blocks until all have ended.
+
+    ``meanwhile`` is run here after the calls are sent.
 
     Raises:
         WorkerLost: A server is lost.
         CallTimeout: A server did not answer in time.
         Exception: The error of the first server that raised one, if neither is the case.
     """
-    if len(arguments) == 1:
+    if len(arguments) == 1 and meanwhile is None:
         # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
         ((server, given),) = arguments.items()
         return {server.name: rpc_sync(server, function, given, timeout=timeout_s)}
-    return wait_for(start_calls(function, arguments, timeout_s))
+    futures = start_calls(function, arguments, timeout_s)
+    if meanwhile is not None:
+        meanwhile()
+    return wait_for(futures)
 
 
 def start_calls(

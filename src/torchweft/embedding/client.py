@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torchweft.embedding import aggregator, host
@@ -93,15 +93,20 @@ class Client:
         given = (self.name, *args)
         return rpc_sync(self.servers[server], function, given, timeout=self.timeout_s)
 
-    def pull(self, requests: Mapping[str, Any]) -> dict[str, Any]:
-        """Pulls for this trainer's step; each server counts its staleness. Blocks."""
+    def pull(
+        self, requests: Mapping[str, Any], meanwhile: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
+        """Pulls for this trainer's step; each server counts its staleness. Blocks.
+
+        ``meanwhile`` may be run here while the servers work; it may be left out.
+        """
         if not requests:
             return {}
         if self._aggregator is not None:
             found: dict[str, Any] = self._ask(aggregator.pull, self._member, self.step, requests)
             return found
         given = self._given(requests, self._pusher)
-        return call_servers(host.pull, given, self.timeout_s)
+        return call_servers(host.pull, given, self.timeout_s, meanwhile)
 
     def refresh(self, requests: Mapping[str, Any]) -> dict[str, Any]:
         """Pulls for this trainer's step what has changed of rows that are here. Blocks.

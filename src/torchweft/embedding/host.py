@@ -7,7 +7,8 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torchweft.agent.current import current
 from torchweft.embedding import telling
 from torchweft.embedding.dynamic import DynamicShard, capacity_limit
 from torchweft.embedding.errors import InputError, StepError, TablesMismatch
+from torchweft.embedding.named import Named
 from torchweft.embedding.plan import Layout, Stack
 from torchweft.embedding.rows import Part
 from torchweft.embedding.rules import Rule
@@ -24,13 +26,14 @@ from torchweft.embedding.shard import Gradients, Shard
 from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.rpc import RRef, functions, on_worker_lost
+from torchweft.rpc import RRef, functions
 from torchweft.rpc.current_call import check_types, serves_another_strictly
 from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
 
-_hosts: weakref.WeakValueDictionary[str, Host] = weakref.WeakValueDictionary()
-_making = threading.Lock()
+_hosts: Named[Host] = Named("has no", "they live as long as a worker has not closed them")
+host_of = _hosts.find
+"""Returns a collection's shards on this worker; raises ConfigurationError if there are none."""
 
 Rows = tuple[int, Tensor]
 """A stack, and the rows to return."""
@@ -120,22 +123,43 @@ class Host:
         }
         names = [each[0] for each in options.pushers]
         self.steps: Steps[Lesson] = Steps(names, options.staleness, name)
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.rule: Rule | None = None
         self.uses = 0
         """How many workers have made the collection and not closed it."""
         self.marks: dict[str, Mark] = {}
         """By the mark of a snapshot whose rows these were: where they stood. The newest ones."""
+        self._complete: deque[tuple[int, Sequence[Lesson]]] = deque()
+        """Steps that all trainers have pushed and that are not applied yet, with their versions."""
+        self._failure: Exception | None = None
         self._futures: dict[tuple[int, int], torch.futures.Future[int]] = {}
         self._lost: WorkerLost | None = None
-        forget = on_worker_lost(_weak_callback(self))
-        self._finalize = weakref.finalize(self, forget)
+
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Holds the lock, while all complete steps are applied.
+
+        Raises:
+            StepError: One could not be applied.
+        """
+        with self._lock:
+            self._apply_complete()
+            if self._failure is not None:
+                raise StepError(
+                    f"server {self.name!r} has failed in the middle of a step, so some of its rows "
+                    f"are those after it: {self._failure}; make the tables again, and restore a "
+                    "snapshot",
+                    server=self.name,
+                    step=self.steps.version - 1,
+                    expected=self.steps.version - 1,
+                ) from self._failure
+            yield
 
     # Trainers
 
     def pull(self, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
         """Returns the version, and the rows or the sums of bags for each request."""
-        with self.lock, self._blaming_the_lost():
+        with self.settled(), self._blaming_the_lost():
             if trainer >= 0:
                 self.steps.check_pull(trainer, step)
             found = []
@@ -151,7 +175,7 @@ class Host:
         A request for rows has the version at which the trainer has pulled them: it is answered with
         the positions of the rows that have changed since, and their values.
         """
-        with self.lock, self._blaming_the_lost():
+        with self.settled(), self._blaming_the_lost():
             if trainer >= 0:
                 self.steps.check_pull(trainer, step)
             form = self.options.wire.pulled
@@ -187,16 +211,29 @@ class Host:
             lr, {stack: self._checked(stack, used, parts) for stack, used, parts in _own(pushes)}
         )
         future: torch.futures.Future[int] = torch.futures.Future()
-        with self.lock, self._blaming_the_lost():
+        with self.settled(), self._blaming_the_lost():
             due = self.steps.push(trainer, step, lesson, seen)
             self.steps.count(ahead)
             self._futures[trainer, step] = future
-            before = self.steps.version - len(due.applied)
-            for version, lessons in enumerate(due.applied, start=before + 1):
-                self._apply(lessons, version)
             version = self.steps.version
+            self._complete.extend(enumerate(due.applied, start=version - len(due.applied) + 1))
+        # Trainers go on while the step is applied: it was checked, and nobody sees rows before.
         self._settle(due, version)
+        if due.applied:
+            current().reactor.submit_task(self._apply_soon)
         return future
+
+    def _apply_soon(self, *_: object) -> None:
+        with self._lock:
+            self._apply_complete()
+
+    def _apply_complete(self) -> None:
+        while self._complete and self._failure is None:
+            version, lessons = self._complete.popleft()
+            try:
+                self._apply(lessons, version)
+            except Exception as error:
+                self._failure = error  # For all who ask for rows from now on.
 
     @contextlib.contextmanager
     def _blaming_the_lost(self) -> Iterator[None]:
@@ -236,12 +273,12 @@ class Host:
             assert self._lost is not None
             self._futures.pop(each).set_exception(self._lost)  # type: ignore[arg-type]
 
-    def trainer_lost(self, error: WorkerLost) -> None:
+    def worker_lost(self, error: WorkerLost) -> None:
         """Fails the pushes that wait for a worker, if it is a trainer."""
         pusher = self.options.pusher_of(error.worker)
         if pusher < 0:
             return
-        with self.lock:
+        with self._lock:
             self._lost = self._lost or error
             due = self.steps.lose(pusher)
         self._settle(due, self.steps.version)
@@ -265,7 +302,7 @@ class Host:
         Raises:
             TablesMismatch: Another one is set.
         """
-        with self.lock:
+        with self.settled():
             if self.rule is not None and self.rule != rule:
                 raise TablesMismatch(
                     f"the tables on {self.name!r} have the optimizer {self.rule}, and this trainer "
@@ -303,17 +340,6 @@ def _shard(stack: Stack, server: int, options: Options) -> Shard:
     return DynamicShard(stack, server, options.seed, limit)
 
 
-def _weak_callback(host: Host) -> Callable[[WorkerLost], None]:
-    reference = weakref.ref(host)
-
-    def call(error: WorkerLost) -> None:
-        found = reference()
-        if found is not None:
-            found.trainer_lost(error)
-
-    return call
-
-
 # Functions that trainers call; by name.
 
 
@@ -323,18 +349,18 @@ def set_up(name: str, options: Options) -> tuple[RRef[Host], list[int]]:
     Raises:
         TablesMismatch: A collection of this name was made with other options.
     """
-    check_types(name=(name, str), options=(options, Options))
+    check_types(options=(options, Options))
     check_types(layout=(options.layout, Layout))
     server = current().me.name
-    with _making:
-        host = _hosts.get(name)
-        if host is None:
-            host = _hosts[name] = Host(options, server)
-            told = functools.partial(telling.of_server, name, weakref.ref(host))
-            weakref.finalize(host, tell(told))
-        if host.options == options:
-            host.uses += 1
-    if host.options != options:
+
+    def make() -> Host:
+        made = Host(options, server)
+        told = functools.partial(telling.of_server, name, weakref.ref(made))
+        weakref.finalize(made, tell(told))
+        return made
+
+    host, is_fit = _hosts.use(name, make, lambda found: found.options == options)
+    if not is_fit:
         part, theirs, ours = _difference(host.options, options)
         raise TablesMismatch(
             f"server {server!r} has tables under the name {name!r} that differ in {part}: it has "
@@ -368,11 +394,7 @@ def _difference(first: Options, second: Options) -> tuple[str, object, object]:
 
 def close(name: str) -> None:
     """Ends one worker's use of a collection; after the last one, its name is free."""
-    with _making:
-        host = host_of(name)
-        host.uses -= 1
-        if not host.uses:
-            del _hosts[name]
+    _hosts.release(name)
 
 
 def set_rule(name: str, rule: Rule) -> None:
@@ -400,21 +422,21 @@ def push(name: str, trainer: int, step: int, *given: Any) -> torch.futures.Futur
 def missing(name: str) -> list[str]:
     """Returns the trainers that have not pushed the step that is applied next."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return host.steps.missing()
 
 
 def staleness(name: str) -> dict[int, int]:
     """Returns how often each staleness was observed on this server."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return dict(host.steps.staleness)
 
 
 def read(name: str, stack: int, member: int) -> Tensor:
     """Returns this server's rows of a member of a stack."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return _rows_of(host, stack, member).clone()
 
 
@@ -425,7 +447,7 @@ def write(name: str, stack: int, member: int, values: Tensor) -> None:
         InputError: The values have another shape or type; nothing was changed.
     """
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         rows = _rows_of(host, stack, member)
         if values.shape != rows.shape or values.dtype != rows.dtype:
             raise InputError(
@@ -444,19 +466,3 @@ def _rows_of(host: Host, stack: int, number: int) -> Tensor:
 
 
 CALLABLES = (close, missing, pull, push, read, refresh, set_rule, set_up, staleness, write)
-
-
-def host_of(name: str) -> Host:
-    """Returns a collection's shards on this worker.
-
-    Raises:
-        ConfigurationError: There are none; all trainers have closed the collection.
-    """
-    check_types(name=(name, str))
-    host = _hosts.get(name)
-    if host is None:
-        raise ConfigurationError(
-            f"worker {current().me.name!r} has no tables under the name {name!r}; they live as "
-            "long as a worker has not closed them"
-        )
-    return host

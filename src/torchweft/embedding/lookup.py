@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -77,7 +78,8 @@ class PulledRows(Pulled):
     ) -> None:
         super().__init__(number, router, looked)
         self._routed = routed
-        self.rows = Fetch(number, router, routed.keys.unique, routed.cuts)
+        self._rows = routed.ordered
+        self.rows = Fetch(number, router, self._rows.keys.unique, self._rows.cuts)
 
     def requests(self) -> Mapping[str, Request]:
         """Returns the rows to ask of each server that has some."""
@@ -89,14 +91,11 @@ class PulledRows(Pulled):
 
     def outputs(self, values: Tensor) -> Outputs:
         """Pools the rows."""
-        bags = self._bags()
+        bags = self._bags
         if self.stack.takes_max or (bags.weights is not None and bags.weights.requires_grad):
             found = self._natively(values, bags)
         elif values.requires_grad:
-            order = self._routed.keys.order
-            numbers = numbers_of([each.flat for each in self.looked], order)
-            weights = None if bags.weights is None else bags.weights.index_select(0, order)
-            found = pool(values, bags, Bags(numbers, self._routed.keys.starts, weights))
+            found = pool(values, bags, self._transpose)
         else:
             found = pooled(values, bags)
         parts = torch.split(found, [each.flat.bags for each in self.looked])
@@ -115,16 +114,31 @@ class PulledRows(Pulled):
             bags.entries, values, bags.offsets, mode=mode, per_sample_weights=bags.weights
         )
 
+    def get_ready(self) -> None:
+        """Computes what does not need the values, while these are on their way."""
+        super().get_ready()
+        if torch.is_grad_enabled() and not self.stack.takes_max:
+            _ = self._transpose
+
+    @functools.cached_property
     def _bags(self) -> Bags:
         flats = [each.flat for each in self.looked]
         weights = None
         if any(flat.weights is not None for flat in flats):
             weights = torch.cat([weights_of(flat, self.stack.dtype) for flat in flats])
-        return Bags(self._routed.keys.inverse(), offsets_of(flats), weights)
+        return Bags(self._rows.keys.inverse(), offsets_of(flats), weights)
+
+    @functools.cached_property
+    def _transpose(self) -> Bags:
+        """Which bags each row is in."""
+        order, weights = self._rows.keys.order, self._bags.weights
+        numbers = numbers_of([each.flat for each in self.looked], order)
+        weights = None if weights is None else weights.index_select(0, order)
+        return Bags(numbers, self._rows.keys.starts, weights)
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns rows and gradients for each server that has some."""
-        keys, cuts = self._routed.keys.unique, self._routed.cuts
+        keys, cuts = self._rows.keys.unique, self._rows.cuts
         kept = self._trained(keys)
         pushes = {}
         for k, server in enumerate(self.stack.servers):
@@ -232,24 +246,38 @@ class PulledSums(Pulled):
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns for each server its rows, in which bags each is, and the gradients of bags."""
-        keys, cuts, dtype = self._routed.keys, self._routed.cuts, self._router.dtype
+        return {
+            self.stack.servers[server]: (*entries, gradient[bags.start : bags.stop])
+            for server, bags in self._bags.items()
+            if (entries := self._entries.get(server)) is not None
+        }
+
+    def get_ready(self) -> None:
+        """Computes what does not need the values, while these are on their way."""
+        super().get_ready()
+        if torch.is_grad_enabled():
+            _ = self._entries
+
+    @functools.cached_property
+    def _entries(self) -> dict[int, tuple[Any, ...]]:
+        """For each server that has some: its rows, and in which bags each is."""
+        (keys, cuts, _), dtype = self._routed.ordered, self._router.dtype
         entries = numbers_of(self._flats, keys.order)
         weights = None if self._weights is None else self._weights.index_select(0, keys.order)
-        pushes = {}
+        found = {}
         for server, bags in self._bags.items():
             low, high = cuts[server], cuts[server + 1]
             if low == high:
                 continue
             begin, end = keys.place(low), keys.place(high)
             counts = torch.diff(keys.starts[low:high], append=torch.tensor([end], device="cpu"))
-            pushes[self.stack.servers[server]] = (
+            found[server] = (
                 self._router.rows(keys.unique[low:high], server),
                 counts.to(dtype),
                 (entries[begin:end] - bags.start).to(dtype),
                 None if weights is None else weights[begin:end],
-                gradient[bags.start : bags.stop],
             )
-        return pushes
+        return found
 
     def _moved(self) -> list[Moved]:
         found = []
@@ -284,8 +312,8 @@ def prepare(number: int, router: Router, looked: Sequence[Looked]) -> list[Pulle
 def _is_pooled_there(router: Router, looked: Looked, routed: Routed) -> bool:
     """Whether the servers pool a table, since sums move fewer bytes than rows."""
     flat, stack = looked.flat, router.stack
-    if stack.takes_max or stack.is_dynamic or flat.offsets is None:
-        return False
+    if stack.takes_max or stack.is_dynamic or flat.offsets is None or flat.length == 1:
+        return False  # There are no fewer bags than rows in the last two cases.
     if flat.weights is not None and flat.weights.requires_grad:
         return False
     rows = routed.counts[looked.number]

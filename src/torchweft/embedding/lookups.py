@@ -181,7 +181,11 @@ class Lookups:
         return self._client.pull(pulling.requests)
 
     def _pulled(self, pulling: Pulling[Pulled]) -> Found:
-        return self._taken(pulling, self._pull(pulling))
+        def get_ready() -> None:
+            for pulled in pulling.wanted:
+                pulled.get_ready()
+
+        return self._taken(pulling, self._client.pull(pulling.requests, get_ready))
 
     def pulled_ahead(self, pulling: Pulling[Pulled], answers: Mapping[str, Any]) -> Found:
         """Returns what was pulled ahead; pulls again what has changed, if it is too old."""

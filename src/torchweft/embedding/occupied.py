@@ -15,14 +15,14 @@ from torchweft.embedding.host import Host, host_of
 def occupancy(name: str) -> dict[str, Occupancy]:
     """Returns how many ids of each dynamic table this server has."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return {shard.stack.members[0].config.name: shard.occupancy() for shard in _dynamic(host)}
 
 
 def rows(name: str, table: str) -> list[tuple[Tensor, Tensor]]:
     """Returns the ids that have rows of a table on this server, and these rows, if it has any."""
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         return [
             shard.rows() for shard in _dynamic(host) if shard.stack.members[0].config.name == table
         ]

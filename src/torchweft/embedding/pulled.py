@@ -148,6 +148,10 @@ class Pulled(abc.ABC):
     @abc.abstractmethod
     def _moved(self) -> list[Moved]: ...
 
+    def get_ready(self) -> None:
+        """Computes what does not need the values, while these are on their way."""
+        _ = self.moved
+
 
 def _fixed_length(flats: Sequence[Flat]) -> int:
     """Returns the length of all bags if it is the same by form, else 0."""

@@ -67,7 +67,7 @@ def standing(name: str) -> tuple[int, bool, str]:
         settings, or nothing.
     """
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         rule = "" if host.rule is None else host.rule.settings()
         return host.steps.version, host.steps.is_between, rule
 
@@ -87,7 +87,7 @@ def leaving(name: str, version: int, mark: str, since: str | None) -> list[RRef[
     """
     check_types(mark=(mark, str), version=(version, int))
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         base = None if since is None else host.marks.get(since)
         if since is not None and base is None:
             raise BrokenChain(
@@ -115,7 +115,7 @@ def offering(name: str) -> list[RRef[Entry]]:
         StepError: A push waits for those of other trainers.
     """
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         if not host.steps.is_between:
             raise StepError(
                 f"server {host.name!r} is in the middle of step {host.steps.version} of {name!r}; "
@@ -153,7 +153,7 @@ def adopt(
         timeout_s: Limit of each call.
     """
     host = host_of(name)
-    with host.lock:
+    with host.settled():
         host.marks.clear()  # From here on, these are no snapshot's rows.
     for held in _held_by(host):
         own = [[each for each in link if each[0][0] == held.piece.table] for link in links]
@@ -166,7 +166,7 @@ def adopt(
             for plain, entry in link:
                 function = _adopt_changed if number else _adopt
                 function(host, held, plain, entry, timeout_s)
-    with host.lock:
+    with host.settled():
         for shard in host.shards.values():
             shard.changed.fill_(host.steps.version)
         _set_mark(host, mark)
@@ -248,7 +248,7 @@ def _reader(
     host: Host, held: Held, version: int, since: Mark | None
 ) -> Callable[[], dict[str, Any]]:
     def read() -> dict[str, Any]:
-        with host.lock:
+        with host.settled():
             _check_version(host, version)
             # Copied under the lock: later pushes change these rows.
             return _content(host, held, since)
@@ -297,7 +297,7 @@ def _adopt(host: Host, held: Held, plain: Plain, entry: RRef[Entry], timeout_s: 
         wanted = within(part, source.rows), within(columns, source.columns), len(source.columns)
         found = _asked(taken, entry, wanted, timeout_s)
         own = within(part, target.rows), within(columns, target.columns), len(target.columns)
-        with host.lock:
+        with host.settled():
             for key, tensor in _tensors(host, held).items():
                 _cut(tensor, *own).copy_(found["tensors"][key])
             _steps(host, held).fill_(found["steps"])
@@ -318,7 +318,7 @@ def _adopt_changed(
     while has_more:
         has_more, steps, found, values = _asked(taken_changed, entry, (*wanted, begin), timeout_s)
         begin += len(found)
-        with host.lock:
+        with host.settled():
             for key, tensor in _tensors(host, held).items():
                 _cut(tensor, ALL_ROWS, *own)[found * step + start] = values[key]
             _steps(host, held).fill_(steps)
@@ -334,7 +334,7 @@ def _adopt_ids(
             prefixes += [ALL + ROWS, ALL + WAITING]
         steps, found = _ids_of(host, shard, entries, prefixes, timeout_s)
         content = overlaid(content, found) if number else found
-    with host.lock:
+    with host.settled():
         shard.replace(content, steps)
 
 

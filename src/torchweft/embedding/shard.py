@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from torchweft.channel.memory import advise_huge_pages
 from torchweft.embedding import initial
 from torchweft.embedding.errors import IdOutOfRange, InputError
 from torchweft.embedding.plan import Member, Stack
@@ -48,9 +49,7 @@ class Shard:
         self.stack = stack
         self.name = stack.servers[server]
         self._server = server
-        self.weights = torch.empty(
-            stack.size_on(server), stack.dim, dtype=stack.dtype, device="cpu"
-        )
+        self.weights = _memory(stack.size_on(server), stack.dim, stack.dtype)
         self.steps = torch.zeros(len(stack.members), dtype=torch.float64, device="cpu")
         """How many steps each member has made."""
         self.changed = torch.zeros(len(self.weights), dtype=torch.int64, device="cpu")
@@ -109,7 +108,14 @@ class Shard:
     def set_rule(self, rule: Rule) -> None:
         """Sets the optimizer, with new state."""
         self._rule = rule
-        self.state = rule.state_for(self.weights)
+        self.state = {
+            name: _memory(len(self.weights), values.shape[1], values.dtype)
+            for name, values in rule.state_for(self.weights[:0]).items()
+        }
+        for begin in range(0, len(self.weights), self._chunk_rows):
+            rows = slice(begin, begin + self._chunk_rows)
+            for name, values in rule.state_for(self.weights[rows]).items():
+                self.state[name][rows] = values
 
     def changed_since(self, rows: Tensor, version: int) -> Tensor:
         """Returns which of some rows a pull that saw a version may have seen otherwise, ``(n,)``.
@@ -292,3 +298,14 @@ class Shard:
     def _named(self) -> dict[str, Any]:
         """The fields of an error: tables of the stack, and this server."""
         return {"table": ", ".join(self._names()), "server": self.name}
+
+
+def _memory(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Returns memory for rows, in huge pages if the kernel has them.
+
+    The rows of a step are all over it: with pages of 4 KiB, most of them are found by a walk
+    through the page tables.
+    """
+    found = torch.empty(rows, columns, dtype=dtype, device="cpu")
+    advise_huge_pages(found.data_ptr(), found.nbytes)
+    return found

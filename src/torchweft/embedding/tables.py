@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,6 +142,16 @@ class Tables(nn.Module):
     def servers(self) -> Mapping[str, WorkerInfo]:
         """The workers that have rows now, by name."""
         return self._client.servers
+
+    @property
+    def bound(self) -> int | None:
+        """The steps by which a trainer may be ahead; None in the asynchronous mode."""
+        return self._client.staleness
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit of each pull and step in seconds; 0 for none."""
+        return self._client.timeout_s
 
     # Lookups
 
@@ -356,8 +365,7 @@ class Tables(nn.Module):
         told = "" if failure is None else f"{type(failure).__name__}: {failure}"
         outcomes = {get_worker_info().name: told}
         if len(self.trainers) > 1:
-            timeout_s = 0.0 if math.isinf(self.limit_s) else self.limit_s
-            outcomes = rpc.all_gather(told, self.trainers, timeout=timeout_s)
+            outcomes = rpc.all_gather(told, self.trainers, timeout=self.timeout_s)
         if failure is not None:
             raise failure
         for trainer, problem in outcomes.items():
@@ -517,6 +525,29 @@ class Tables(nn.Module):
         snapshot = saving.restore(self._collection(), directory, state, step)
         self.clear_cache()
         return snapshot
+
+    @property
+    def lr(self) -> float | None:
+        """The learning rate of the rows; None without an optimizer."""
+        return None if self._optimizer is None else float(self._optimizer.param_groups[0]["lr"])
+
+    def copied_values(self) -> dict[str, Tensor]:
+        """Returns copies of the tables that each trainer has, on the CPU."""
+        return {name: copy.detach().cpu().clone() for name, copy in self.copies.items()}
+
+    @torch.no_grad()
+    def take_over(self, lr: float | None, copies: Mapping[str, Tensor]) -> None:
+        """Sets what ``restore`` leaves to the other trainers, as it is at the one that called it.
+
+        Args:
+            lr: The learning rate of the rows.
+            copies: The values of the tables that each trainer has.
+        """
+        if self._optimizer is not None and lr is not None:
+            self._optimizer.param_groups[0]["lr"] = lr
+        for name, values in copies.items():
+            self.copies[name].copy_(values)
+        self.clear_cache()
 
     def _collection(self) -> saving.Collection:
         return saving.Collection(

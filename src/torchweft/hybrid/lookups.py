@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.embedding import Jagged
 from torchweft.hybrid.finding import Found, ids_of
 from torchweft.hybrid.passes import Passes
+from torchweft.hybrid.reductions import Reductions
 
 
 class RemoteTable(nn.Module):
@@ -88,14 +89,14 @@ def replace_tables(module: nn.Module, tables: list[Found]) -> list[RemoteTable]:
 
 
 def replicate(
-    module: nn.Module, names: list[str], *, averages: bool, **options: Any
+    module: nn.Module, names: list[str], reductions: Reductions, **options: Any
 ) -> tuple[nn.Module, list[Any]]:
     """Puts modules under ``DistributedDataParallel``.
 
     Args:
         module: The model.
         names: The paths of those of its modules that are replicated, or none for all of it.
-        averages: Whether gradients are averaged, rather than summed.
+        reductions: Reduces their gradients.
         options: Further arguments of ``DistributedDataParallel``.
 
     Returns:
@@ -104,12 +105,12 @@ def replicate(
     if not names:
         if not any(each.requires_grad for each in module.parameters()):
             return module, []
-        whole = _replica(module, averages, options)
+        whole = _replica(module, reductions, options)
         return whole, [whole]
     found = []
     for name in names:
         parent, _, last = name.rpartition(".")
-        replica = _replica(module.get_submodule(name), averages, options)
+        replica = _replica(module.get_submodule(name), reductions, options)
         module.get_submodule(parent)._modules[last] = replica
         found.append(replica)
     return module, found
@@ -124,17 +125,10 @@ def dissolve(module: nn.Module, names: Iterable[str]) -> None:
             module.get_submodule(parent)._modules[last] = replica.module
 
 
-def _replica(module: nn.Module, averages: bool, options: Any) -> DistributedDataParallel:
+def _replica(
+    module: nn.Module, reductions: Reductions, options: Mapping[str, Any]
+) -> DistributedDataParallel:
     replica = DistributedDataParallel(module, **options)
-    if not averages:
-        # A function without annotations: DDP refuses those that are text.
-        replica.register_comm_hook(
-            options.get("process_group"), lambda group, bucket: _sum(group, bucket)
-        )
+    # A function without annotations: DDP refuses those that are text.
+    replica.register_comm_hook(reductions, lambda state, bucket: state.reduce(bucket))
     return replica
-
-
-def _sum(group: Any, bucket: Any) -> Any:
-    """Sums the gradients of a bucket over the replicas, in place of their average."""
-    future = distributed.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
-    return future.then(lambda done: done.value()[0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire
+from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, handing
 from torchweft.embedding.groups import Aggregate
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
@@ -26,6 +26,7 @@ from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
 from torchweft.hybrid.offers import Offer, agree, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
+from torchweft.hybrid.reductions import Reductions
 from torchweft.hybrid.trainers import Trainers
 
 B = TypeVar("B")
@@ -163,10 +164,11 @@ class HybridModel(nn.Module):
         self.called = module
         self._replicas: list[Any] = []
         if len(self._trainers.names) > 1:
+            workers = {*self.trainers, *self.servers}
             self.called, self._replicas = replicate(
                 module,
                 list(replicas),
-                averages=self._averages,
+                Reductions(process_group, workers, averages=self._averages),
                 process_group=process_group,
                 **ddp,
             )
@@ -406,10 +408,10 @@ class HybridModel(nn.Module):
         with self._trainers.first_tells() as told:
             if told.is_first:
                 found = saving.restore(self.tables, directory, whole, step)
-                told.value = found.step, saving.taken(whole)
+                told.value = found.step, handing.taken(whole)
         done, values = told.value
         if not self._trainers.is_first:
-            saving.put(whole, values)
+            handing.put(whole, values)
         return int(done)
 
     def close(self) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 from torch import nn
 
 from torchweft import checkpoint
-from torchweft.checkpoint import Snapshot, kinds
+from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Tables
+from torchweft.embedding.handing import Tree
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.rpc import get_worker_info
-
-Tree = dict[str, Any]
 
 
 def tree(
@@ -49,32 +48,3 @@ def restore(
     if tables is not None:
         return tables.restore(directory, state=whole, step=step)
     return checkpoint.restore(directory, {"program": whole}, step=step)
-
-
-def taken(state: Tree, path: str = "state") -> Tree:
-    """Returns copies of the state of all entries, for another trainer."""
-    return {
-        key: taken(value, f"{path}.{key}")
-        if _is_branch(value)
-        else kinds.take(
-            f"{path}.{key}", kinds.kind_of(f"{path}.{key}", value, is_remote=False), value
-        )
-        for key, value in state.items()
-    }
-
-
-def put(state: Tree, values: Tree) -> None:
-    """Puts the state of another trainer into all entries."""
-    for key, value in state.items():
-        kind = "" if _is_branch(value) else kinds.kind_of(key, value, is_remote=False)
-        if not kind:
-            put(value, values[key])
-        elif kind == kinds.VALUE and not isinstance(value, (dict, list)):
-            state[key] = values[key]
-        else:
-            kinds.put(kind, value, values[key], strict=True)
-
-
-def _is_branch(value: Any) -> bool:
-    """Whether a value is a dict with entries of its own, rather than a plain one."""
-    return isinstance(value, dict) and not kinds.is_plain(value)

@@ -1,23 +1,24 @@
-"""The example with an embedding on a server and a layer under DDP, as a program."""
+"""The examples with embeddings on servers and a layer under DDP, as programs."""
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "hybrid" / "train.py"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
 LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, program: str = "train.py") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
+        [sys.executable, str(EXAMPLES / program), *arguments],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -39,3 +40,18 @@ def test_a_number_of_epochs_that_cannot_work_is_told() -> None:
     done = run("--epochs", "0")
     assert done.returncode == 2
     assert "--epochs is 0; it is at least 1" in done.stderr
+
+
+def test_a_table_over_two_servers_and_a_layer_under_ddp_are_trained() -> None:
+    done = run("--steps", "40", program="tables.py")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"words\.weight .* worker2, worker3 ", done.stdout)
+    losses = [float(each) for each in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_number_of_steps_that_cannot_work_is_told() -> None:
+    done = run("--steps", "0", program="tables.py")
+    assert done.returncode == 2
+    assert "--steps is 0; it is at least 1" in done.stderr

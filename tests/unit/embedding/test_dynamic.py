@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -239,7 +239,7 @@ def test_servers_take_their_ids_of_a_snapshot_in_any_chunks(
     for k in range(count):
         shard = DynamicShard(layouts[1].stacks[0], k, seed=0, limit=90)
         shard.set_rule(Adagrad())
-        host: Any = SimpleNamespace(name=SERVERS[k], lock=threading.Lock())
+        host: Any = SimpleNamespace(name=SERVERS[k], settled=nullcontext)
         found: Any = entries
         saved._adopt_ids(host, shard, [found], 1.0)
         assert shard.steps.tolist() == [2.0]

@@ -155,3 +155,21 @@ def test_a_sparse_push_of_words_is_a_fraction_of_a_dense_one() -> None:
 def test_a_table_that_is_copied_has_no_stack() -> None:
     plan = plan_tables([TableConfig("t", 5, 2)], SERVERS, places={"t": Copies()})
     assert plan.layout == ((), ())
+
+
+@pytest.mark.parametrize("place", [striped, whole])
+def test_different_rows_are_counted_as_a_sort_counts_them(place: Any) -> None:
+    tables = [TableConfig("a", 50, 4), TableConfig("b", 900, 4), TableConfig("c", 7, 4)]
+    places = {each.name: place(number) for number, each in enumerate(tables)}
+    (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
+    router = Router(stack)
+    for count in (3, 200):  # The first ids are few beside the rows: these are sorted.
+        flats = [
+            (member, Checker(member.config).flat(skewed(count, member.config.rows).view(1, -1)))
+            for member in stack.members
+        ]
+        routed = router.route(flats)
+        marked = router._marked(routed.found)
+        assert (marked is None) == (count == 3)
+        assert routed.counts == routed.ordered.counts
+        assert routed.counts == [len(flat.ids.unique()) for _, flat in flats]

@@ -1,4 +1,4 @@
-"""Trains a model whose servers may be lost: opens it again, and goes on from the last snapshot."""
+"""Trains tables whose servers may be lost: opens them again, and goes on from the last snapshot."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from torch import distributed
+from torch import Tensor, distributed
 
 from torchweft.arguments import kind_of
+from torchweft.embedding import handing
+from torchweft.embedding.tables import Tables
 from torchweft.errors import (
     ArgumentTypeError,
     ConfigurationError,
@@ -23,8 +25,14 @@ from torchweft.errors import (
     WeftError,
     WorkerLost,
 )
-from torchweft.hybrid.model import HybridModel
-from torchweft.rpc import WorkerState, barrier, health, on_worker_lost
+from torchweft.rpc import (
+    WorkerState,
+    all_gather,
+    barrier,
+    get_worker_info,
+    health,
+    on_worker_lost,
+)
 
 _log = logging.getLogger("torchweft")
 _NOTICE_S = 3.0
@@ -32,7 +40,113 @@ _NOTICE_S = 3.0
 _LOOK_S = 0.02
 
 Opened = tuple[Any, ...]
-"""A model, its optimizer, and whatever else a step needs."""
+"""Tables or a model with tables, the optimizer, and whatever else a step needs."""
+
+
+@runtime_checkable
+class Trained(Protocol):
+    """A model with tables, all trainers of which call each method; ``HybridModel`` is one."""
+
+    @property
+    def trainers(self) -> tuple[str, ...]:
+        """Names of the trainers; the first one saves."""
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the workers that have rows."""
+
+    staleness: int | None
+    """The bound of the collection; None for the asynchronous mode."""
+
+    def save(
+        self,
+        directory: str,
+        *,
+        step: int,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> object:
+        """Saves a snapshot after some steps."""
+
+    def restore(self, directory: str, *, state: dict[str, Any] | None = None) -> int:
+        """Restores the last snapshot; returns its step."""
+
+    def close(self) -> None:
+        """Releases the rows."""
+
+
+class TrainedTables:
+    """Tables without a model, whose methods all trainers call.
+
+    Args:
+        tables: The tables.
+    """
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self.trainers = tables.trainers
+        self.staleness = tables.bound
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the workers that have rows."""
+        return tuple(self._tables.servers)
+
+    @property
+    def _is_first(self) -> bool:
+        return get_worker_info().name == self.trainers[0]
+
+    def save(
+        self,
+        directory: str,
+        *,
+        step: int,
+        state: dict[str, Any] | None = None,
+        keep: int | None = None,
+    ) -> None:
+        """Has the first trainer save."""
+        if self._is_first:
+            self._tables.save(directory, step=step, state=state, keep=keep)
+
+    def restore(self, directory: str, *, state: dict[str, Any] | None = None) -> int:
+        """Has the first trainer restore, and takes copies, learning rate and state from it.
+
+        Raises:
+            SnapshotNotFound: There is none.
+            ConfigurationError: The first trainer could not restore.
+        """
+        own = {} if state is None else state
+        told: tuple[int, float | None, dict[str, Tensor], Any] | None = None
+        failure: Exception | None = None
+        if self._is_first:
+            try:
+                step = self._tables.restore(directory, state=own).step
+                told = step, self._tables.lr, self._tables.copied_values(), handing.taken(own)
+            except Exception as error:
+                failure = error
+        if len(self.trainers) > 1:
+            text = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            is_missing = isinstance(failure, SnapshotNotFound)
+            found = all_gather((told, text, is_missing), self.trainers, self._tables.timeout_s)
+            told, text, is_missing = found[self.trainers[0]]
+            if failure is None and is_missing:
+                raise SnapshotNotFound(text, directory=directory)
+            if failure is None and text:
+                raise ConfigurationError(
+                    f"trainer {self.trainers[0]!r} could not restore the tables: {text}"
+                )
+        if failure is not None:
+            raise failure
+        assert told is not None
+        step, lr, copies, values = told
+        if not self._is_first:
+            self._tables.take_over(lr, copies)
+            handing.put(own, values)
+        return step
+
+    def close(self) -> None:
+        """Releases the rows."""
+        self._tables.close()
 
 
 def recover(
@@ -49,8 +163,9 @@ def recover(
 ) -> Opened:
     """Makes all steps of a training, also if servers are lost meanwhile. Blocks.
 
-    All trainers call it with equal arguments. After the loss of a server each closes the model and
-    the process group, waits until the launcher has started the server again under its name, opens
+    It is for a ``HybridModel``, and for ``Tables`` that a program uses by itself. All trainers call
+    it with equal arguments. After the loss of a server each closes the model and the process group,
+    if there is one. It waits until the launcher has started the server again under its name, opens
     the model, and restores the last snapshot::
 
         def open_model():
@@ -71,19 +186,20 @@ def recover(
     mode the result has the bits of a run without a loss, if steps depend on their number alone.
 
     Args:
-        open: Makes the process group and the model. Returns a tuple: the ``HybridModel`` first.
+        open: Makes the process group, if the program uses one, and the model. Returns a tuple:
+            the ``HybridModel`` or the ``Tables`` first, whose optimizer is set.
         step: Makes one step; called with its number and what ``open`` has returned.
         steps: How many steps the whole training has.
         directory: Where snapshots are kept.
         every: Save after so many steps.
         state: Returns further state to be saved, given what ``open`` has returned; see
-            ``HybridModel.save``.
+            ``torchweft.checkpoint.save``. It is that of the first trainer; after a loss
+            the others take it over. With ``Tables``, the dense part belongs into it.
         keep: How many snapshots to keep; None for all.
         attempts: How many losses are recovered from.
         patience_s: How long to wait for a lost server to come back, and for the other trainers, in
-            seconds. A trainer may wait in a collective for another one that has noticed a loss
-            before; it goes on after the timeout of the process group at the latest. So pass more
-            than that of ``init_process_group``, which is 300 by default.
+            seconds. A trainer may wait in a collective of the program for another one that has
+            noticed a loss before; it goes on when that one has left the process group.
 
     Returns:
         What ``open`` has returned last; the model is not closed.
@@ -133,12 +249,18 @@ def recover(
 
 
 def _checked(opened: Any) -> Opened:
-    if not isinstance(opened, tuple) or not opened or not isinstance(opened[0], HybridModel):
-        raise ArgumentTypeError(
-            f"the function that opens the model returned {kind_of(opened)}; it returns a tuple "
-            "with the HybridModel first"
-        )
-    return opened
+    if isinstance(opened, tuple) and opened and isinstance(opened[0], (Tables, Trained)):
+        return opened
+    raise ArgumentTypeError(
+        f"the function that opens the model returned {kind_of(opened)}; it returns a tuple with "
+        "the HybridModel or the Tables first"
+    )
+
+
+def _trained(opened: Opened) -> Trained:
+    first = opened[0]
+    found: Trained = TrainedTables(first) if isinstance(first, Tables) else first
+    return found
 
 
 def _run(
@@ -150,7 +272,7 @@ def _run(
     state: Callable[..., dict[str, Any]] | None,
     keep: int | None,
 ) -> None:
-    model: HybridModel = opened[0]
+    model = _trained(opened)
 
     def more() -> dict[str, Any] | None:
         return None if state is None else state(*opened)
@@ -166,7 +288,7 @@ def _run(
 
 
 def _save(
-    model: HybridModel, directory: str, step: int, state: dict[str, Any] | None, keep: int | None
+    model: Trained, directory: str, step: int, state: dict[str, Any] | None, keep: int | None
 ) -> None:
     if model.staleness == 0:  # The next step of the others waits for the first trainer.
         model.save(directory, step=step, state=state, keep=keep)
@@ -199,7 +321,7 @@ def _causes(error: Exception, lost: dict[str, WorkerLost], opened: Opened) -> di
     """
     if isinstance(error, WorkerLost):
         lost.setdefault(error.worker, error)
-    model: HybridModel | None = opened[0] if opened else None
+    model = _trained(opened) if opened else None
     servers = None if model is None else set(model.servers)
     trainers = () if model is None else model.trainers
     deadline_s = time.monotonic() + _NOTICE_S
@@ -236,11 +358,12 @@ def _wait_for(lost: dict[str, WorkerLost], error: Exception, patience_s: float) 
     """
     deadline_s = time.monotonic() + patience_s
     for name, cause in lost.items():
-        while not _is_there(name):
+        while not is_there(name):
             if time.monotonic() > deadline_s:
                 raise cause from error
             time.sleep(_LOOK_S)
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str) -> bool:
+    """Whether a worker has a name now, perhaps in place of a lost one."""
     return any(each.worker.name == name and each.state is not WorkerState.LOST for each in health())

@@ -1,0 +1,100 @@
+"""What a worker holds of collections, by their names: shards, or the aggregator of a group."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.rpc import get_worker_info, on_worker_lost
+from torchweft.rpc.current_call import check_types
+
+
+class Listener(Protocol):
+    """Something that waits for other workers."""
+
+    def worker_lost(self, error: WorkerLost) -> None:
+        """Fails what waits for a lost worker, if that takes part here."""
+
+
+class Part(Listener, Protocol):
+    """What a worker holds of a collection."""
+
+    uses: int
+    """How many workers use it."""
+
+
+P = TypeVar("P", bound=Part)
+
+
+class Named(Generic[P]):
+    """Parts of collections on this worker, by name. Thread-safe.
+
+    A part is told of lost workers. Its users hold it by references; the registry does not.
+
+    Args:
+        problem: What a worker does not do that has no part of a name, such as "aggregates no".
+        reason: Why it may have none.
+    """
+
+    def __init__(self, problem: str, reason: str) -> None:
+        self._problem = problem
+        self._reason = reason
+        self._parts: weakref.WeakValueDictionary[str, P] = weakref.WeakValueDictionary()
+        self._lock = threading.Lock()
+
+    def use(self, name: str, make: Callable[[], P], fits: Callable[[P], bool]) -> tuple[P, bool]:
+        """Returns the part of a name, made if there is none, and whether it fits its new user.
+
+        It is used once more if it fits; see ``release``.
+        """
+        check_types(name=(name, str))
+        with self._lock:
+            part = self._parts.get(name)
+            if part is None:
+                part = self._parts[name] = make()
+                tell_losses(part)
+            is_fit = fits(part)
+            part.uses += is_fit
+        return part, is_fit
+
+    def release(self, name: str) -> None:
+        """Ends one use; after the last one, the name is free.
+
+        Raises:
+            ConfigurationError: There is no part of this name.
+        """
+        with self._lock:
+            part = self.find(name)
+            part.uses -= 1
+            if not part.uses:
+                del self._parts[name]
+
+    def find(self, name: str) -> P:
+        """Returns the part of a name.
+
+        Raises:
+            ConfigurationError: There is none.
+        """
+        check_types(name=(name, str))
+        part = self._parts.get(name)
+        if part is None:
+            raise ConfigurationError(
+                f"worker {get_worker_info().name!r} {self._problem} tables under the name "
+                f"{name!r}; {self._reason}"
+            )
+        return part
+
+
+def tell_losses(part: Listener) -> None:
+    """Has lost workers told to an object as long as it lives; it is not kept for that."""
+    reference = weakref.ref(part)
+
+    def call(error: WorkerLost) -> None:
+        found = reference()
+        if found is not None:
+            found.worker_lost(error)
+
+    weakref.finalize(part, on_worker_lost(call))
