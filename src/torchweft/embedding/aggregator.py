@@ -24,8 +24,6 @@ from torchweft.rpc import RRef, functions, get_worker_info
 from torchweft.rpc.current_call import check_types
 
 _aggregators: Named[Aggregator] = Named("aggregates no", "all members have closed them")
-aggregator_of = _aggregators.find
-"""Returns the aggregator of a collection on this worker; raises ConfigurationError for none."""
 
 OfServer = tuple[Sequence[Push], Sequence[int]]
 """What a trainer pushes to one server: by stack, and the staleness of pulls to be counted."""
@@ -296,18 +294,18 @@ def leave(name: str) -> None:
 
 def pull(name: str, member: int, step: int, requests: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rows and sums by server, as servers would."""
-    return aggregator_of(name).pull(member, step, requests)
+    return _aggregators.find(name).pull(member, step, requests)
 
 
 @functions.async_execution
 def push(name: str, member: int, step: int, *given: Any) -> torch.futures.Future[dict[str, int]]:
     """Takes the gradients of a step; answered when the member may go on."""
-    return aggregator_of(name).push(member, step, *given)
+    return _aggregators.find(name).push(member, step, *given)
 
 
 def missing(name: str) -> list[str]:
     """Returns the members that have not pushed the step that the group is in."""
-    found = aggregator_of(name)
+    found = _aggregators.find(name)
     with found.changed:
         return found.steps.missing()
 

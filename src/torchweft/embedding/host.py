@@ -32,8 +32,6 @@ from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
 
 _hosts: Named[Host] = Named("has no", "they live as long as a worker has not closed them")
-host_of = _hosts.find
-"""Returns a collection's shards on this worker; raises ConfigurationError if there are none."""
 
 Rows = tuple[int, Tensor]
 """A stack, and the rows to return."""
@@ -338,6 +336,11 @@ def _shard(stack: Stack, server: int, options: Options) -> Shard:
     largest = max(map(len, options.pushers)) if options.pushes > 1 else 1
     limit = capacity_limit(stack, server, options.pushes) * largest
     return DynamicShard(stack, server, options.seed, limit)
+
+
+def host_of(name: str) -> Host:
+    """Returns a collection's shards on this worker; raises ConfigurationError without any."""
+    return _hosts.find(name)
 
 
 # Functions that trainers call; by name.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -81,7 +81,7 @@ class Servers:
                     options=options,
                     shards=shards,
                     steps=steps,
-                    lock=threading.Lock(),
+                    settled=contextlib.nullcontext,
                     marks={},
                 )
             )
