@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +114,7 @@ class Call:
     """Stands in for a served call."""
 
     context_id = 0
+    worker = SimpleNamespace(around=None)
 
     def __init__(self) -> None:
         self.result: Any = None

@@ -232,8 +232,8 @@ class AnsweredCall(ServedCall, ABC):
 
     def is_unwanted(self, now_s: float) -> bool:
         """Returns whether its caller no longer waits, or its value can no longer be wanted."""
-        if self.number:
-            return super().is_unwanted(now_s)
+        if self.number:  # As of any served call; hot path of batches.
+            return self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None
         return self.peer.lost is not None and not self.is_referred_to()
 
 

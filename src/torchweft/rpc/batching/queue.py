@@ -181,14 +181,9 @@ class BatchQueue:
             self._carry_out(request)
 
     def _run_batch(self, batch: list[Entry], now_s: float) -> None:
-        entries = []
-        for entry in batch:
-            if entry.call.is_unwanted(now_s):
-                with self._lock:
-                    self._counts.left += 1
-                _end_left(entry, None)
-            else:
-                entries.append(entry)
+        entries = [entry for entry in batch if not entry.call.is_unwanted(now_s)]
+        if len(entries) < len(batch):
+            self._end_all_left(batch, entries)
         if not entries:
             return
         if self._is_slow:
@@ -204,6 +199,15 @@ class BatchQueue:
         with self._agent.answers.together():
             for entry, (result, error) in zip(entries, outcomes, strict=True):
                 entry.call(result, error)
+
+    def _end_all_left(self, batch: list[Entry], wanted: list[Entry]) -> None:
+        """Ends the calls of a batch for whose results nobody waits."""
+        numbers = set(map(id, wanted))
+        left = [entry for entry in batch if id(entry) not in numbers]
+        with self._lock:
+            self._counts.left += len(left)
+        for entry in left:
+            _end_left(entry, None)
 
 
 def _end_left(entry: Entry, _: object) -> None:

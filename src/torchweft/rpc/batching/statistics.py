@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Final, TypeVar
+
+import numpy as np
 
 from torchweft.errors import ConfigurationError
 
@@ -89,6 +92,10 @@ def _percentile(counts: dict[Number, int], percent: float) -> Number:
     return value
 
 
+_SORTED_AT: Final = 4096
+"""Waits that are kept until they are counted, many at once."""
+
+
 def _bound_s(key: int) -> float:
     """Returns the time at which a wait is counted: its binary exponent, and eighths of it."""
     return math.ldexp(key & 15, (key >> 4) - 3)
@@ -99,21 +106,30 @@ class Counts:
 
     def __init__(self) -> None:
         self.sizes: dict[int, int] = {}
+        self._new_waits_s = array("d")
         self._waits: dict[int, int] = {}
-        self.wait_s = self.longest_wait_s = self.run_s = 0.0
+        self._wait_s = self._longest_wait_s = self.run_s = 0.0
         self.failed = self.refused = self.left = 0
 
     def add_batch(self, waits_s: Sequence[float]) -> None:
-        """Counts a batch by the times that its calls have waited."""
+        """Counts a batch by the times that its calls have waited. Hot path."""
         size = len(waits_s)
         self.sizes[size] = self.sizes.get(size, 0) + 1
-        self.wait_s += sum(waits_s)
-        waits = self._waits
-        for wait_s in waits_s:  # Hot path.
-            mantissa, exponent = math.frexp(wait_s)
-            key = (exponent << 4) + math.ceil(8 * mantissa)
-            waits[key] = waits.get(key, 0) + 1
-        self.longest_wait_s = max(self.longest_wait_s, waits_s[0])
+        self._new_waits_s.extend(waits_s)
+        if len(self._new_waits_s) > _SORTED_AT:
+            self._sort()
+
+    def _sort(self) -> None:
+        """Counts the waits since the last time by their bounds."""
+        waits_s = np.frombuffer(self._new_waits_s)
+        self._new_waits_s = array("d")
+        mantissas, exponents = np.frexp(waits_s)
+        keys = (exponents.astype(np.int64) << 4) + np.ceil(8 * mantissas).astype(np.int64)
+        distinct, counts = np.unique(keys, return_counts=True)
+        for key, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+            self._waits[key] = self._waits.get(key, 0) + count
+        self._wait_s += float(waits_s.sum())
+        self._longest_wait_s = max(self._longest_wait_s, float(waits_s.max(initial=0.0)))
 
     def add_run(self, run_s: float, failed: int) -> None:
         """Counts the run of a batch."""
@@ -122,6 +138,7 @@ class Counts:
 
     def snapshot(self, waiting: int) -> BatchStatistics:
         """Returns the statistics so far."""
+        self._sort()
         sizes = dict(self.sizes)
         waits: dict[float, int] = {}
         for key, count in self._waits.items():  # Of a bound there may be two keys.
@@ -129,8 +146,8 @@ class Counts:
         return BatchStatistics(
             batches=sum(sizes.values()),
             sizes=sizes,
-            wait_s=self.wait_s,
-            longest_wait_s=self.longest_wait_s,
+            wait_s=self._wait_s,
+            longest_wait_s=self._longest_wait_s,
             waits=waits,
             run_s=self.run_s,
             waiting=waiting,
