@@ -208,7 +208,7 @@ def test_looks_go_on_and_the_cursor_stays_at_its_worker() -> None:
         await pilot.press("r")
         assert names(app)[workers.cursor_row] == "worker3"
 
-    drive(play, interval_s=0.01)
+    drive(play, interval_s=0.1)
 
 
 def test_the_first_rows_stay_in_view_when_the_row_of_the_cursor_moves_down() -> None:
