@@ -81,16 +81,16 @@ endif
 
 # The tests that tests/thorough.py shortens.
 THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
-    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic)) \
-    $(addprefix tests/end_to_end/examples/test_,traces.py reinforcement_learning.py)
+    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic))
 
 .PHONY: thorough
 thorough: $(VENV)/.installed-test
 	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest $(THOROUGH) -n 2 --dist loadfile $(ARGS)
+	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end -m thorough -n 2 --dist loadfile
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
-	@$(PY) -m pytest tests/end_to_end -n 2
+	@$(PY) -m pytest tests/end_to_end -n 2 --dist loadfile
 	@$(PY) -m pytest tests/tools -n 2
 	@$(PY) -m pytest tests/conformance
 	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict.nn import TensorDictModuleBase
+from tensordict.nn import InteractionType, TensorDictModuleBase
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -49,7 +49,14 @@ def make_policy() -> TensorDictModuleBase:
 
 def observe(client: InferenceClient, buffer: rpc.RRef[TensorDictReplayBuffer], count: int) -> int:
     """Collects frames with the server's policy, and gives them to the buffer; returns how many."""
-    policy = PolicyClientModule(client, in_keys=["observation"], out_keys=["action"])
+    # The server refuses a batch of requests of several types, and a collector that begins makes a
+    # request outside of its exploration.
+    policy = PolicyClientModule(
+        client,
+        in_keys=["observation"],
+        out_keys=["action"],
+        interaction_type=InteractionType.RANDOM,
+    )
     collector = Collector(make_environment, policy, frames_per_batch=BATCH, total_frames=count)
     collected = 0
     for frames in collector:

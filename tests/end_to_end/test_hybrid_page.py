@@ -52,6 +52,7 @@ def test_a_restored_run_continues_with_the_same_losses(guide: Path) -> None:
     assert lines[3:5] == lines[5:7]
 
 
+@pytest.mark.thorough
 def test_a_run_recovers_from_a_killed_server_by_itself(guide: Path) -> None:
     expected = [figure_of(line) for line in run(guide / "alone.py")]
     lines = [line for line in run(guide / "recovering.py") if line.startswith("step")]

@@ -84,6 +84,7 @@ def trained_by(pipe: Pipe, model: nn.Sequential) -> tuple[nn.Sequential, Sequenc
     return model, losses
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_does_not_wait_learns_as_well() -> None:
     model = perceptron()
     synchronous = accuracy(trained_alone(model))

@@ -54,6 +54,7 @@ def measure(freeze: Freezing | None) -> tuple[float, list[int]]:
         return time.monotonic() - began_s, lengths
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_freezes_is_faster() -> None:
     with torchweft.cluster(workers=4):
         usual_s, usual = measure(None)

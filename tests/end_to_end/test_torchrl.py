@@ -59,6 +59,7 @@ def test_collectors_on_workers_ask_one_inference_server(tmp_path: Path) -> None:
     assert 1 <= found["batches"] <= found["requests"]
 
 
+@pytest.mark.thorough
 def test_a_service_answers_requests_with_metadata_of_other_workers(tmp_path: Path) -> None:
     pytest.importorskip("torchrl._comm.request_reply", reason="a private module of torchrl 0.14")
     found = run(tmp_path, str(EXAMPLES / "channel.py"), "--requests", "30")

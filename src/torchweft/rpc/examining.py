@@ -11,7 +11,6 @@ import os
 import platform
 import resource
 import socket
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -173,7 +172,7 @@ def _small_calls(deadline: _Deadline, callee: str, effort: Effort) -> tuple[floa
         theirs = deadline.call(callee, read_time)
         times.append(time.perf_counter() - start_s)
         readings.append(Reading(start, theirs, start + times[-1]))
-    return statistics.median(times), readings
+    return sorted(times)[len(times) // 2], readings
 
 
 def _large_tensors(deadline: _Deadline, callee: str, effort: Effort) -> tuple[float, float]:

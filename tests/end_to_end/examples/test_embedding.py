@@ -62,6 +62,7 @@ def test_it_learns_and_writes_its_figures(tmp_path: Path) -> None:
     assert (tmp_path / "training.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_a_cache_saves_pulls_within_the_bound(tmp_path: Path) -> None:
     found, text = run(tmp_path, *"--steps 20 --batch 256 --staleness 4 --cache 0.2".split())
     hits = found["cache_hits"]
@@ -74,6 +75,7 @@ def test_a_cache_saves_pulls_within_the_bound(tmp_path: Path) -> None:
     assert "rows that the cache had: user" in text
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_it_at_once_with_all_its_workers(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--steps", "100000", "--out", str(tmp_path)]
     process = subprocess.Popen(

@@ -31,7 +31,11 @@ def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads((folder / "figures.json").read_text()), done.stdout
 
 
-@pytest.mark.parametrize("order", [(), ("--first-order",)], ids=["second", "first"])
+@pytest.mark.parametrize(
+    "order",
+    [(), pytest.param(("--first-order",), marks=pytest.mark.thorough)],
+    ids=["second", "first"],
+)
 def test_workers_learn_what_one_process_learns(tmp_path: Path, order: tuple[str, ...]) -> None:
     alone, _ = run(tmp_path / "alone", "sinusoid", *QUICK, *order, "--workers", "0")
     shared, text = run(tmp_path / "shared", "sinusoid", *QUICK, *order)
@@ -42,6 +46,7 @@ def test_workers_learn_what_one_process_learns(tmp_path: Path, order: tuple[str,
     assert (tmp_path / "shared" / "adaptation.png").stat().st_size > 10_000
 
 
+@pytest.mark.thorough
 def test_each_task_may_be_a_part_of_its_own(tmp_path: Path) -> None:
     alone, _ = run(tmp_path / "alone", "sinusoid", *QUICK, "--workers", "0")
     shared, text = run(tmp_path / "shared", "sinusoid", *QUICK, "--one-by-one")

@@ -63,6 +63,7 @@ def test_schedules_that_cannot_be_are_left_out_and_blocks_frozen(tmp_path: Path)
     assert "zbv          left out: " in text
 
 
+@pytest.mark.thorough
 def test_a_pipeline_that_does_not_wait_learns_with_replicas(tmp_path: Path) -> None:
     arguments = "--schedule pipedream --weights vertical-sync --replicas 2,1 --workers 3".split()
     found, text = run(tmp_path, *arguments)
@@ -76,6 +77,7 @@ def test_a_pipeline_that_does_not_wait_learns_with_replicas(tmp_path: Path) -> N
     assert "SchedulePipeDream" in (tmp_path / "timeline.svg").read_text()
 
 
+@pytest.mark.thorough
 def test_a_pipeline_shrinks_while_layers_freeze(tmp_path: Path) -> None:
     found, text = run(tmp_path, *"--workers 4 --blocks 6 --epochs 6 --shrink 0.34".split())
     assert found["frozen"] == [0, 0, 0, 2, 2, 4]
@@ -84,6 +86,7 @@ def test_a_pipeline_shrinks_while_layers_freeze(tmp_path: Path) -> None:
     assert "stages by epoch: 4 4 4 4 4 2" in text
 
 
+@pytest.mark.thorough
 def test_ctrl_c_ends_it_at_once_with_all_its_workers(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), *QUICK, "--epochs", "1000", "--out", str(tmp_path)]
     process = subprocess.Popen(

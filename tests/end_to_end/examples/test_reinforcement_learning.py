@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-from tests.thorough import THOROUGH
-
 pytest.importorskip("gymnasium")
 FOLDER = Path(__file__).parents[3] / "examples" / "reinforcement_learning"
 LIMIT_S = 240.0
@@ -45,7 +43,7 @@ def test_it_learns_the_same_in_one_process_and_over_workers(tmp_path: Path) -> N
     assert (tmp_path / "returns.png").stat().st_size > 10_000
 
 
-@pytest.mark.skipif(not THOROUGH, reason="two further seeds: make thorough")
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2])
 def test_further_seeds_reach_the_mean_return_too(tmp_path: Path, seed: int) -> None:
     options = "a2c --steps 60000 --until-solved --where process --observers 1 --environments 8"
@@ -55,6 +53,7 @@ def test_further_seeds_reach_the_mean_return_too(tmp_path: Path, seed: int) -> N
     assert found["steps"] == found["solved_after_steps"]
 
 
+@pytest.mark.thorough
 def test_observers_that_go_on_meanwhile_and_a_replay_buffer(tmp_path: Path) -> None:
     found, text = run(tmp_path, "dqn --stream --steps 3000")
     assert found["steps"] >= 3000

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.thorough import THOROUGH
 from tests.trace_reader import Found, read_trace
 from torchweft.observe.tracing.reading import load, summary
 
@@ -39,11 +38,17 @@ SEES = {
     "samplers": "run",
 }
 """A category that each of them must have."""
-FEW = ("pipeline", "reinforcement_learning")
-"""Those that also a run tries that is not thorough."""
+ALWAYS = "reinforcement_learning"
+"""The one whose trace is made each time; the others are thorough."""
 
 
-@pytest.mark.parametrize("name", list(EXAMPLES) if THOROUGH else FEW)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == ALWAYS else pytest.param(name, marks=pytest.mark.thorough)
+        for name in EXAMPLES
+    ],
+)
 def test_the_trace_of_an_example_has_all_of_its_calls(name: str, tmp_path: Path) -> None:
     program, *arguments = EXAMPLES[name].split()
     path = tmp_path / "trace.json"
