@@ -27,6 +27,8 @@ _LOOK_S = 0.0005
 _MOST_CHARACTERS = 200
 
 _folder = ""
+_without_parent: set[str] = set()
+"""Folders in which a note did not come: the parent has ended too, so no further one is certain."""
 
 
 def follow(folder: str) -> None:
@@ -70,7 +72,9 @@ def cause_of(facts: Mapping[str, Any], noticed: str) -> str:
         with contextlib.suppress(OSError), open(path) as file:
             return f"it {file.read(_MOST_CHARACTERS)}"
         waited_s = time.monotonic() - began_s
-        if waited_s >= WAIT_S and (waited_s >= ENDED_WAIT_S or not _has_ended(pid)):
+        if waited_s >= ENDED_WAIT_S:
+            _without_parent.add(folder)
+        if waited_s >= WAIT_S and (folder in _without_parent or not _has_ended(pid)):
             return noticed
         time.sleep(_LOOK_S)
 

@@ -22,6 +22,7 @@ def _launched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.setenv(VARIABLE, str(tmp_path / str(os.getpid())))
     yield
     deaths.follow("")
+    deaths._without_parent.clear()
 
 
 @pytest.fixture
@@ -66,6 +67,10 @@ def test_the_note_of_a_process_that_has_ended_is_waited_for_longer(
     assert cause_of(facts, "end of file") == "end of file"
     assert deaths.ENDED_WAIT_S <= time.monotonic() - start_s < LIMIT_S
     monkeypatch.setattr(deaths, "ENDED_WAIT_S", LIMIT_S)
+    start_s = time.monotonic()
+    assert cause_of(facts, "end of file") == "end of file"  # The parent is gone.
+    assert time.monotonic() - start_s < LIMIT_S
+    deaths._without_parent.clear()
     late = threading.Timer(0.05, leave_note, (str(tmp_path), ended, "ended with exit code 1"))
     late.start()
     assert cause_of(facts, "end of file") == "it ended with exit code 1"
