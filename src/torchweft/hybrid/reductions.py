@@ -35,7 +35,6 @@ class Reductions:
         self._workers = frozenset(workers)
         self._changed = threading.Condition()
         self._open = 0
-        self._is_awaited = False
         self._lost: WorkerLost | None = None
         tell_losses(self)
 
@@ -48,15 +47,15 @@ class Reductions:
         work = distributed.all_reduce(gradients, group=self._group, async_op=True)
         future = work.get_future()
         if gradients.device.type == "cpu":
-            self._note(future)
+            # The first one of a pass: an error elsewhere in the former pass makes no difference.
+            self._note(future, is_first=bucket.index() == 0)
         return future.then(lambda done: done.value()[0])
 
-    def _note(self, future: Any) -> None:
+    def _note(self, future: Any, *, is_first: bool) -> None:
         with self._changed:
             self._open += 1
-            is_awaited, self._is_awaited = self._is_awaited, True
         future.add_done_callback(lambda _: self._end())
-        if not is_awaited:
+        if is_first:
             # Before DDP's own callback, which it queues with the last bucket.
             engine: Any = Variable._execution_engine
             engine.queue_callback(self._wait)
@@ -69,7 +68,6 @@ class Reductions:
     def _wait(self) -> None:
         """Waits for all-reduces, whose limit is that of the process group, or for a loss."""
         with self._changed:
-            self._is_awaited = False
             self._changed.wait_for(lambda: not self._open or self._lost is not None)
         self._raise_loss()
 
