@@ -648,7 +648,7 @@ class Worker:
     def _await(self, served: Served) -> None:
         """Awaits something on the event loop, for ever or for a while."""
         self._free(served)
-        served.on_cancel(lambda: self.soon(self._outcome, served, CallCancelled("cancelled")))
+        served.on_cancel(lambda _: self.soon(self._outcome, served, CallCancelled("cancelled")))
         if self.chance.random() < 0.5:
             self.clock.later(self._draw_work_s(), self._outcome, served)
 
@@ -679,7 +679,7 @@ class Worker:
                 self._outcome(served, CallCancelled("given up"))
 
         self.clock.later(self._draw_work_s(), be_ready)
-        served.on_cancel(lambda: self.soon(give_up))
+        served.on_cancel(lambda _: self.soon(give_up))
 
     def _call_on(self, served: Served) -> None:
         """Calls other workers, waits for the ends of these calls, and perhaps calls again."""

@@ -302,12 +302,31 @@ class Answers:
             if not (reactor.tasks.ready or self._together):
                 link.send([part], may_block=True)
                 return
-            count = link.hold(part)
+            count = link.hold([part])
             reactor.held[link] = peer
             if count >= _MOST_HELD:
                 link.write_held()
             elif count == 1 and not self._together:
                 self._arm_soon()  # The timer thread writes held answers, too.
+        except LinkClosed as error:
+            self._lose(peer, str(error))
+            raise self._lifetime.error_of(peer) from error
+
+    def send_all(self, peer: Peer, parts: list[Buffer]) -> None:
+        """Sends answers (each one whole frame) at the end of a ``together`` block.
+
+        Raises:
+            WorkerLost: The peer cannot be reached.
+            NotInitialized: This worker has shut down.
+        """
+        link = peer.link
+        if link is None:
+            for part in parts:
+                self._sender.send(peer, [part])
+            return
+        try:
+            link.hold(parts)
+            self._reactor.held[link] = peer
         except LinkClosed as error:
             self._lose(peer, str(error))
             raise self._lifetime.error_of(peer) from error

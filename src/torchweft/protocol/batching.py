@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import enum
 import math
+from itertools import islice
+from typing import Any
 
 
 class Request(enum.Enum):
@@ -63,7 +65,7 @@ class Batcher:
         self._smallest = smallest
         self._longest_wait_s = longest_wait_s
         self._limit = limit
-        self._waiting: dict[int, float] = {}
+        self._waiting: dict[object, float] = {}
         self._has_asked_soon = self._has_asked_last = False
         self.is_running = False
         self.wake_s = math.inf
@@ -76,16 +78,18 @@ class Batcher:
         """Whether a further call would be refused."""
         return len(self._waiting) >= self._limit
 
-    def arrived(self, number: int, now_s: float) -> Request:
-        """A call has come, under a number that no waiting call has. Hot path."""
+    def arrived(self, call: object, now_s: float) -> Request:
+        """A call has come, which is not equal to any that waits. Hot path."""
         waiting = self._waiting
         if len(waiting) >= self._limit:
             return REFUSE
-        waiting[number] = now_s
+        waiting[call] = now_s
         if self.is_running or self._has_asked_soon:
             return NOTHING
         if len(waiting) < self._largest and self._has_asked_last:
             return NOTHING
+        if len(waiting) < self._smallest and now_s < self.wake_s < math.inf:
+            return NOTHING  # Too few, and none of them has waited for long.
         return self._request(now_s)
 
     def expect(self, smallest: int, now_s: float) -> Request:
@@ -93,11 +97,11 @@ class Batcher:
         self._smallest = smallest
         return NOTHING if self.is_running or self._has_asked_soon else self._request(now_s)
 
-    def left(self, number: int) -> bool:
+    def left(self, call: object) -> bool:
         """A call has been given up; returns whether it was waiting."""
-        return self._waiting.pop(number, None) is not None
+        return self._waiting.pop(call, None) is not None
 
-    def turn(self, now_s: float) -> list[int]:
+    def turn(self, now_s: float) -> list[Any]:
         """A turn: returns the calls of a batch that runs from now on, or nothing."""
         self._has_asked_soon = self._has_asked_last = False
         waiting = self._waiting
@@ -107,11 +111,13 @@ class Batcher:
             self._wake_for_first()
             return []
         self.is_running = True
-        numbers = list(waiting)
-        del numbers[self._largest :]
-        for number in numbers:
-            del waiting[number]
-        return numbers
+        if len(waiting) <= self._largest:
+            self._waiting = {}
+            return list(waiting)
+        calls = list(islice(waiting, self._largest))
+        for call in calls:
+            del waiting[call]
+        return calls
 
     def ended(self, now_s: float) -> Request:
         """The batch has ended."""

@@ -122,7 +122,7 @@ def settle(
         elif isinstance(result, CoroutineType):
             cancel = worker.coroutines.run(result, context_id, call)
             if cancel is not None:
-                call.on_cancel(cancel)
+                call.on_cancel(lambda _: cancel())
         elif type(result) is WhenReady:
             _finish_when_ready(worker, context_id, result, call)
         elif result is TAKEN:
@@ -186,7 +186,7 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
         mark = device_streams.mark()
         owned.when_ready(ready)
         # As a task: dropping the callback may finalize objects of the program.
-        call.on_cancel(lambda: worker.agent.reactor.submit_task(give_up, owned))
+        call.on_cancel(lambda _: worker.agent.reactor.submit_task(give_up, owned))
 
 
 def proceed(

@@ -86,7 +86,7 @@ class Source:
                     )
                 self._asked[place] = call
                 self._changed.notify()
-                call.on_cancel(self.stop)
+                call.on_cancel(lambda _: self.stop())
                 return
         call(END, None)
 

@@ -71,6 +71,7 @@ from torchweft.wire.messages import (
     decode_reply,
     encode_call,
     encode_reply,
+    encode_row_reply,
     with_code,
 )
 
@@ -124,6 +125,8 @@ class Worker:
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.slow = SlowFunctions()
+        self.gathering: dict[bytes, Any] = {}
+        """A ``Gathering`` for the name of each plain batched function that was called."""
         self.has_left = False
         """Whether this process has left its group, though it may still serve for a moment."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
@@ -545,6 +548,38 @@ class Worker:
             self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
 
+    def answer_rows(self, rows: Sequence[tuple[Any, EncodedTensor]]) -> None:
+        """Ends calls of other workers, each with a row of one tensor, in one loop.
+
+        Must be called in a block of ``Answers.together``.
+
+        Args:
+            rows: Served calls whose callers wait for an answer, and the answers.
+        """
+        frames: dict[Peer, list[Buffer]] = {}
+        sent = []
+        for call, row in rows:
+            peer, context_id = call.peer, call.context_id
+            if (context_id and context_id != NO_GRAD) or peer.device_maps.moves_host_of_answers:
+                call(row, None)
+                continue
+            sent.append(call)
+            if call.was_cancelled or call.has_ended:
+                continue
+            frame = encode_row_reply(call.number, context_id, row)
+            found = frames.get(peer)
+            if found is None:
+                frames[peer] = [frame]
+            else:
+                found.append(frame)
+        for peer, found in frames.items():
+            try:
+                self.agent.answers.send_all(peer, found)
+            except (ConnectionError, NotInitialized):
+                _log.debug("%d results go nowhere: one of the two has left", len(found))
+        for call in sent:
+            call.end()
+
     def _packed_result(
         self, peer: Peer, result: Any
     ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
@@ -562,7 +597,7 @@ class Worker:
         elif result is None:
             return b"", [], (), NO_TENSORS
         elif kind is EncodedTensor:
-            return b"", [], (), (result.content, False)
+            return b"", [], (), (result, False)
         elif kind in ATOMS:
             payload = encode_atom(result)
             if payload is not None:
@@ -584,7 +619,7 @@ class Worker:
     ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
         """Does the same for a worker where tensors on the CPU arrive on another device."""
         if type(result) is EncodedTensor:
-            (result,), _ = inline.decode(result.content, 0)
+            (result,), _ = inline.decode(result, 0)
         packed = self._packers[peer.id](result)
         self._check_count(packed.tensors)
         return (*packed, None if packed.tensors else NO_TENSORS)

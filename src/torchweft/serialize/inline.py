@@ -19,7 +19,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -107,10 +107,10 @@ Inlined = tuple[bytes, bool]
 """The bytes of tensors, and whether some tensor requires grad."""
 
 
-class EncodedTensor(NamedTuple):
+class EncodedTensor(bytes):
     """A tensor without grad as the part of a message that it becomes; see ``encode_rows``."""
 
-    content: bytes
+    __slots__ = ()
 
 
 NO_TENSORS: Inlined = (b"", False)
@@ -357,6 +357,57 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     except _MALFORMED as error:
         raise ProtocolError(f"the tensors of a message are malformed: {error}") from None
     return tensors, all_flags
+
+
+def decode_stacked(messages: Sequence[bytes], count: int) -> list[Tensor] | None:
+    """Returns the tensors of several messages, stacked; None if they need a closer look.
+
+    Takes a fraction of the time of separate tensors.
+
+    Args:
+        messages: The tensors of each message, as ``encode`` returned them.
+        count: How many tensors each message must have.
+
+    Returns:
+        A tensor with memory of its own for each of the ``count``, with a row for each message. None
+        unless all messages have contiguous tensors, without grad, of the same dtypes and shapes.
+    """
+    first = messages[0]
+    size_bytes = len(first)
+    places = _places(first, count)
+    if places is None or set(map(len, messages)) != {size_bytes}:
+        return None
+    rows = np.frombuffer(b"".join(messages), np.uint8).reshape(len(messages), size_bytes)
+    stacked = []
+    head = 0
+    for dtype, shape, start, end in places:
+        if (rows[:, head:start] != rows[0, head:start]).any():
+            return None
+        memory = torch.from_numpy(rows[:, start:end].copy())
+        stacked.append(memory.view(dtype).view(len(messages), *shape))
+        head = end
+    return stacked
+
+
+def _places(
+    message: bytes, count: int
+) -> list[tuple[torch.dtype, tuple[int, ...], int, int]] | None:
+    """Returns dtype, shape, begin and end of the tensors of a message, if all are simple."""
+    places = []
+    position = 0
+    try:
+        for _ in range(count):
+            code, flags, ndim, size_bytes = _HEAD.unpack_from(message, position)
+            shape = SIZES[ndim].unpack_from(message, position + _HEAD.size)
+            start = position + _HEAD.size + 8 * ndim
+            dtype = _TORCH[code]
+            if flags or not size_bytes or prod(shape) * dtype.itemsize != size_bytes:
+                return None
+            position = start + size_bytes
+            places.append((dtype, shape, start, position))
+    except _MALFORMED:
+        return None
+    return places if position == len(message) else None
 
 
 def _dtype_of(code: int) -> torch.dtype:

@@ -86,7 +86,7 @@ _FIRST_TENSORS = tuple(NUMBER.pack(TENSOR, number) for number in range(16))
 
 
 _ONE_TENSOR = _COUNTS[1] + _FIRST_TENSORS[0]
-_TENSORS_ALONE = {b"".join((_COUNTS[count], *_FIRST_TENSORS[:count])): count for count in range(4)}
+TENSORS_ALONE = {b"".join((_COUNTS[count], *_FIRST_TENSORS[:count])): count for count in range(4)}
 """The payloads of tuples of tensors, each once, and their lengths: most arguments."""
 
 
@@ -460,7 +460,7 @@ def decode(
         is_tuple = tag == TUPLE
         count = 1
         if is_tuple:
-            if tensors and len(tensors) == _TENSORS_ALONE.get(data):
+            if tensors and len(tensors) == TENSORS_ALONE.get(data):
                 return tuple(tensors)
             count, position = NUMBER.unpack_from(data)[1], NUMBER.size
         elif tag == INTEGER:

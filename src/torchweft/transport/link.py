@@ -189,15 +189,18 @@ class Link:
         if (self._queue or self._begun is not None) and not self._writing.locked():
             self._when_full(self)
 
-    def hold(self, part: Buffer) -> int:
-        """Queues one frame until the next ``send`` or ``write_held``; returns the queue's length.
+    def hold(self, parts: list[Buffer]) -> int:
+        """Queues frames until the next ``send`` or ``write_held``; returns the queue's length.
+
+        Args:
+            parts: Whole frames.
 
         Raises:
             LinkClosed: The connection has ended.
         """
         if self._is_closed:
             raise LinkClosed("the connection is closed")
-        self._queue.append(part)
+        self._queue.extend(parts)
         return len(self._queue)
 
     def write_held(self) -> None:
@@ -448,6 +451,8 @@ def tune(connection: socket.socket) -> None:
 
 def advance(parts: list[Buffer], size: int) -> list[Buffer]:
     """Drops the first ``size`` bytes of ``parts``."""
+    if size == sum(map(len, parts)):
+        return []
     for index, part in enumerate(parts):
         length = len(part)
         if size < length:

@@ -321,6 +321,12 @@ def encode_reply(
     return b"".join((head, handed, payload, tensors))
 
 
+def encode_row_reply(number: int, context_id: int, row: bytes) -> bytes:
+    """Does the same for a value that is one tensor, without references and a recorded message."""
+    size = _REPLY_BYTES + len(row)
+    return _REPLY_FRAME.pack(_REPLY, 0, 0, size, number, context_id, 0, 0, 0) + row
+
+
 def encode_reply_front(
     context_id: int, message_id: int, references: Sequence[HandedReference], payload: bytes
 ) -> bytes:
@@ -360,6 +366,8 @@ def decode_call(control: Buffer) -> CallHead:
     return remaining_s, creation, function, (context_id, message_id, handed, start, payload_end)
 
 
+REMAINING_BYTES = 8
+"""Bytes of the caller's time limit, at the begin of a ``CALL``."""
 CALL_HEAD_BYTES, REPLY_HEAD_BYTES = _CALL_BYTES, _REPLY_BYTES
 """Bytes at the begin of a ``CALL`` and a ``REPLY`` that have numbers only, no name and no value."""
 CODES_BYTES = _CODES.size

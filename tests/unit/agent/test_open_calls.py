@@ -41,7 +41,7 @@ class Callee:
     def until_cancelled(self, call: ServedCall) -> None:
         """Blocks until a call is cancelled."""
         told: queue.SimpleQueue[None] = queue.SimpleQueue()
-        call.on_cancel(lambda: told.put(None))
+        call.on_cancel(lambda _: told.put(None))
         told.get(timeout=LIMIT_S)
         assert call.was_cancelled
 

@@ -124,7 +124,7 @@ class Call:
         self.result = result, error
         self.ended.set()
 
-    def on_cancel(self, stop: Callable[[], None]) -> None:
+    def on_cancel(self, stop: Callable[[Any], object]) -> None:
         pass
 
 

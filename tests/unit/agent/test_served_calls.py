@@ -91,7 +91,7 @@ def test_who_wants_to_know_is_called_back(agent: Agent, peer: Peer, is_early: bo
     call, told = new_call(peer), []
     if is_early:
         cancel(agent, peer, 7)
-    call.on_cancel(lambda: told.append("cancelled"))
+    call.on_cancel(lambda _: told.append("cancelled"))
     if not is_early:
         assert told == []
         cancel(agent, peer, 7)

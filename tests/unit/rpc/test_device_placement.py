@@ -128,7 +128,7 @@ def test_an_answer_that_was_encoded_before_is_mapped(pair: Pair, arrived: list[i
     assert content[1][0].tolist() == [3.0, 4.0, 5.0]
     # For another worker it stays as it is.
     pair.peer_of_callee.device_maps = device_maps.IDENTITY
-    assert pair.callee._packed_result(pair.peer_of_callee, rows[1])[3] == (rows[1].content, False)
+    assert pair.callee._packed_result(pair.peer_of_callee, rows[1])[3] == (rows[1], False)
 
 
 def test_posts_go_as_calls_do(pair: Pair, arrived: list[int | None]) -> None:

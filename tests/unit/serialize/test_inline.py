@@ -534,7 +534,7 @@ def test_an_empty_tensor_with_a_dimension_beyond_the_limit_of_numpy_survives() -
 def test_rows_are_encoded_as_single_tensors_are(tensor: torch.Tensor) -> None:
     rows = inline.encode_rows(tensor)
     assert rows is not None
-    assert [row.content for row in rows] == [inline.encode((row,))[0] for row in tensor]  # type: ignore[index]
+    assert rows == [inline.encode((row,))[0] for row in tensor]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class ServedCall:
         self.arrived_s = arrived_s
         self.deadline_s = math.inf
         self.was_cancelled = self.has_ended = self.has_nested = False
-        self._on_cancel: Callable[[], object] | None = None
+        self._on_cancel: Callable[[Any], object] | None = None
         if frame.id:
             if frame.id in peer.served:
                 raise ProtocolError(f"two calls have the number {frame.id}")
@@ -95,13 +95,13 @@ class ServedCall:
         self.was_cancelled = True
         on_cancel = self._on_cancel
         if on_cancel is not None:
-            on_cancel()
+            on_cancel(self)
 
-    def on_cancel(self, callback: Callable[[], object]) -> None:
-        """Calls ``callback`` on cancellation, at once if already cancelled; perhaps twice."""
+    def on_cancel(self, callback: Callable[[Any], object]) -> None:
+        """Calls ``callback`` with this call on cancellation, at once if it is; perhaps twice."""
         self._on_cancel = callback
         if self.was_cancelled:
-            callback()
+            callback(self)
 
     @property
     def is_current(self) -> bool:

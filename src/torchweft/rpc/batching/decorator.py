@@ -21,6 +21,7 @@ from torchweft.autograd.contexts import current_id
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
 from torchweft.protocol.calls import ServedCall
+from torchweft.rpc.batching.gathering import Gathering
 from torchweft.rpc.batching.queue import BatchQueue, LocalCall
 from torchweft.rpc.batching.running import Entry, Keywords, Options, Runner
 from torchweft.rpc.batching.stacking import Parts, take_apart
@@ -234,16 +235,31 @@ class _Batches:
         bound, parts = self._parts_of(args, kwargs)
         call: Any = current_call.get()
         if call is not None and self._is_called_by(call):
-            self._queue_of(bound, call.worker.agent).put(call, bound, parts)
+            queue = self._queue_of(bound, call.worker.agent)
+            self._have_gathered(call, queue)
+            queue.put(call, bound, parts)
             return TAKEN
         return self._result(bound, parts)
+
+    def _have_gathered(self, call: Any, queue: BatchQueue) -> None:
+        """Has further calls like a served one put into their queue unread, if that is possible."""
+        name, worker = call.function, call.worker
+        if type(name) is bytes and not self._is_method and self._plain_count in range(1, 4):
+            known = worker.gathering.get(name)
+            if known is None or known.queue is not queue:
+                width = self._plain_count
+                worker.gathering[name] = Gathering(worker, name, width, queue, self.is_of)
+
+    def is_of(self, function: object) -> bool:
+        """Whether these are the queues of a function."""
+        return getattr(function, _BATCHES, None) is self
 
     def _is_called_by(self, call: ServedCall) -> bool:
         """Whether a served call is one of this function, and not of another that calls it."""
         called = call.function
         if type(called) is bytes:
             called = resolve(called)
-        return getattr(called, _BATCHES, None) is self and not call.has_ended
+        return self.is_of(called) and not call.has_ended
 
     def _parts_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

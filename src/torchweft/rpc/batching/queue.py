@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 import time
@@ -19,7 +18,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.errors import CallCancelled, ConfigurationError, QueueFull
 from torchweft.protocol.batching import LAST, NOTHING, REFUSE, Batcher, Request
 from torchweft.protocol.calls import SLOW_S, AnsweredCall
-from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Waiting
+from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Unread, Waiting
 from torchweft.rpc.batching.stacking import Parts
 from torchweft.rpc.batching.statistics import BatchStatistics, Counts
 from torchweft.runtime import device_streams
@@ -27,6 +26,11 @@ from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.fair_queue import LAST as RUN_LAST
 from torchweft.runtime.fair_queue import OWN
 from torchweft.runtime.timers import Timer
+from torchweft.serialize.inline import EncodedTensor
+
+_new = tuple.__new__  # The named tuple's own constructor is Python code.
+_END = AnsweredCall.__call__
+"""Ends a call of another worker, unless somebody watches its end."""
 
 
 class BatchQueue:
@@ -48,12 +52,13 @@ class BatchQueue:
         self._runner = Runner(function, name, options)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
-        self._numbers = itertools.count(1)
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[Waiting, Entry] = {}
         self._batcher = Batcher(
             options.largest, options.smallest, options.longest_wait_s, options.limit
         )
         self._clock = agent.slots[_CLOCKS].of(agent)
+        self._watched_s = math.inf
+        """The time that the clock was told last."""
         self._is_slow = False
         self._runs_in = 0
         """The thread that runs a batch, or 0."""
@@ -61,15 +66,27 @@ class BatchQueue:
 
     # Arrival
 
-    def put(self, call: AnsweredCall, bound: tuple[Any, ...], parts: Parts) -> None:
-        """Adds a served call, which ends with its outcome later; refuses it if too many wait."""
+    def put(
+        self, call: AnsweredCall, bound: tuple[Any, ...], parts: Any, unread: Unread | None = None
+    ) -> None:
+        """Adds a served call, which ends with its outcome later; refuses it if too many wait.
+
+        Args:
+            call: The call.
+            bound: The object whose method is called, or nothing.
+            parts: The other arguments, or the message that has them.
+            unread: How to read that message; None for arguments that were read.
+        """
         with self._lock:
-            number, request = self._add(call, bound, parts)
-            self._counts.refused += request is REFUSE
+            request = self._add(call, bound, parts, unread)
+            self._counts.refused += request is REFUSE and unread is None
         if request is REFUSE:
-            call(None, self._full())
+            if unread is not None:  # A race: the thread that reads must not send the refusal.
+                unread.queue_again(call, parts)
+            else:
+                call(None, self._full())
             return
-        call.on_cancel(lambda: self._leave(number))
+        call.on_cancel(self._leave)
         self._carry_out(request)  # This thread looks at the tasks next.
 
     def put_or_wait(
@@ -90,19 +107,20 @@ class BatchQueue:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._room.wait(None if math.isinf(left_s) else left_s):
                     return False
-            _, request = self._add(call, bound, parts)
+            request = self._add(call, bound, parts, None)
         self._carry_out(request)
         self._agent.reactor.wake()
         return True
 
-    def _add(self, call: Waiting, bound: tuple[Any, ...], parts: Parts) -> tuple[int, Request]:
+    def _add(
+        self, call: Waiting, bound: tuple[Any, ...], parts: Any, unread: Unread | None
+    ) -> Request:
         now_s = time.monotonic()
-        number = next(self._numbers)
-        request = self._batcher.arrived(number, now_s)
+        request = self._batcher.arrived(call, now_s)
         if request is not REFUSE:
             mark = device_streams.mark() if device_streams.HAS_CUDA else None
-            self._entries[number] = Entry(call, bound, parts, now_s, mark)
-        return number, request
+            self._entries[call] = _new(Entry, (call, bound, parts, now_s, mark, unread))
+        return request
 
     def _full(self) -> QueueFull:
         worker = self._agent.info.name
@@ -113,12 +131,12 @@ class BatchQueue:
             call=self._name,
         )
 
-    def _leave(self, number: int) -> None:
+    def _leave(self, call: Waiting) -> None:
         """Takes a call out whose caller has given it up; does nothing to one that runs."""
         with self._lock:
-            if not self._batcher.left(number):
+            if not self._batcher.left(call):
                 return
-            entry = self._entries.pop(number)
+            entry = self._entries.pop(call)
             self._counts.left += 1
             self._room.notify()
         self._agent.reactor.submit(_end_left, entry)
@@ -142,8 +160,11 @@ class BatchQueue:
         if request is not NOTHING:
             reactor = self._agent.reactor
             reactor.tasks.append((self._turn, None, None), RUN_LAST if request is LAST else OWN)
-        if self._batcher.wake_s != math.inf:
-            self._clock.watch(self)
+        wake_s = self._batcher.wake_s
+        if wake_s != self._watched_s:
+            self._watched_s = wake_s
+            if wake_s != math.inf:
+                self._clock.watch(self)
 
     @property
     def wake_s(self) -> float:
@@ -164,8 +185,7 @@ class BatchQueue:
     def _turn(self, _: object, __: object) -> None:
         now_s = time.monotonic()
         with self._lock:
-            numbers = self._batcher.turn(now_s)
-            batch = [self._entries.pop(number) for number in numbers]
+            batch = list(map(self._entries.pop, self._batcher.turn(now_s)))
             if batch:
                 self._room.notify_all()
         if not batch:
@@ -184,6 +204,9 @@ class BatchQueue:
         entries = [entry for entry in batch if not entry.call.is_unwanted(now_s)]
         if len(entries) < len(batch):
             self._end_all_left(batch, entries)
+        unread = entries[0].unread if entries else None
+        if unread is not None and unread.is_outdated():
+            entries = _queue_again(entries)
         if not entries:
             return
         if self._is_slow:
@@ -196,9 +219,16 @@ class BatchQueue:
         if len(entries) == 1:
             entries[0].call(*outcomes[0])
             return
+        rows: list[tuple[Any, EncodedTensor]] = []
         with self._agent.answers.together():
             for entry, (result, error) in zip(entries, outcomes, strict=True):
-                entry.call(result, error)
+                call = entry.call
+                if type(result) is EncodedTensor and type(call).__call__ is _END:
+                    rows.append((call, result))
+                else:
+                    call(result, error)
+            if rows:
+                rows[0][0].worker.answer_rows(rows)
 
     def _end_all_left(self, batch: list[Entry], wanted: list[Entry]) -> None:
         """Ends the calls of a batch for whose results nobody waits."""
@@ -208,6 +238,14 @@ class BatchQueue:
             self._counts.left += len(left)
         for entry in left:
             _end_left(entry, None)
+
+
+def _queue_again(entries: list[Entry]) -> list[Entry]:
+    """Queues the calls that were not read as calls of another function; returns the others."""
+    for entry in entries:
+        if entry.unread is not None:
+            entry.unread.queue_again(entry.call, entry.parts)
+    return [entry for entry in entries if entry.unread is None]
 
 
 def _end_left(entry: Entry, _: object) -> None:

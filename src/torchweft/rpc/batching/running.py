@@ -15,6 +15,7 @@ from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs,
 from torchweft.rpc.batching.stacking import Parts, named, put_together
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
+from torchweft.serialize.inline import decode_stacked
 
 
 class Options(NamedTuple):
@@ -47,22 +48,53 @@ class Keywords(dict[str, Any]):
     """The keyword arguments of a call, behind its positional ones."""
 
 
+class Unread(NamedTuple):
+    """How to read the arguments of calls whose messages differ in nothing but their tensors.
+
+    Attributes:
+        read: Returns the arguments in a message from a worker.
+        is_outdated: Whether the calls are those of another function by now.
+        queue_again: Queues a call, with its message, as one of that function.
+        start: Where the tensors of a message begin.
+        width: How many tensors there are.
+    """
+
+    read: Callable[[Any, Any], Any]
+    is_outdated: Callable[[], bool]
+    queue_again: Callable[[Any, Any], None]
+    start: int
+    width: int
+
+
 class Entry(NamedTuple):
     """A call in a queue.
 
     Attributes:
         call: Ends with its outcome.
         bound: The object whose method is called, or nothing.
-        parts: The other arguments.
+        parts: The other arguments; the message that has them, if they were not read.
         arrived_s: When it was put into the queue.
         mark: The end of the GPU work that computes the arguments.
+        unread: How to read them; None if they were read.
     """
 
     call: Waiting
     bound: tuple[Any, ...]
-    parts: Parts
+    parts: Any
     arrived_s: float
     mark: Mark | None = None
+    unread: Unread | None = None
+
+    def as_read(self) -> Entry:
+        """Returns the entry with its arguments read.
+
+        Raises:
+            ProtocolError: The message is malformed.
+        """
+        if self.unread is None:
+            return self
+        args = self.unread.read(self.call.peer, self.parts)
+        return self._replace(parts=stacking.take_apart(args), unread=None)
 
     @property
     def caller(self) -> str:
@@ -96,17 +128,22 @@ class Runner:
 
     def outcomes(self, entries: list[Entry]) -> list[Outcome]:
         """Returns the outcome of each call; never raises."""
-        for entry in entries:
-            if entry.mark is not None:
-                device_streams.use(entry.mark, entry.parts.leaves)
         try:
-            return self._by_kind(entries)
+            stacked = _stack_unread(entries)
+            if stacked is not None:
+                return self._run(entries, stacked)
+            read, outcomes = _read(entries)
+            for entry in read:
+                if entry.mark is not None:
+                    device_streams.use(entry.mark, entry.parts.leaves)
+            found = iter(self._by_kind(read))
+            return [each or next(found) for each in outcomes]
         except BaseException as error:
             return [(None, error)] * len(entries)
 
     def _by_kind(self, entries: list[Entry]) -> list[Outcome]:
-        if len(entries) == 1:
-            return self._run(entries)
+        if len(entries) < 2:
+            return self._run(entries) if entries else []
         is_padded = self._options.pad is not None
         if stacking.are_alike([entry.parts for entry in entries]):
             self._former_kind = stacking.kind_of(entries[0].parts, is_padded)
@@ -132,13 +169,22 @@ class Runner:
     def _differs(self, entry: Entry, example: Entry) -> BaseException:
         return stacking.differs(self._name, entry.caller, entry.parts, example.parts)
 
-    def _run(self, entries: list[Entry]) -> list[Outcome]:
-        """Runs calls of one kind; with ``isolate``, by halves after an error."""
+    def _run(self, entries: list[Entry], unread: list[Tensor] | None = None) -> list[Outcome]:
+        """Runs calls of one kind; with ``isolate``, by halves after an error.
+
+        Args:
+            entries: The calls.
+            unread: Their stacked arguments, if they were not read.
+        """
         try:
-            return self._results(entries)
+            if unread is None:
+                return self._results(entries)
+            return self._results_of_unread(entries, unread)
         except BaseException as error:
             if not self._options.isolate or len(entries) == 1:
                 return self._failed(entries, error)
+        if unread is not None:
+            entries = [entry.as_read() for entry in entries]
         middle = len(entries) // 2
         return self._run(entries[:middle]) + self._run(entries[middle:])
 
@@ -155,24 +201,41 @@ class Runner:
         kwargs = {}
         if args and type(args[-1]) is Keywords:
             *args, kwargs = args
-        made = _outside_of_calls(self._function, *entries[0].bound, *args, **kwargs)
-        result = stacking.take_apart(made)
-        count = len(entries)
-        stacking.check_rows(result, count, self._name, lambda: [entry.caller for entry in entries])
-        if all(entry.call.context_id == NO_GRAD for entry in entries):
-            result = stacking.detached(result)
+        result = self._made(entries, args, kwargs)
         graph = graph_of(self._name, stacked, result.leaves)
         if graph is not None:
             rows = self._rows_with_graphs(entries, columns, stacked, result, graph)
         elif not any(entry.stays_here for entry in entries):
-            rows = stacking.encoded_rows_of(result) or stacking.rows_of(result, count)
-            return [(row, None) for row in rows]
+            return _rows_to_send(result, len(entries))
         else:
-            rows = stacking.rows_of(result, count)
+            rows = stacking.rows_of(result, len(entries))
         return [
             (_own_memory(row) if entry.stays_here else row, None)
             for entry, row in zip(entries, rows, strict=True)
         ]
+
+    def _results_of_unread(self, entries: list[Entry], stacked: list[Tensor]) -> list[Outcome]:
+        """Does the same for calls of other workers whose arguments are tensors without grad."""
+        structure = stacking.tensors_alone(len(stacked))
+        kind = stacking.kind_of_rows(Parts(structure, stacked), self._options.pad is not None)
+        self._former_kind = kind
+        result = self._made(entries, stacked, {})
+        graph = graph_of(self._name, (), result.leaves)
+        if graph is None:
+            return _rows_to_send(result, len(entries))
+        rows = self._rows_with_graphs(entries, (), (), result, graph)
+        return [(row, None) for row in rows]
+
+    def _made(self, entries: list[Entry], args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
+        """Calls the function with stacked arguments; returns its checked result."""
+        made = _outside_of_calls(self._function, *entries[0].bound, *args, **kwargs)
+        result = stacking.take_apart(made)
+        stacking.check_rows(
+            result, len(entries), self._name, lambda: [entry.caller for entry in entries]
+        )
+        if all(entry.call.context_id == NO_GRAD for entry in entries):
+            return stacking.detached(result)
+        return result
 
     def _rows_with_graphs(
         self,
@@ -201,6 +264,43 @@ class Runner:
             ]
             rows.append(put_together(result.structure, leaves))
         return rows
+
+
+def _stack_unread(entries: list[Entry]) -> list[Tensor] | None:
+    """Joins the arguments of calls none of which was read; None if they need a closer look."""
+    unread = entries[0].unread
+    if unread is None:
+        return None
+    *_, start, width = unread
+    contents = []
+    for _, _, message, _, _, own in entries:
+        if own is not unread:
+            return None
+        contents.append(message[start:])
+    return decode_stacked(contents, width)
+
+
+def _read(entries: list[Entry]) -> tuple[list[Entry], list[Outcome | None]]:
+    """Reads the arguments of calls; returns the calls, and the outcomes of those that failed.
+
+    The outcome of each other call is None.
+    """
+    read: list[Entry] = []
+    outcomes: list[Outcome | None] = []
+    for entry in entries:
+        outcome = None
+        try:
+            read.append(entry.as_read())
+        except Exception as error:
+            outcome = None, error
+        outcomes.append(outcome)
+    return read, outcomes
+
+
+def _rows_to_send(result: Parts, count: int) -> list[Outcome]:
+    """Splits a result without a graph into those of calls of other workers."""
+    rows = stacking.encoded_rows_of(result) or stacking.rows_of(result, count)
+    return [(row, None) for row in rows]
 
 
 def _row(leaf: Any, place: int) -> Any:

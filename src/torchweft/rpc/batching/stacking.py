@@ -39,13 +39,14 @@ def take_apart(value: Any) -> Parts:
             if type(each) is not Tensor:
                 break
         else:
-            return Parts(_tensors(len(value)), value)
+            return Parts(tensors_alone(len(value)), value)
     leaves: list[Any] = []
     return Parts(_structure(value, leaves), leaves)
 
 
 @functools.cache
-def _tensors(count: int) -> Hashable:
+def tensors_alone(count: int) -> Hashable:
+    """Returns the structure of a tuple of tensors."""
     return tuple, (_TENSOR,) * count
 
 
@@ -112,6 +113,11 @@ def kind_of(parts: Parts, is_padded: bool) -> Hashable:
         if isinstance(leaf, Tensor):
             described += (leaf.dtype, leaf.device, leaf.ndim if is_padded else leaf.shape)
     return tuple(described)
+
+
+def kind_of_rows(stacked: Parts, is_padded: bool) -> Hashable:
+    """Returns the kind of calls whose arguments, all tensors, were stacked."""
+    return kind_of(Parts(stacked.structure, [each[0] for each in stacked.leaves]), is_padded)
 
 
 def are_alike(calls: Sequence[Parts]) -> bool:

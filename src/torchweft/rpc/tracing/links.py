@@ -68,9 +68,9 @@ def traced_link(base: type[Link], note: Note, number: Number) -> type[TracedLink
                 for row in rows:
                     set_time(row, SENT_ENDED, now_s)
 
-        def hold(self, part: Buffer) -> int:
-            note_parts([part], self.traced_peer)
-            count: int = hold(self, part)
+        def hold(self, parts: list[Buffer]) -> int:
+            note_parts(parts, self.traced_peer)
+            count: int = hold(self, parts)
             return count
 
         def receive(self, *, may_block: bool) -> list[Frame]:

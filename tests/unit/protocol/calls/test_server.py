@@ -257,7 +257,7 @@ def test_who_wants_to_know_is_called_back(peer: Peer, is_early: bool) -> None:
     call, told = Served(peer), []
     if is_early:
         call.cancel()
-    call.on_cancel(lambda: told.append("cancelled"))
+    call.on_cancel(lambda _: told.append("cancelled"))
     if not is_early:
         assert told == []
         call.cancel()
@@ -267,7 +267,7 @@ def test_who_wants_to_know_is_called_back(peer: Peer, is_early: bool) -> None:
 def test_nobody_is_called_back_after_the_end(peer: Peer) -> None:
     for end in (Served.end, lambda call: call("result", None)):
         call, told = Served(peer), []
-        call.on_cancel(lambda told=told: told.append("cancelled"))
+        call.on_cancel(lambda _, told=told: told.append("cancelled"))
         end(call)
         call.cancel()
         assert told == []
