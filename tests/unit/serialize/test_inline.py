@@ -552,6 +552,75 @@ def test_rows_that_need_a_closer_look_are_left(tensor: torch.Tensor) -> None:
     assert inline.encode_rows(tensor) is None
 
 
+def _message(*tensors: torch.Tensor) -> bytes:
+    encoded = inline.encode(tensors)
+    assert encoded is not None
+    return encoded[0]
+
+
+@pytest.mark.parametrize("dtype", sorted(inline._TORCH.values(), key=str))
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
+def test_messages_are_stacked_as_their_tensors_are(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    size_bytes = torch.Size(shape).numel() * dtype.itemsize
+    memories = [(torch.arange(size_bytes) * each % 2).to(torch.uint8) for each in range(1, 5)]
+    tensors = [each.view(dtype).view(shape) for each in memories]
+    stacked = inline.decode_stacked([_message(each, torch.tensor([7])) for each in tensors], 2)
+    assert stacked is not None
+    first, second = stacked
+    assert first.dtype is dtype
+    assert first.shape == (4, *shape)
+    assert torch.equal(first.view(4, -1).view(torch.uint8), torch.stack(memories))
+    assert second.tolist() == [[7]] * 4
+    first.zero_()  # It has memory of its own.
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [torch.ones(3)],
+        [torch.ones(2, dtype=torch.float64)],
+        [torch.ones(1, 2)],
+        [torch.ones(2, dtype=torch.int32)],
+        [torch.ones(2), torch.ones(2)],
+        [torch.ones(2, requires_grad=True)],
+        [torch.nn.Parameter(torch.ones(2), requires_grad=False)],
+    ],
+)
+def test_messages_that_differ_are_left(others: list[torch.Tensor]) -> None:
+    usual = _message(torch.ones(2))
+    assert inline.decode_stacked([usual, usual], 1) is not None
+    assert inline.decode_stacked([usual, _message(*others)], 1) is None
+    assert inline.decode_stacked([_message(*others), usual], 1) is None
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(0, 2),
+        torch.ones(4, 4)[:, ::2],
+        torch.ones(2, requires_grad=True),
+        torch.nn.Parameter(torch.ones(2), requires_grad=False),
+    ],
+)
+def test_messages_that_need_a_closer_look_are_left(tensor: torch.Tensor) -> None:
+    assert inline.decode_stacked([_message(tensor)] * 2, 1) is None
+
+
+def test_malformed_messages_are_left() -> None:
+    usual = _message(torch.ones(2))
+    for end in range(len(usual)):
+        assert inline.decode_stacked([usual[:end]] * 2, 1) is None
+    assert inline.decode_stacked([usual] * 2, 2) is None
+    assert inline.decode_stacked([usual + b"x"] * 2, 1) is None
+    for place in range(15):  # code, flags, dimensions, sizes
+        damaged = bytearray(usual)
+        damaged[place] ^= 0xFF
+        assert inline.decode_stacked([bytes(damaged)] * 2, 1) is None
+        assert inline.decode_stacked([usual, bytes(damaged)], 1) is None
+
+
 @pytest.mark.parametrize("beside", [[], [torch.ones(4, 4).t()], [torch.ones(4)[:3]] * 2])
 def test_tensors_of_other_devices_are_left_to_tables_before_anything_is_copied(
     monkeypatch: pytest.MonkeyPatch, beside: list[Tensor]

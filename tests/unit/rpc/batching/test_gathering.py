@@ -1,0 +1,220 @@
+"""Calls of batched functions that stay unread until their batch runs, in a pair of workers."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.agent.group import wait_until
+from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
+from torchweft.errors import BatchError, CallCancelled, QueueFull
+from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
+from torchweft.rpc.worker import Worker
+from torchweft.serialize import inline
+
+_may_go_on = threading.Event()
+_began = threading.Event()
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of() as pair:
+        yield pair
+
+
+@pytest.fixture
+def reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects an entry for each call whose arguments the callee reads by themselves."""
+    found: list[int] = []
+    read = Worker.open
+
+    def counted(worker: Worker, *args: object, **options: object) -> object:
+        if worker is pair.callee:
+            found.append(1)
+        return read(worker, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Worker, "open", counted)
+    return found
+
+
+@batched(largest=4, smallest=4, longest_wait=LIMIT_S)
+def four(values: Tensor, factors: Tensor) -> Tensor:
+    return values * factors[:, None]
+
+
+@batched(largest=4, smallest=4, longest_wait=LIMIT_S, pad=0.0)
+def padded(values: Tensor) -> Tensor:
+    return values.sum(dim=1)
+
+
+@batched(largest=4, smallest=4, longest_wait=LIMIT_S, isolate=True)
+def isolated(values: Tensor) -> Tensor:
+    if (values < 0).any():
+        raise ValueError("negative")
+    return values
+
+
+@batched(largest=2, limit=2)
+def gated(values: Tensor) -> Tensor:
+    _began.set()
+    assert _may_go_on.wait(LIMIT_S)
+    return values
+
+
+@batched
+def replaced(values: Tensor) -> Tensor:
+    return values + 1
+
+
+@batched
+def replacement(values: Tensor) -> Tensor:
+    return values + 2
+
+
+weight = torch.ones(3, requires_grad=True)
+
+
+@batched(largest=2, smallest=2, longest_wait=LIMIT_S)
+def weighted(values: Tensor) -> Tensor:
+    return values * weight
+
+
+@batched
+def changing(values: Tensor) -> Tensor:
+    values += 1
+    return values
+
+
+def _four(pair: Pair, *values: Tensor) -> list[Tensor]:
+    made = [pair.start(four, each, torch.tensor(2.0)) for each in values]
+    return [each.wait() for each in made]
+
+
+def test_calls_are_read_the_first_time_only(pair: Pair, reads: list[int]) -> None:
+    rows = [torch.tensor([float(each), 1.0]) for each in range(4)]
+    for expected in (4, 0, 0):
+        reads.clear()
+        found = _four(pair, *rows)
+        assert [each.tolist() for each in found] == [[2.0 * place, 2.0] for place in range(4)]
+        assert len(reads) == expected
+    counts = batch_statistics(four)
+    assert (counts.sizes, counts.calls, counts.waiting) == ({4: 3}, 12, 0)
+    assert not pair.peer_of_callee.served
+
+
+def test_other_calls_of_the_function_are_read(pair: Pair, reads: list[int]) -> None:
+    ones = torch.ones(2)
+    _four(pair, *[ones] * 4)
+    reads.clear()
+    made = [
+        pair.start(four, ones, 2),
+        pair.start(four, ones, torch.tensor(2.0)),
+        pair.start(four, ones.requires_grad_(), torch.tensor(2.0)),
+        pair.create(four, ones.detach(), torch.tensor(2.0)),
+    ]
+    with pytest.raises(BatchError, match="cannot be stacked"):
+        made[0].wait()
+    assert made[1].wait().tolist() == [2.0, 2.0]
+    assert made[2].wait().tolist() == [2.0, 2.0]
+    assert pair.fetch(made[3]).tolist() == [2.0, 2.0]
+    assert len(reads) >= 4
+
+
+def test_calls_of_another_shape(pair: Pair) -> None:
+    twos = [torch.ones(2)] * 3
+    _four(pair, *twos, torch.ones(2))
+    made = [pair.start(four, each, torch.tensor(2.0)) for each in (*twos, torch.ones(5))]
+    assert [each.wait().tolist() for each in made[:3]] == [[2.0, 2.0]] * 3
+    with pytest.raises(BatchError, match=r"float32\[5\]"):
+        made[3].wait()
+    for _ in range(2):
+        sizes = [pair.start(padded, torch.ones(size)) for size in (1, 2, 3, 4)]
+        assert [each.wait().item() for each in sizes] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_an_error_of_one_call(pair: Pair, reads: list[int]) -> None:
+    for _ in range(2):
+        reads.clear()
+        made = [pair.start(isolated, torch.tensor([each])) for each in (1.0, -1.0, 2.0, 3.0)]
+        with pytest.raises(ValueError, match="negative"):
+            made[1].wait()
+        assert [made[each].wait().item() for each in (0, 2, 3)] == [1.0, 2.0, 3.0]
+    assert len(reads) == 4, "each call is run by itself, so each is read"
+
+
+def test_a_message_that_cannot_be_read(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    _four(pair, *[torch.ones(2)] * 4)
+    encode = inline.encode
+
+    def cut(tensors: list[Tensor]) -> object:
+        content, requires_grad = encode(tensors)  # type: ignore[misc]
+        return content[:-1] if tensors[0][0] == 7 else content, requires_grad
+
+    monkeypatch.setattr(inline, "encode", cut)
+    made = [pair.start(four, torch.full((2,), each), torch.tensor(2.0)) for each in (1, 7, 2, 3)]
+    with pytest.raises(Exception, match=r"comes with|malformed"):
+        made[1].wait()
+    assert [made[each].wait().tolist() for each in (0, 2, 3)] == [[2.0] * 2, [4.0] * 2, [6.0] * 2]
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_a_result_with_a_graph(pair: Pair, has_grad: bool) -> None:
+    for _ in range(2):
+        with torch.set_grad_enabled(has_grad):
+            made = [pair.start(weighted, torch.full((3,), float(each))) for each in (2, 3)]
+            assert [each.wait().tolist() for each in made] == [[2.0] * 3, [3.0] * 3]
+
+
+def test_arguments_may_be_changed(pair: Pair) -> None:
+    for _ in range(3):
+        assert pair.sync(changing, torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def test_limits_and_cancellation(pair: Pair) -> None:
+    _may_go_on.set()
+    pair.sync(gated, torch.tensor(0.0))
+    _may_go_on.clear()
+    _began.clear()
+    before = batch_statistics(gated)
+    assert (before.refused, before.left) == (0, 0)
+    first = pair.start(gated, torch.tensor(0.0))
+    assert _began.wait(LIMIT_S)
+    others = [pair.start(gated, torch.tensor(float(each))) for each in range(1, 4)]
+    with pytest.raises(QueueFull):
+        others[2].wait()
+    others[0].cancel()
+    wait_until(lambda: batch_statistics(gated).waiting == 1, "the cancelled call to leave")
+    _may_go_on.set()
+    assert (first.wait().item(), others[1].wait().item()) == (0.0, 2.0)
+    with pytest.raises(CallCancelled):
+        others[0].wait()
+    found = batch_statistics(gated)
+    assert (found.refused, found.left, found.waiting) == (1, 1, 0)
+    wait_until(lambda: not pair.peer_of_callee.served, "the end of all calls")
+
+
+def test_a_function_that_the_program_replaces(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = replaced  # The caller goes on naming the function that it has.
+    for _ in range(2):
+        assert pair.sync(name, torch.ones(1)).item() == 2.0
+    replacement.__qualname__ = replaced.__qualname__
+    monkeypatch.setattr(sys.modules[__name__], "replaced", replacement)
+    for _ in range(3):
+        assert pair.sync(name, torch.ones(1)).item() == 3.0
+    assert batch_statistics(replacement).calls == 3
+    monkeypatch.undo()
+    assert pair.sync(name, torch.ones(1)).item() == 2.0
+    monkeypatch.delattr(sys.modules[__name__], "replaced")
+    with pytest.raises(Exception, match="no such attribute"):
+        pair.sync(name, torch.ones(1))
+
+
+def test_nothing_is_gathered_without_such_calls(pair: Pair) -> None:
+    assert pair.sync(abs, -1) == 1
+    assert batch_statistics(weighted) == BatchStatistics()
+    assert not pair.callee.gathering
