@@ -56,7 +56,7 @@ class Receiver:
         self._routes: dict[int, _Route] = {}
         self._take_reply: TakeReply = lambda frame, awaited: False
         self._refuse: CallHandler = _ignore
-        self._early_lock = threading.Lock()
+        self._early_lock = threading.RLock()  # A finalizer may take it, too.
         self._early: dict[bytes, TakeEarly] = {}
         self._early_ends: tuple[int, ...] = ()
         self.discard: Handler = _ignore
@@ -109,7 +109,7 @@ class Receiver:
                     self._early.pop(front, None)
                 else:
                     self._early[front] = take
-            self._early_ends = tuple({REMAINING_BYTES + len(each) for each in self._early})
+            self._early_ends = tuple({REMAINING_BYTES + len(each) for each in tuple(self._early)})
 
     def queue_call(self, peer: Peer, call: ServedCall) -> None:
         """Queues a call that was taken early, to be handled as all others are."""

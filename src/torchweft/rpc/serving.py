@@ -26,7 +26,9 @@ from torchweft.errors import (
     QueueFull,
     UnknownFunction,
 )
+from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SLOW_S
+from torchweft.rpc.batching.decorator import TAKEN, have_method_gathered
 from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Around, Worker, current_worker
@@ -326,7 +328,10 @@ def call_method(
         served = current_call.get()
         if served is not None:
             served.function = method
-        return method, method(*args, **kwargs)
+        result = method(*args, **kwargs)
+        if result is TAKEN and kept is None and not kwargs:
+            have_method_gathered(served, ReferenceId(*reference), method)
+        return method, result
 
     return WhenReady(owned(reference), call, kept, (args, kwargs))
 

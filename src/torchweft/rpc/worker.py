@@ -125,8 +125,9 @@ class Worker:
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.slow = SlowFunctions()
-        self.gathering: dict[bytes, Any] = {}
-        """A ``Gathering`` for the name of each plain batched function that was called."""
+        self.gathering: dict[Any, Any] = {}
+        """A ``Gathering`` for each batched function that other workers have called: by its name, or
+        by the reference and the name of a method."""
         self.has_left = False
         """Whether this process has left its group, though it may still serve for a moment."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error

@@ -1,21 +1,26 @@
 """Puts calls of other workers into the queue of a batched function without reading them.
 
-Only calls of plain functions, whose arguments are tensors in their message. See "What a batch does
+Only calls with one to three arguments, all of them tensors in their message. See "What a batch does
 once" in ``docs/protocols/batching.md``.
 """
 
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+
 from torchweft.agent.peers import Peer
 from torchweft.autograd.outside import NO_GRAD
-from torchweft.errors import UnknownFunction
+from torchweft.errors import NotAllowed, UnknownFunction
+from torchweft.ids import ReferenceId
 from torchweft.rpc.batching.queue import BatchQueue
 from torchweft.rpc.batching.running import Unread
+from torchweft.rpc.calls import CALL_METHOD
 from torchweft.serialize.values import TENSORS_ALONE
 from torchweft.wire.frames import HEADER_BYTES, Frame
 from torchweft.wire.messages import (
@@ -27,7 +32,9 @@ from torchweft.wire.messages import (
     encode_call,
 )
 
-_PAYLOADS = {count: payload for payload, count in TENSORS_ALONE.items()}
+_PAYLOADS = {count: payload for payload, count in TENSORS_ALONE.items() if count}
+WIDTHS = frozenset(_PAYLOADS)
+"""How many arguments calls may have."""
 _REMAINING_S = struct.Struct("<d")
 
 
@@ -36,10 +43,92 @@ class Gathering:
 
     Args:
         worker: The ``Worker`` that receives the calls.
-        name: The name by which they call the function.
+        key: Its place in ``Worker.gathering``.
+        name: The name in their messages.
+        payload: The payload of their messages.
+        function: What is noted as the called function.
         width: How many arguments it has.
         queue: The queue of its calls.
-        is_current: Whether a function is this one.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        key: object,
+        name: bytes,
+        payload: bytes,
+        function: Any,
+        width: int,
+        queue: BatchQueue,
+    ) -> None:
+        self.queue = queue
+        self._worker = worker
+        self._key = key
+        self._function = function
+        fronts = {each: _front(each, name, payload) for each in (0, NO_GRAD)}
+        self._fronts = list(fronts.values())
+        start = REMAINING_BYTES + len(fronts[0])
+        self._unread = Unread(self._read, self._is_outdated, self._queue_again, start, width)
+        for context_id, front in fronts.items():
+            worker.agent.receiver.take_early([front], partial(self._take, context_id))
+        worker.gathering[key] = self
+
+    def end(self) -> None:
+        """Takes no further calls; safe in a finalizer."""
+        self._worker.agent.receiver.take_early(self._fronts, None)
+        self._worker.gathering.pop(self._key, None)
+
+    def bound(self) -> tuple[Any, ...] | None:
+        """Returns the object whose method is called, or nothing; None if it is gone."""
+        return ()
+
+    def is_current(self) -> bool:
+        """Whether the calls are still those of this function."""
+        raise NotImplementedError
+
+    def args_in(self, content: Any) -> Any:
+        """Returns the arguments in the value of a message."""
+        return content
+
+    def _take(self, context_id: int, call: Any, frame: Frame) -> bool:
+        """Adds a call to the queue; returns False for one that has to be queued as others are."""
+        bound = self.bound()
+        if frame.flags != POSITIONAL or bound is None:
+            return False
+        control: Any = frame.control
+        call.worker, call.owned, call.frame = self._worker, None, None
+        call.function, call.context_id = self._function, context_id
+        if call.begins(NO_CREATION, _REMAINING_S.unpack_from(control)[0], call.arrived_s):
+            self.queue.put(call, bound, control, self._unread)
+        return True
+
+    def _read(self, peer: Peer, control: Any) -> Any:
+        content = self._worker.open(peer, control, decode_call(control)[3], None)
+        return self.args_in(content)
+
+    def _is_outdated(self) -> bool:
+        try:
+            if self.is_current():
+                return False
+        except (UnknownFunction, AttributeError, NotAllowed):
+            pass  # The call will say so.
+        self.end()
+        return True
+
+    def _queue_again(self, call: Any, control: Any) -> None:
+        call.frame = Frame(Kind.CALL, POSITIONAL, call.number, control, ())
+        self._worker.agent.receiver.queue_call(call.peer, call)
+
+
+class OfFunction(Gathering):
+    """Takes the calls of a plain function.
+
+    Args:
+        worker: The ``Worker`` that receives the calls.
+        name: The function's name.
+        width: How many arguments it has.
+        queue: The queue of its calls.
+        is_same: Whether a function is this one.
     """
 
     def __init__(
@@ -48,50 +137,69 @@ class Gathering:
         name: bytes,
         width: int,
         queue: BatchQueue,
-        is_current: Callable[[object], bool],
+        is_same: Callable[[object], bool],
     ) -> None:
-        self.queue = queue
-        self._worker = worker
         self._name = name
-        self._is_current = is_current
-        fronts = [_front(context_id, name, width) for context_id in (0, NO_GRAD)]
-        self._fronts = fronts
-        start = REMAINING_BYTES + len(fronts[0])
-        self._unread = Unread(self._read, self._is_outdated, self._queue_again, start, width)
-        for context_id, front in zip((0, NO_GRAD), fronts, strict=True):
-            worker.agent.receiver.take_early([front], partial(self._take, context_id))
+        self._is_same = is_same
+        super().__init__(worker, name, name, _PAYLOADS[width], name, width, queue)
 
-    def _take(self, context_id: int, call: Any, frame: Frame) -> bool:
-        """Adds a call to the queue; returns False for one that has to be queued as others are."""
-        if frame.flags != POSITIONAL:
-            return False
-        control: Any = frame.control
-        call.worker, call.owned, call.frame = self._worker, None, None
-        call.function, call.context_id = self._name, context_id
-        if call.begins(NO_CREATION, _REMAINING_S.unpack_from(control)[0], call.arrived_s):
-            self.queue.put(call, (), control, self._unread)
-        return True
-
-    def _read(self, peer: Peer, control: Any) -> Any:
-        return self._worker.open(peer, control, decode_call(control)[3], None)
-
-    def _is_outdated(self) -> bool:
-        """Whether the name is that of another function by now; then takes no further calls."""
-        try:
-            if self._is_current(self._worker.reader.resolve(self._name)):
-                return False
-        except UnknownFunction:
-            pass  # The call will say so.
-        self._worker.agent.receiver.take_early(self._fronts, None)
-        self._worker.gathering.pop(self._name, None)
-        return True
-
-    def _queue_again(self, call: Any, control: Any) -> None:
-        call.frame = Frame(Kind.CALL, POSITIONAL, call.number, control, ())
-        self._worker.agent.receiver.queue_call(call.peer, call)
+    def is_current(self) -> bool:
+        """Whether the name is still that of this function."""
+        return self._is_same(self._worker.reader.resolve(self._name))
 
 
-def _front(context_id: int, name: bytes, width: int) -> bytes:
-    """Returns the part of a message in which the calls do not differ."""
-    call = encode_call(POSITIONAL, 0.0, NO_CREATION, context_id, 0, name, (), _PAYLOADS[width])
+class OfMethod(Gathering):
+    """Takes the calls of a method of a value of this worker, while the value lives.
+
+    Args:
+        worker: The ``Worker`` that receives the calls.
+        key: Its place in ``Worker.gathering``.
+        peer: A caller.
+        reference: The reference by which it calls.
+        method: The method.
+        width: How many arguments it has.
+        queue: The queue of its calls.
+        is_same: Whether a function is this one.
+    """
+
+    def __init__(
+        self,
+        worker: Any,
+        key: object,
+        peer: Peer,
+        reference: ReferenceId,
+        method: Any,
+        width: int,
+        queue: BatchQueue,
+        is_same: Callable[[object], bool],
+    ) -> None:
+        self._reference = reference
+        self._name: str = method.__name__
+        self._is_same = is_same
+        self._value = weakref.ref(method.__self__, lambda _: self.end())
+        args = tuple([torch.zeros(1) for _ in range(width)])
+        packed = worker.pack_for([peer], (tuple(reference), self._name, args, {}, None))
+        super().__init__(worker, key, CALL_METHOD, packed.payload, method.__func__, width, queue)
+
+    def bound(self) -> tuple[Any, ...] | None:
+        """Returns the value; None if it is gone."""
+        value = self._value()
+        return None if value is None else (value,)
+
+    def is_current(self) -> bool:
+        """Whether the value is still referred to, and has this method."""
+        is_owned = self._worker.references.is_owned(self._reference)
+        return is_owned and self._is_same(getattr(self._value(), self._name))
+
+    def args_in(self, content: Any) -> Any:
+        """Returns the arguments of the method among those of ``call_method``."""
+        return content[2]
+
+
+def _front(context_id: int, name: bytes, payload: bytes) -> bytes:
+    """Returns the part of a message in which the calls do not differ.
+
+    From message to message, only the time limit before it and the tensors behind it differ.
+    """
+    call = encode_call(POSITIONAL, 0.0, NO_CREATION, context_id, 0, name, (), payload)
     return bytes(call[HEADER_BYTES + REMAINING_BYTES :])

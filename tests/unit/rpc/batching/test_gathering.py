@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,8 +13,11 @@ from torch import Tensor
 
 from tests.unit.agent.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from torchweft.errors import BatchError, CallCancelled, QueueFull
+from torchweft.errors import BatchError, CallCancelled, QueueFull, ReferenceGone
+from torchweft.ids import ReferenceId
+from torchweft.rpc import serving
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
+from torchweft.rpc.handles import Handle
 from torchweft.rpc.worker import Worker
 from torchweft.serialize import inline
 
@@ -218,3 +222,72 @@ def test_nothing_is_gathered_without_such_calls(pair: Pair) -> None:
     assert pair.sync(abs, -1) == 1
     assert batch_statistics(weighted) == BatchStatistics()
     assert not pair.callee.gathering
+
+
+class Model:
+    @batched(largest=2, smallest=2, longest_wait=LIMIT_S)
+    def scale(self, values: Tensor, factors: Tensor) -> Tensor:
+        return values * factors[:, None]
+
+    @batched
+    def with_default(self, values: Tensor, factor: float = 2.0) -> Tensor:
+        return values * torch.tensor(factor)[:, None]
+
+
+def _scale(pair: Pair, model: Handle, *values: float) -> list[list[float]]:
+    args = [(torch.full((2,), each), torch.tensor(2.0)) for each in values]
+    target = tuple(model.id)
+    made = [pair.start(serving.call_method, target, "scale", each, {}, None) for each in args]
+    return [each.wait().tolist() for each in made]
+
+
+def test_calls_of_a_method_are_read_the_first_time_only(pair: Pair, reads: list[int]) -> None:
+    one, other = pair.create(Model), pair.create(Model)
+    for model in (one, other):
+        assert _scale(pair, model, 1.0, 2.0) == [[2.0, 2.0], [4.0, 4.0]]
+        reads.clear()
+        assert _scale(pair, model, 3.0, 2.0) == [[6.0, 6.0], [4.0, 4.0]]
+        assert not reads
+    assert len(pair.callee.gathering) == 2
+    for expected in (1, 1):
+        reads.clear()
+        values = (torch.ones(2),)
+        assert pair.call_method(one, "with_default", *values).tolist() == [2.0, 2.0]
+        assert len(reads) == expected, "not all arguments are given"
+
+
+def test_a_method_of_a_value_that_is_gone(pair: Pair) -> None:
+    model = pair.create(Model)
+    for _ in range(2):
+        _scale(pair, model, 1.0, 2.0)
+    assert len(pair.callee.gathering) == 1
+    target = tuple(model.id)
+    kept = pair.callee.references.value_of(model.id).value
+    del model
+    wait_until(lambda: not pair.callee.references.is_owned(ReferenceId(*target)), "its release")
+    args = (torch.ones(2), torch.tensor(2.0))
+    made = [pair.start(serving.call_method, target, "scale", args, {}, None) for _ in range(2)]
+    for each in made:
+        with pytest.raises(ReferenceGone):
+            each.wait()
+    assert not pair.callee.gathering
+    del kept
+
+
+def test_nothing_is_left_of_values_that_are_gone(pair: Pair) -> None:
+    models = [pair.create(Model) for _ in range(3)]
+    for model in models:
+        _scale(pair, model, 1.0, 2.0)
+    assert len(pair.callee.gathering) == 3
+    del model, models
+    gc.collect()
+    wait_until(lambda: not pair.callee.gathering, "the end of the values")
+    assert not pair.callee.agent.receiver._early
+
+
+def test_a_method_that_the_program_replaces(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair.create(Model)
+    for _ in range(2):
+        assert _scale(pair, model, 1.0, 2.0) == [[2.0, 2.0], [4.0, 4.0]]
+    monkeypatch.setattr(Model, "scale", lambda self, values, factors: values + factors)
+    assert _scale(pair, model, 1.0, 2.0) == [[3.0, 3.0], [4.0, 4.0]]
