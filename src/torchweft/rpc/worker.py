@@ -52,7 +52,7 @@ from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import name_of
-from torchweft.serialize.inline import NO_TENSORS, EncodedTensor, Inlined
+from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.reducers import is_dense
@@ -303,6 +303,15 @@ class Worker:
         obstacle = next(filter(None, obstacles), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
+    def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
+        """Does the same in the form in which results of calls are packed."""
+        if type(value) is tuple:
+            tensors: list[Tensor] = []
+            payload = encode_simple(value, tensors, all(peer.main_by_name for peer in peers))
+            if payload is not None:
+                return Packed(payload, tensors, [])
+        return self.pack_for(peers, value)
+
     def _record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer, is_answer: bool = False
     ) -> tuple[int, int]:
@@ -549,8 +558,8 @@ class Worker:
             self._take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
 
-    def answer_rows(self, rows: Sequence[tuple[Any, EncodedTensor]]) -> None:
-        """Ends calls of other workers, each with a row of one tensor, in one loop.
+    def answer_rows(self, rows: Sequence[tuple[Any, EncodedValue]]) -> None:
+        """Ends calls of other workers, each with its part of one result, in one loop.
 
         Must be called in a block of ``Answers.together``.
 
@@ -567,7 +576,7 @@ class Worker:
             sent.append(call)
             if call.was_cancelled or call.has_ended:
                 continue
-            frame = encode_row_reply(call.number, context_id, row)
+            frame = encode_row_reply(call.number, context_id, *row)
             found = frames.get(peer)
             if found is None:
                 frames[peer] = [frame]
@@ -597,8 +606,8 @@ class Worker:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
-        elif kind is EncodedTensor:
-            return b"", [], (), (result, False)
+        elif kind is EncodedValue:
+            return result.payload, [], (), (result.content, False)
         elif kind in ATOMS:
             payload = encode_atom(result)
             if payload is not None:
@@ -619,8 +628,9 @@ class Worker:
         self, peer: Peer, result: Any
     ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
         """Does the same for a worker where tensors on the CPU arrive on another device."""
-        if type(result) is EncodedTensor:
-            (result,), _ = inline.decode(result, 0)
+        if type(result) is EncodedValue:
+            tensors, _ = inline.decode(result.content, 0)
+            result = unpack(result.payload, tensors, ())
         packed = self._packers[peer.id](result)
         self._check_count(packed.tensors)
         return (*packed, None if packed.tensors else NO_TENSORS)

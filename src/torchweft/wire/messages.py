@@ -321,10 +321,12 @@ def encode_reply(
     return b"".join((head, handed, payload, tensors))
 
 
-def encode_row_reply(number: int, context_id: int, row: bytes) -> bytes:
-    """Does the same for a value that is one tensor, without references and a recorded message."""
-    size = _REPLY_BYTES + len(row)
-    return _REPLY_FRAME.pack(_REPLY, 0, 0, size, number, context_id, 0, 0, 0) + row
+def encode_row_reply(number: int, context_id: int, payload: bytes, tensors: bytes) -> bytes:
+    """Does the same for a value without references and without a recorded message."""
+    size = len(payload)
+    control = _REPLY_BYTES + size + len(tensors)
+    head = _REPLY_FRAME.pack(_REPLY, 0, 0, control, number, context_id, 0, 0, size)
+    return head + payload + tensors
 
 
 def encode_reply_front(

@@ -26,7 +26,7 @@ from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.fair_queue import LAST as RUN_LAST
 from torchweft.runtime.fair_queue import OWN
 from torchweft.runtime.timers import Timer
-from torchweft.serialize.inline import EncodedTensor
+from torchweft.serialize.inline import EncodedValue
 
 _new = tuple.__new__  # The named tuple's own constructor is Python code.
 _END = AnsweredCall.__call__
@@ -219,11 +219,11 @@ class BatchQueue:
         if len(entries) == 1:
             entries[0].call(*outcomes[0])
             return
-        rows: list[tuple[Any, EncodedTensor]] = []
+        rows: list[tuple[Any, EncodedValue]] = []
         with self._agent.answers.together():
             for entry, (result, error) in zip(entries, outcomes, strict=True):
                 call = entry.call
-                if type(result) is EncodedTensor and type(call).__call__ is _END:
+                if type(result) is EncodedValue and type(call).__call__ is _END:
                     rows.append((call, result))
                 else:
                     call(result, error)

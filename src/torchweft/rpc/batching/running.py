@@ -16,6 +16,7 @@ from torchweft.rpc.batching.stacking import Parts, named, put_together
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.serialize.inline import decode_stacked
+from torchweft.serialize.objects import Packed
 
 
 class Options(NamedTuple):
@@ -206,7 +207,7 @@ class Runner:
         if graph is not None:
             rows = self._rows_with_graphs(entries, columns, stacked, result, graph)
         elif not any(entry.stays_here for entry in entries):
-            return _rows_to_send(result, len(entries))
+            return _rows_to_send(result, entries)
         else:
             rows = stacking.rows_of(result, len(entries))
         return [
@@ -222,7 +223,7 @@ class Runner:
         result = self._made(entries, stacked, {})
         graph = graph_of(self._name, (), result.leaves)
         if graph is None:
-            return _rows_to_send(result, len(entries))
+            return _rows_to_send(result, entries)
         rows = self._rows_with_graphs(entries, (), (), result, graph)
         return [(row, None) for row in rows]
 
@@ -297,9 +298,16 @@ def _read(entries: list[Entry]) -> tuple[list[Entry], list[Outcome | None]]:
     return read, outcomes
 
 
-def _rows_to_send(result: Parts, count: int) -> list[Outcome]:
+def _rows_to_send(result: Parts, entries: list[Entry]) -> list[Outcome]:
     """Splits a result without a graph into those of calls of other workers."""
-    rows = stacking.encoded_rows_of(result) or stacking.rows_of(result, count)
+
+    def pack(value: Any) -> Packed:
+        callers = {entry.call.peer for entry in entries}
+        packed: Packed = first.worker.pack_result_for(callers, value)
+        return packed
+
+    first: Any = entries[0].call
+    rows = stacking.encoded_rows_of(result, pack) or stacking.rows_of(result, len(entries))
     return [(row, None) for row in rows]
 
 

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import BatchError
-from torchweft.serialize.inline import EncodedTensor, encode_rows
+from torchweft.serialize.inline import LIMIT_BYTES, EncodedValue, encode_rows
+from torchweft.serialize.objects import Packed
 
 _TENSOR, _OTHER = "tensor", "other"
+_new = tuple.__new__  # The named tuple's own constructor is Python code.
 
 
 class Parts(NamedTuple):
@@ -220,9 +222,38 @@ def rows_of(result: Parts, count: int) -> list[Any]:
     return [put_together(structure, row) for row in zip(*columns, strict=True)]
 
 
-def encoded_rows_of(result: Parts) -> list[EncodedTensor] | None:
-    """Does the same for callers on other workers, where the result is a plain tensor."""
-    return encode_rows(result.leaves[0]) if result.structure is _TENSOR else None
+def encoded_rows_of(result: Parts, pack: Callable[[Any], Packed]) -> list[EncodedValue] | None:
+    """Does the same for callers on other workers; None if each row has to be encoded by itself.
+
+    Args:
+        result: The result, without grad.
+        pack: Packs the result of one call so that all callers can read it.
+    """
+    structure, leaves = result
+    columns: dict[int, list[bytes]] = {}
+    example = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            rows = encode_rows(leaf)
+            if rows is None:
+                return None
+            if structure is _TENSOR:
+                return [_new(EncodedValue, (b"", row)) for row in rows]
+            leaf = leaf[0]
+            columns[id(leaf)] = rows
+        example.append(leaf)
+    if not columns:
+        return None
+    try:
+        payload, tensors, externals = pack(put_together(structure, example))
+        # The tensors of the message, in their order, must be the leaves and no others.
+        ordered = [columns.pop(id(tensor)) for tensor in tensors]
+    except Exception:
+        return None  # The callers get the error.
+    if externals or columns or sum(len(rows[0]) for rows in ordered) > LIMIT_BYTES:
+        return None
+    contents = map(b"".join, zip(*ordered, strict=True))
+    return [_new(EncodedValue, (payload, content)) for content in contents]
 
 
 def majority(kinds: Sequence[Hashable], former: Hashable) -> Hashable:

@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from tests.unit.agent.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from torchweft.errors import BatchError, CallCancelled, QueueFull, ReferenceGone
+from torchweft.errors import BatchError, CallCancelled, QueueFull, ReferenceGone, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.rpc import serving
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
@@ -291,3 +292,83 @@ def test_a_method_that_the_program_replaces(pair: Pair, monkeypatch: pytest.Monk
         assert _scale(pair, model, 1.0, 2.0) == [[2.0, 2.0], [4.0, 4.0]]
     monkeypatch.setattr(Model, "scale", lambda self, values, factors: values + factors)
     assert _scale(pair, model, 1.0, 2.0) == [[3.0, 3.0], [4.0, 4.0]]
+
+
+class Decision(NamedTuple):
+    actions: Tensor
+    version: int
+    outputs: dict[str, Tensor]
+
+
+@batched(largest=2, smallest=2, longest_wait=LIMIT_S)
+def decide(states: Tensor) -> Decision:
+    return Decision(states.argmax(dim=1), 7, {"values": states.sum(1), "b": states, "a": states})
+
+
+@batched(largest=2, smallest=2, longest_wait=LIMIT_S)
+def pairs(states: Tensor) -> tuple[Tensor, Tensor, str]:
+    return states, states.double(), "text"
+
+
+@batched(largest=2, smallest=2, longest_wait=LIMIT_S)
+def unusual(states: Tensor) -> Any:
+    kind = int(states[0, 0])
+    if kind == 0:
+        return [states.t().contiguous().t()]
+    if kind == 1:
+        return {"lock": threading.Lock(), "states": states}
+    if kind == 2:
+        return {"large": torch.zeros(2, 1 << 20), "states": states}
+    return {"beside": Sample(torch.ones(2)), "states": states}
+
+
+class Sample:
+    def __init__(self, image: Tensor) -> None:
+        self.image = image
+
+
+@pytest.fixture
+def encodings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects an entry for each answer that the callee encodes by itself."""
+    found: list[int] = []
+    encode = Worker._packed_result
+
+    def counted(worker: Worker, peer: Any, result: Any) -> Any:
+        found.append(1)
+        return encode(worker, peer, result)
+
+    monkeypatch.setattr(Worker, "_packed_result", counted)
+    return found
+
+
+def test_structured_results_are_encoded_together(pair: Pair, encodings: list[int]) -> None:
+    states = [torch.tensor([each, 1.0, 2.0]) for each in (0.0, 3.0)]
+    for _ in range(2):
+        found = [each.wait() for each in [pair.start(decide, state) for state in states]]
+        for state, made in zip(states, found, strict=True):
+            assert type(made) is Decision
+            assert (made.actions, made.version) == (state.argmax(), 7)
+            assert list(made.outputs) == ["values", "b", "a"]
+            assert made.outputs["values"] == state.sum()
+            assert made.outputs["b"].tolist() == made.outputs["a"].tolist() == state.tolist()
+            made.outputs["b"].zero_()
+            assert made.outputs["a"].tolist() == state.tolist(), "memory of its own"
+        both = [each.wait() for each in [pair.start(pairs, state) for state in states]]
+        assert [(a.tolist(), b.dtype, c) for a, b, c in both] == [
+            (state.tolist(), torch.float64, "text") for state in states
+        ]
+    assert not encodings
+
+
+def test_results_that_have_to_be_encoded_each(pair: Pair, encodings: list[int]) -> None:
+    def call(kind: int) -> list[Any]:
+        made = [pair.start(unusual, torch.full((3,), float(kind))) for _ in range(2)]
+        return [each.wait() for each in made]
+
+    assert [each[0].tolist() for each in call(0)] == [[0.0] * 3] * 2
+    with pytest.raises(SerializationError, match="lock"):
+        call(1)
+    assert [each["large"].shape for each in call(2)] == [(1 << 20,)] * 2
+    found = call(3)
+    assert [each["beside"].image.tolist() for each in found] == [[1.0, 1.0]] * 2
+    assert len(encodings) >= 6
