@@ -121,6 +121,7 @@ class Worker:
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
         self._packers: dict[int, Callable[..., Packed]] = {}
+        self._obstacles: dict[int, str] = {}
         self.codes = CodeKeeper(agent, is_strict=reader.is_strict)
         agent.members.on_joined(self._learn_to_encode)
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
@@ -149,6 +150,7 @@ class Worker:
             self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self.agent.me.registration, peer.registration)
+            self._obstacles[peer.id] = obstacle
             peer.keeps_code = not (obstacle or peer.is_self)
             self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
 
@@ -295,12 +297,11 @@ class Worker:
         Raises:
             SerializationError: A part of the value cannot be serialized.
         """
-        registrations = [peer.registration for peer in peers if not peer.is_self]
+        others = [peer for peer in peers if not peer.is_self]
         by_name = all(peer.main_by_name for peer in peers)
-        if any(each.is_strict for each in registrations):
+        if any(peer.registration.is_strict for peer in others):
             return pack_plain(value, main_by_name=by_name)
-        obstacles = [why_not_by_value(self.agent.me.registration, each) for each in registrations]
-        obstacle = next(filter(None, obstacles), "")
+        obstacle = next(filter(None, [self._obstacles[peer.id] for peer in others]), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
     def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:

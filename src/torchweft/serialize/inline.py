@@ -372,8 +372,9 @@ def decode_stacked(messages: Sequence[bytes], count: int) -> list[Tensor] | None
         count: How many tensors each message must have.
 
     Returns:
-        A tensor with memory of its own for each of the ``count``, with a row for each message. None
-        unless all messages have contiguous tensors, without grad, of the same dtypes and shapes.
+        A contiguous tensor with memory of its own for each of the ``count``, with a row for each
+        message. None unless all messages have tensors without grad of the same dtypes, shapes and
+        strides, none of which shares memory with another.
     """
     first = messages[0]
     size_bytes = len(first)
@@ -383,31 +384,42 @@ def decode_stacked(messages: Sequence[bytes], count: int) -> list[Tensor] | None
     rows = np.frombuffer(b"".join(messages), np.uint8).reshape(len(messages), size_bytes)
     stacked = []
     head = 0
-    for dtype, shape, start, end in places:
+    for dtype, shape, strides, start, end in places:
         if (rows[:, head:start] != rows[0, head:start]).any():
             return None
-        memory = torch.from_numpy(rows[:, start:end].copy())
-        stacked.append(memory.view(dtype).view(len(messages), *shape))
+        flat = torch.from_numpy(rows[:, start:end].copy()).view(dtype)
+        if strides is None:
+            stacked.append(flat.view(len(messages), *shape))
+        else:
+            row = (end - start) // dtype.itemsize
+            whole = flat.as_strided((len(messages), *shape), (row, *strides))
+            stacked.append(whole.clone(memory_format=torch.contiguous_format))
         head = end
     return stacked
 
 
-def _places(
-    message: bytes, count: int
-) -> list[tuple[torch.dtype, tuple[int, ...], int, int]] | None:
-    """Returns dtype, shape, begin and end of the tensors of a message, if all are simple."""
-    places = []
+_Place = tuple[torch.dtype, tuple[int, ...], "tuple[int, ...] | None", int, int]
+
+
+def _places(message: bytes, count: int) -> list[_Place] | None:
+    """Returns dtype, shape, strides, begin and end of a message's tensors, if all are simple."""
+    places: list[_Place] = []
     position = 0
     try:
         for _ in range(count):
             code, flags, ndim, size_bytes = _HEAD.unpack_from(message, position)
             shape = SIZES[ndim].unpack_from(message, position + _HEAD.size)
             start = position + _HEAD.size + 8 * ndim
-            dtype = _TORCH[code]
-            if flags or not size_bytes or prod(shape) * dtype.itemsize != size_bytes:
+            dtype, strides, extended = _TORCH[code], None, prod(shape)
+            if flags == STRIDED:
+                strides = SIZES[ndim].unpack_from(message, start)
+                start, extended = start + 8 * ndim, extent(shape, strides)
+            elif flags:
+                return None
+            if not size_bytes or extended * dtype.itemsize != size_bytes or not prod(shape):
                 return None
             position = start + size_bytes
-            places.append((dtype, shape, start, position))
+            places.append((dtype, shape, strides, start, position))
     except _MALFORMED:
         return None
     return places if position == len(message) else None

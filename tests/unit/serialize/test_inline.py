@@ -577,6 +577,22 @@ def test_messages_are_stacked_as_their_tensors_are(
 
 
 @pytest.mark.parametrize(
+    "row",
+    [torch.arange(12.0).view(4, 3).t(), torch.arange(12.0)[::3], torch.ones(1).expand(3, 4)],
+    ids=["transposed", "spaced", "expanded"],
+)
+def test_messages_of_strided_tensors_are_stacked(row: torch.Tensor) -> None:
+    tensors = [row, row * 2]
+    tensors = [torch.empty_strided(row.shape, row.stride()).copy_(each) if 0 not in row.stride()
+               else each[:1, :1].expand(row.shape) for each in tensors]  # fmt: skip
+    stacked = inline.decode_stacked([_message(each, torch.tensor(1)) for each in tensors], 2)
+    assert stacked is not None
+    assert torch.equal(stacked[0], torch.stack(tensors))
+    assert stacked[0].is_contiguous()
+    stacked[0].zero_()
+
+
+@pytest.mark.parametrize(
     "others",
     [
         [torch.ones(3)],
@@ -599,7 +615,6 @@ def test_messages_that_differ_are_left(others: list[torch.Tensor]) -> None:
     "tensor",
     [
         torch.ones(0, 2),
-        torch.ones(4, 4)[:, ::2],
         torch.ones(2, requires_grad=True),
         torch.nn.Parameter(torch.ones(2), requires_grad=False),
     ],

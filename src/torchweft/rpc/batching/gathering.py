@@ -19,7 +19,6 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import NotAllowed, UnknownFunction
 from torchweft.ids import ReferenceId
 from torchweft.rpc.batching.queue import BatchQueue
-from torchweft.rpc.batching.running import Unread
 from torchweft.rpc.calls import CALL_METHOD
 from torchweft.serialize.values import TENSORS_ALONE
 from torchweft.wire.frames import HEADER_BYTES, Frame
@@ -67,8 +66,8 @@ class Gathering:
         self._function = function
         fronts = {each: _front(each, name, payload) for each in (0, NO_GRAD)}
         self._fronts = list(fronts.values())
-        start = REMAINING_BYTES + len(fronts[0])
-        self._unread = Unread(self._read, self._is_outdated, self._queue_again, start, width)
+        self.start = REMAINING_BYTES + len(fronts[0])
+        self.width = width
         for context_id, front in fronts.items():
             worker.agent.receiver.take_early([front], partial(self._take, context_id))
         worker.gathering[key] = self
@@ -99,14 +98,16 @@ class Gathering:
         call.worker, call.owned, call.frame = self._worker, None, None
         call.function, call.context_id = self._function, context_id
         if call.begins(NO_CREATION, _REMAINING_S.unpack_from(control)[0], call.arrived_s):
-            self.queue.put(call, bound, control, self._unread)
+            self.queue.put(call, bound, control, self)
         return True
 
-    def _read(self, peer: Peer, control: Any) -> Any:
-        content = self._worker.open(peer, control, decode_call(control)[3], None)
+    def read(self, peer: Peer, message: Any) -> Any:
+        """Returns the arguments in a message; see ``Unread``."""
+        content = self._worker.open(peer, message, decode_call(message)[3], None)
         return self.args_in(content)
 
-    def _is_outdated(self) -> bool:
+    def is_outdated(self) -> bool:
+        """Whether the calls are those of another function by now; if so, takes no further ones."""
         try:
             if self.is_current():
                 return False
@@ -115,8 +116,9 @@ class Gathering:
         self.end()
         return True
 
-    def _queue_again(self, call: Any, control: Any) -> None:
-        call.frame = Frame(Kind.CALL, POSITIONAL, call.number, control, ())
+    def queue_again(self, call: Any, message: Any) -> None:
+        """Queues a call as if it had just been read."""
+        call.frame = Frame(Kind.CALL, POSITIONAL, call.number, message, ())
         self._worker.agent.receiver.queue_call(call.peer, call)
 
 

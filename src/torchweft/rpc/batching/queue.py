@@ -204,9 +204,9 @@ class BatchQueue:
         entries = [entry for entry in batch if not entry.call.is_unwanted(now_s)]
         if len(entries) < len(batch):
             self._end_all_left(batch, entries)
-        unread = entries[0].unread if entries else None
-        if unread is not None and unread.is_outdated():
-            entries = _queue_again(entries)
+        outdated = [each for each in {entry.unread for entry in entries} if _is_outdated(each)]
+        if outdated:
+            entries = _queue_again(entries, outdated)
         if not entries:
             return
         if self._is_slow:
@@ -240,12 +240,19 @@ class BatchQueue:
             _end_left(entry, None)
 
 
-def _queue_again(entries: list[Entry]) -> list[Entry]:
-    """Queues the calls that were not read as calls of another function; returns the others."""
+def _is_outdated(unread: Unread | None) -> bool:
+    return unread is not None and unread.is_outdated()
+
+
+def _queue_again(entries: list[Entry], outdated: list[Unread | None]) -> list[Entry]:
+    """Queues calls that are no longer those of this queue's function; returns the others."""
+    left = []
     for entry in entries:
-        if entry.unread is not None:
+        if entry.unread is not None and entry.unread in outdated:
             entry.unread.queue_again(entry.call, entry.parts)
-    return [entry for entry in entries if entry.unread is None]
+        else:
+            left.append(entry)
+    return left
 
 
 def _end_left(entry: Entry, _: object) -> None:

@@ -49,22 +49,25 @@ class Keywords(dict[str, Any]):
     """The keyword arguments of a call, behind its positional ones."""
 
 
-class Unread(NamedTuple):
+class Unread(Protocol):
     """How to read the arguments of calls whose messages differ in nothing but their tensors.
 
     Attributes:
-        read: Returns the arguments in a message from a worker.
-        is_outdated: Whether the calls are those of another function by now.
-        queue_again: Queues a call, with its message, as one of that function.
         start: Where the tensors of a message begin.
         width: How many tensors there are.
     """
 
-    read: Callable[[Any, Any], Any]
-    is_outdated: Callable[[], bool]
-    queue_again: Callable[[Any, Any], None]
     start: int
     width: int
+
+    def read(self, peer: Any, message: Any) -> Any:
+        """Returns the arguments in a message of a worker."""
+
+    def is_outdated(self) -> bool:
+        """Whether the calls are no longer those of the function of this queue."""
+
+    def queue_again(self, call: Any, message: Any) -> None:
+        """Queues a call as if it had just been read."""
 
 
 class Entry(NamedTuple):
@@ -269,15 +272,15 @@ class Runner:
 
 def _stack_unread(entries: list[Entry]) -> list[Tensor] | None:
     """Joins the arguments of calls none of which was read; None if they need a closer look."""
-    unread = entries[0].unread
-    if unread is None:
+    first = entries[0].unread
+    if first is None:
         return None
-    *_, start, width = unread
+    start, width = first.start, first.width
     contents = []
-    for _, _, message, _, _, own in entries:
-        if own is not unread:
+    for _, _, message, _, _, unread in entries:
+        if unread is not first and (unread is None or unread.width != width):
             return None
-        contents.append(message[start:])
+        contents.append(message[start if unread is first else unread.start :])
     return decode_stacked(contents, width)
 
 

@@ -19,6 +19,7 @@ from torchweft.ids import ReferenceId
 from torchweft.rpc import serving
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
 from torchweft.rpc.handles import Handle
+from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 from torchweft.serialize import inline
 
@@ -235,6 +236,10 @@ class Model:
         return values * torch.tensor(factor)[:, None]
 
 
+def _local_value_of(reference: RRef[Any]) -> Any:
+    return reference.local_value()
+
+
 def _scale(pair: Pair, model: Handle, *values: float) -> list[list[float]]:
     args = [(torch.full((2,), each), torch.tensor(2.0)) for each in values]
     target = tuple(model.id)
@@ -255,6 +260,22 @@ def test_calls_of_a_method_are_read_the_first_time_only(pair: Pair, reads: list[
         values = (torch.ones(2),)
         assert pair.call_method(one, "with_default", *values).tolist() == [2.0, 2.0]
         assert len(reads) == expected, "not all arguments are given"
+
+
+def test_calls_by_several_references_are_one_batch(pair: Pair, reads: list[int]) -> None:
+    one = pair.create(Model)
+    other = pair.create(_local_value_of, one)
+    for model in (one, other):
+        _scale(pair, model, 1.0, 2.0)
+    assert len(pair.callee.gathering) == 2
+    reads.clear()
+    args = (torch.ones(2), torch.tensor(2.0))
+    made = [
+        pair.start(serving.call_method, tuple(model.id), "scale", args, {}, None)
+        for model in (one, other)
+    ]
+    assert [each.wait().tolist() for each in made] == [[2.0, 2.0]] * 2
+    assert not reads
 
 
 def test_a_method_of_a_value_that_is_gone(pair: Pair) -> None:
