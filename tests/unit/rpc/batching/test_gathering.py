@@ -19,7 +19,6 @@ from torchweft.ids import ReferenceId
 from torchweft.rpc import serving
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 from torchweft.serialize import inline
 
@@ -236,8 +235,8 @@ class Model:
         return values * torch.tensor(factor)[:, None]
 
 
-def _local_value_of(reference: RRef[Any]) -> Any:
-    return reference.local_value()
+def _value_behind(reference: tuple[int, int, int]) -> Any:
+    return serving.owned(reference).value
 
 
 def _scale(pair: Pair, model: Handle, *values: float) -> list[list[float]]:
@@ -264,7 +263,7 @@ def test_calls_of_a_method_are_read_the_first_time_only(pair: Pair, reads: list[
 
 def test_calls_by_several_references_are_one_batch(pair: Pair, reads: list[int]) -> None:
     one = pair.create(Model)
-    other = pair.create(_local_value_of, one)
+    other = pair.create(_value_behind, tuple(one.id))
     for model in (one, other):
         _scale(pair, model, 1.0, 2.0)
     assert len(pair.callee.gathering) == 2
