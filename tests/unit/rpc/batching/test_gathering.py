@@ -263,9 +263,9 @@ def test_calls_of_a_method_are_read_the_first_time_only(pair: Pair, reads: list[
 
 def test_calls_by_several_references_are_one_batch(pair: Pair, reads: list[int]) -> None:
     one = pair.create(Model)
+    _scale(pair, one, 1.0, 2.0)
     other = pair.create(_value_behind, tuple(one.id))
-    for model in (one, other):
-        _scale(pair, model, 1.0, 2.0)
+    _scale(pair, other, 1.0, 2.0)
     assert len(pair.callee.gathering) == 2
     reads.clear()
     args = (torch.ones(2), torch.tensor(2.0))
