@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.rl_environments import Space, Walk, WalkPolicy, walk_policy
 from torchweft import checkpoint, rpc
 from torchweft.rl import Agent, Decision, Environments, Observers, Trajectory
+from torchweft.rl.policies import DECISIONS
 from torchweft.rpc import functions
 
 LIMIT_S = 20.0
@@ -96,14 +97,14 @@ class Limited(Agent):
 
 
 class Lying:
-    """A policy for observers that asks an agent with observations of another shape."""
+    """A policy for observers one of which asks, after its first step, with another shape."""
 
     def __init__(self, agent: rpc.RRef[Agent], name: str) -> None:
         self._agent = agent
         self._name = name
 
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
-        if rpc.get_worker_info().name == self._name:
+        if rpc.get_worker_info().name == self._name and environments[0, DECISIONS]:
             observations = observations[:, :2]
         found: Decision = self._agent.rpc_sync().act(observations, environments)
         return found

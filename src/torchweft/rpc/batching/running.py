@@ -128,7 +128,9 @@ class Runner:
         self._function = function
         self._name = name
         self._options = options
+        self._is_padded = options.pad is not None
         self._former_kind: Any = None
+        """The kind of the calls for which the function ran last, without an error."""
 
     def outcomes(self, entries: list[Entry]) -> list[Outcome]:
         """Returns the outcome of each call; never raises."""
@@ -148,12 +150,10 @@ class Runner:
     def _by_kind(self, entries: list[Entry]) -> list[Outcome]:
         if len(entries) < 2:
             return self._run(entries) if entries else []
-        is_padded = self._options.pad is not None
         if stacking.are_alike([entry.parts for entry in entries]):
-            self._former_kind = stacking.kind_of(entries[0].parts, is_padded)
             return self._run(entries)
-        kinds = [stacking.kind_of(entry.parts, is_padded) for entry in entries]
-        usual = self._former_kind = stacking.majority(kinds, self._former_kind)
+        kinds = [stacking.kind_of(entry.parts, self._is_padded) for entry in entries]
+        usual = stacking.majority(kinds, self._former_kind)
         if kinds.count(usual) == len(kinds):
             return self._run(entries)
         outcomes: dict[int, Outcome] = {}
@@ -206,6 +206,7 @@ class Runner:
         if args and type(args[-1]) is Keywords:
             *args, kwargs = args
         result = self._made(entries, args, kwargs)
+        self._former_kind = stacking.kind_of(entries[0].parts, self._is_padded)
         graph = graph_of(self._name, stacked, result.leaves)
         if graph is not None:
             rows = self._rows_with_graphs(entries, columns, stacked, result, graph)
@@ -220,10 +221,9 @@ class Runner:
 
     def _results_of_unread(self, entries: list[Entry], stacked: list[Tensor]) -> list[Outcome]:
         """Does the same for calls of other workers whose arguments are tensors without grad."""
-        structure = stacking.tensors_alone(len(stacked))
-        kind = stacking.kind_of_rows(Parts(structure, stacked), self._options.pad is not None)
-        self._former_kind = kind
         result = self._made(entries, stacked, {})
+        parts = Parts(stacking.tensors_alone(len(stacked)), stacked)
+        self._former_kind = stacking.kind_of_rows(parts, self._is_padded)
         graph = graph_of(self._name, (), result.leaves)
         if graph is None:
             return _rows_to_send(result, entries)
