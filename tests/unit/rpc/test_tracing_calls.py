@@ -14,7 +14,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.trace import Created, Made, Served, read
 from torchweft.rpc.completion import Call
-from torchweft.rpc.tracing.recorder import Names, watcher_of
+from torchweft.rpc.tracing.calls import Names, watcher_of
 from torchweft.rpc.tracing.rows import Rows
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
