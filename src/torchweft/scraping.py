@@ -91,11 +91,10 @@ def missing(package: str | None) -> ConfigurationError:
     )
 
 
-def taken(address: Address, error: OSError) -> ConfigurationError:
+def taken(address: Address, error: OSError, fix: str = "take another port") -> ConfigurationError:
     """Returns the error for an address at which a worker cannot listen."""
     return ConfigurationError(
-        f"metrics cannot be served at {address.host}, port {address.port}: {error}; pass another "
-        "port"
+        f"metrics cannot be served at {address.host}, port {address.port}: {error}; {fix}"
     )
 
 

@@ -45,7 +45,8 @@ def serve(
     check(group, timeout)
     scraping.check_package()
     node = current_node()
-    return Listening(Address(host, port)).serve(node, group=group, timeout_s=timeout)
+    listening = Listening(Address(host, port), "pass another port, or 0 for a free one")
+    return listening.serve(node, group=group, timeout_s=timeout)
 
 
 class Listening:
@@ -53,12 +54,13 @@ class Listening:
 
     Args:
         address: The address.
+        fix: What to do if it is taken, for the error.
 
     Raises:
         ConfigurationError: The extra is missing, or the address cannot be listened at.
     """
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, fix: str = "take another port") -> None:
         try:
             from torchweft.observe.metrics.prometheus import Endpoint
         except ImportError as error:
@@ -66,7 +68,7 @@ class Listening:
         try:
             self._endpoint: Endpoint = Endpoint(address)
         except OSError as error:
-            raise scraping.taken(address, error) from error
+            raise scraping.taken(address, error, fix) from error
 
     def serve(self, node: Node, *, group: bool = False, timeout_s: float = TIMEOUT_S) -> Server:
         """Begins to serve the metrics of a worker, or of its group, until the worker leaves."""
