@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.rpc.batching import stacking
 from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs, shared_outputs
 from torchweft.rpc.batching.stacking import Parts, named, put_together
+from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 
@@ -86,9 +88,17 @@ class Runner:
         function: Called with stacked arguments.
         name: Its name, for messages.
         options: The options of the decorator.
+        worker: The worker whose calls they are; None in a process that is no worker.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Options) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        options: Options,
+        worker: Worker | None = None,
+    ) -> None:
+        self._worker = worker
         self._function = function
         self._name = name
         self._options = options
@@ -155,7 +165,12 @@ class Runner:
         kwargs = {}
         if args and type(args[-1]) is Keywords:
             *args, kwargs = args
-        made = _outside_of_calls(self._function, *entries[0].bound, *args, **kwargs)
+        batches = None if self._worker is None else self._worker.batches
+        if batches is None:
+            made = _outside_of_calls(self._function, *entries[0].bound, *args, **kwargs)
+        else:
+            run = partial(_outside_of_calls, self._function, *entries[0].bound, *args, **kwargs)
+            made = batches.run([entry.call for entry in entries], self._function, run)
         result = stacking.take_apart(made)
         count = len(entries)
         stacking.check_rows(result, count, self._name, lambda: [entry.caller for entry in entries])
