@@ -73,10 +73,14 @@ class Passes:
 
     def take_span(self, pass_id: int, carried: bytes) -> None:
         """Takes the context of the span of a pass, which another worker has sent."""
+        self._take(pass_id, carried)
+
+    def _take(self, pass_id: int, carried: bytes) -> _Pass:
         with self._lock:
-            self._known.setdefault(pass_id, _Pass(carried))
+            known = self._known.setdefault(pass_id, _Pass(carried))
             if len(self._known) > MOST_CONTEXTS:
                 self._known.popitem(last=False)
+            return known
 
     def context_of(self, pass_id: int) -> Context | None:
         """Returns the context of a pass that another worker leads, if it has one."""
@@ -97,8 +101,7 @@ class Passes:
         if known is None and worker_of(pass_id) != self.me:
             return buffers
         if known is None:  # The thread that leads a pass is the one that sends.
-            self.take_span(pass_id, carried_in(contexts.get_current()))
-            known = self._known[pass_id]
+            known = self._take(pass_id, carried_in(contexts.get_current()))
         if not known.carried or peer.id in known.told or peer.id == worker_of(pass_id):
             return buffers
         known.told.add(peer.id)

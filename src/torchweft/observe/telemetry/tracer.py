@@ -115,10 +115,8 @@ class Tracer:
         span = self._tracer.start_span(name, within, SpanKind.CLIENT, attributes)
         if request is not None:
             # Here: the message may be made by another thread, when there is a connection.
-            request.span, request.carried = (
-                span,
-                carried_in(trace.set_span_in_context(span, within)),
-            )
+            request.span = span
+            request.carried = carried_in(trace.set_span_in_context(span, within))
         return span
 
     def _pending(self, base: type[PendingCall]) -> type[PendingCall]:

@@ -82,8 +82,9 @@ class BatchQueue:
         Raises:
             ConfigurationError: The thread runs a batch of this queue.
         """
-        if self._worker.batches is not None:
-            call.context = self._worker.batches.context_here()
+        batches = self._worker.batches
+        if batches is not None:
+            call.context = batches.context_here()
         if threading.get_ident() == self._runs_in:
             raise ConfigurationError(
                 f"{self._name} is called within a batch of its own, and would wait for itself; "
