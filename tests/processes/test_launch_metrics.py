@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import urllib.request
 from collections.abc import Iterator
@@ -36,11 +37,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def free_ports(count: int) -> Address:
-    """Returns the first of ports that follow one another and are free."""
+    """Returns the first of ports that follow one another and are free.
+
+    They are below those that Linux gives to connections, which come and go.
+    """
     for _ in range(100):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            first = Address("127.0.0.1", found.getsockname()[1])
+        first = Address("127.0.0.1", secrets.choice(range(15_000, 32_000)))
         try:
             check_free([first.plus(number) for number in range(count)])
         except ConfigurationError:
@@ -83,10 +85,10 @@ def test_no_worker_starts_if_a_port_is_taken(start: Start, tmp_path: Path) -> No
 def test_a_worker_does_not_join_if_its_port_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    port = free_ports(1).port
     with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", port))
         other.listen()
-        port = other.getsockname()[1]
         monkeypatch.setenv("WEFT_METRICS", str(port - 3))
         monkeypatch.setenv("LOCAL_RANK", "3")
         options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path / 'store'}")
