@@ -89,6 +89,7 @@ def single_by_hand(state: Tensor) -> torch.futures.Future[Tensor]:
 
 if api.package == "torchweft":
     in_batches: Callable[[Callable[..., Any]], Callable[..., Any]]
+    in_full_batches: Callable[[Callable[..., Any]], Callable[..., Any]]
     in_batches = rpc.functions.batched(largest=CALLERS)
     in_full_batches = rpc.functions.batched(largest=CALLERS, smallest=CALLERS, longest_wait=1.0)
 

@@ -339,6 +339,9 @@ STACKS_SIGNAL = Knob("STACKS_SIGNAL", "SIGUSR1")
 has not set a handler for it; empty for none."""
 COUNTERS = Knob("COUNTERS", 0)
 """1 to count the calls of each function at all times, 0 only while ``torchweft top`` watches."""
+METRICS = Knob("METRICS", "")
+"""Address and port at which a worker serves its metrics for Prometheus, as 9400 or 0.0.0.0:9400;
+its local rank is added to the port. Empty for none."""
 DUMP_DIR = Knob("DUMP_DIR", "")
 """Folder in which each worker writes what it does, on SIGQUIT or after a long wait; empty for one
 of this user and group among the temporary files."""

@@ -19,6 +19,7 @@ from torchweft.agent.agent import Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.autograd.graph import LocalPass
+from torchweft.rpc import functions
 from torchweft.rpc.node import current_node
 
 LIMIT_S = 20.0
@@ -59,6 +60,7 @@ class Seen(NamedTuple):
     parent: int
     attributes: dict[str, Any]
     is_error: bool
+    links: list[int]
 
 
 def seen(span: ReadableSpan) -> Seen:
@@ -72,6 +74,7 @@ def seen(span: ReadableSpan) -> Seen:
         0 if span.parent is None else span.parent.span_id,
         dict(span.attributes or {}),
         span.status.status_code is trace.StatusCode.ERROR,
+        [each.context.span_id for each in span.links],
     )
 
 
@@ -113,8 +116,11 @@ def is_plain() -> bool:
         and worker.note_creation is None
         and worker.around is None
         and worker.engine.pass_type is LocalPass
+        and worker.batches is None
+        and worker.engine.take_span is None
         and not {"request", "result_of"} & vars(worker).keys()
         and "run" not in vars(worker.engine)
+        and "encode" not in vars(worker.engine.envelopes)
     )
 
 
@@ -130,8 +136,33 @@ def first(hidden: torch.Tensor, weight: rpc.RRef[Any], other: rpc.RRef[Any]) -> 
     return rpc.rpc_sync("worker1", second, args=(layer(hidden, weight.local_value()), other))
 
 
+def through(worker: str, hidden: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(rpc.rpc_sync(worker, torch.tanh, args=(hidden,)))
+
+
 def second(hidden: torch.Tensor, weight: rpc.RRef[Any]) -> torch.Tensor:
     return layer(hidden, weight.local_value())
+
+
+@functions.batched(largest=4, smallest=4, longest_wait=LIMIT_S)
+def in_fours(values: torch.Tensor) -> torch.Tensor:
+    with here().tracer.start_as_current_span("in a batch"):
+        return values * 2
+
+
+@functions.batched(smallest=1)
+def alone(values: torch.Tensor) -> torch.Tensor:
+    with here().tracer.start_as_current_span("in a batch of one"):
+        return values * 2
+
+
+@functions.batched(smallest=1)
+def failing(values: torch.Tensor) -> torch.Tensor:
+    raise ValueError("a secret of the program")
+
+
+def four_here(value: torch.Tensor) -> torch.Tensor:
+    return in_fours(value)
 
 
 async def later(value: Any) -> Any:

@@ -30,7 +30,7 @@ FUNCTIONS = {
     # Counting replaces one function at the caller, and adds one at the callee.
     "nothing, observed": (38, 43),
     # A trace notes the call when it is made and when it ends, and each message, on both sides.
-    "nothing, traced": (44, 51),
+    "nothing, traced": (42, 47),
     "a lambda": (52, 49),
     "one tensor": (42, 44),
     "sixteen tensors": (68, 69),
@@ -49,7 +49,7 @@ FUNCTIONS = {
 FUNCTIONS_IN_C = {
     "nothing": (49, 56),
     "nothing, observed": (52, 58),
-    "nothing, traced": (69, 82),
+    "nothing, traced": (63, 74),
     "a lambda": (72, 65),
     "one tensor": (60, 65),
     "sixteen tensors": (273, 276),

@@ -32,6 +32,7 @@ from torchweft.launch.job import Job, program_job
 from torchweft.launch.launchers import Order
 from torchweft.launch.restarts import WORKER, RestartPolicy
 from torchweft.launch.worker import WorkerSpec
+from torchweft.scraping import Address
 
 AGENT = (sys.executable, "-m", "torchweft.launch.host_agent")
 LIMIT_S = 20.0
@@ -375,3 +376,11 @@ def test_a_cluster_over_hosts() -> None:
         with pytest.raises(LaunchError, match=r"worker 'worker1'.*killed by SIGKILL"):
             cluster.close()
     wait_until_gone(pids, LIMIT_S)
+
+
+def test_workers_of_each_host_serve_their_metrics_at_ports_from_the_first_one() -> None:
+    body = "import os; print(os.environ['WEFT_METRICS'], os.environ['LOCAL_RANK'])"
+    status, output = run(python(body), metrics=Address("127.0.0.1", 9400))
+    assert status == 0
+    assert output.out == [f"[worker{rank}] 127.0.0.1:9400 {rank % 2}" for rank in range(4)]
+    assert output.err.startswith("torchweft run: metrics: worker0 http://127.0.0.1:9400/metrics on")

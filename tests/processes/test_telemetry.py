@@ -25,19 +25,24 @@ from tests.processes.telemetry import (
     SERVER,
     WORKERS,
     Seen,
+    alone,
     baggage_here,
     count_calls,
     counted,
     fail,
+    failing,
     first,
     forever,
+    four_here,
     here,
+    in_fours,
     is_plain,
     later,
     numbers,
     slow_box,
     spanned,
     stop_counting,
+    through,
     values,
 )
 from torchweft import observe, rpc
@@ -91,11 +96,11 @@ def test_a_training_step_over_three_workers_is_one_trace(trio: Cluster) -> None:
     assert parent("worker0", "second", CLIENT) is one("worker0", "first", SERVER)
     assert parent("worker1", "second", SERVER) is one("worker0", "second", CLIENT)
     assert parent("worker1", "inner", INTERNAL) is one("worker1", "second", SERVER)
-    # Backward: parts belong to the calls that have recorded them, and on the driver to the pass.
+    # Backward: parts belong to the pass, on all workers.
     assert parent("driver", "backward", INTERNAL) is root
-    for worker, call in (("worker0", "first"), ("worker1", "second")):
+    for worker in WORKERS[1:]:
         part = one(worker, "backward TanhBackward0", INTERNAL)
-        assert by_id[part.parent] is one(worker, call, SERVER)
+        assert by_id[part.parent] is one("driver", "backward", INTERNAL)
         assert part.attributes["weft.autograd.context"] == context_id
         assert part.attributes["weft.autograd.operations"] == ("TanhBackward0", "MmBackward0")
     parts = [
@@ -154,6 +159,79 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
         assert {by_id[each.parent].name for each in found} == {caller}
     nested = [each for each in made_calls if each.name == "layer"]
     assert [by_id[each.parent].name for each in nested] == ["slow_box"]
+
+
+def test_parts_of_a_pass_of_a_leader_without_spans_belong_to_calls(trio: Cluster) -> None:
+    weights = [
+        rpc.remote(name, torch.randn, args=(4, 4), kwargs={"requires_grad": True})
+        for name in WORKERS[1:]
+    ]
+    with spanned(*WORKERS[1:]) as spans, context() as context_id:
+        loss = rpc.rpc_sync("worker0", first, args=(torch.randn(2, 4), *weights)).sum()
+        backward(context_id, [loss])
+    by_id = {each.id: each for each in spans}
+    parts = [each for each in spans if each.name == "backward TanhBackward0"]
+    assert {(each.worker, by_id[each.parent].name) for each in parts} == {
+        ("worker0", "first"),
+        ("worker1", "second"),
+    }
+
+
+def test_the_span_of_a_pass_reaches_workers_that_its_leader_does_not_call(trio: Cluster) -> None:
+    """The driver sends gradients to worker0 alone, which hands the context on to worker1."""
+    needs_grad = torch.ones(1, 4, requires_grad=True)
+    with spanned(*WORKERS) as spans, context() as context_id:
+        loss = rpc.rpc_sync("worker0", through, args=("worker1", needs_grad)).sum()
+        for _ in range(2):
+            backward(context_id, [loss], retain_graph=True)
+    passes = [each.id for each in spans if each.name == "backward"]
+    assert len(passes) == 2
+    for worker in WORKERS[1:]:
+        parts = [each for each in spans if each[:2] == (worker, "backward TanhBackward0")]
+        assert sorted(each.parent for each in parts) == sorted(passes)
+
+
+def test_a_batch_is_linked_to_the_spans_of_its_callers(trio: Cluster) -> None:
+    one = torch.ones(2)
+    with spanned(*WORKERS) as spans:
+        futures = []
+        for number in range(2):
+            with here().tracer.start_as_current_span(f"caller {number}"):
+                futures.append(rpc.rpc_async("worker0", in_fours, args=(one,)))
+        # One call by another worker, and one by a thread of the callee itself.
+        other = rpc.rpc_async("worker1", rpc.rpc_sync, args=("worker0", in_fours, (one,)))
+        own = rpc.rpc_async("worker0", four_here, args=(one,))
+        for future in (*futures, other, own):
+            assert future.wait().equal(one * 2)
+        assert rpc.rpc_sync("worker0", alone, args=(one,)).equal(one * 2)
+        with pytest.raises(ValueError, match="a secret"):
+            rpc.rpc_sync("worker0", failing, args=(one,))
+    by_id = {each.id: each for each in spans}
+    (batch,) = [each for each in spans if each.name.startswith("batch ") and len(each.links) > 1]
+    assert (batch.worker, batch.kind, batch.parent) == ("worker0", INTERNAL, 0)
+    assert batch.name == f"batch {telemetry.__name__}.in_fours"
+    assert batch.attributes["weft.batch.calls"] == 4
+    linked = [by_id[each] for each in batch.links]
+    assert sorted((each.worker, each.name, each.kind) for each in linked) == sorted(
+        [
+            ("driver", "in_fours", CLIENT),
+            ("driver", "in_fours", CLIENT),
+            ("worker1", "in_fours", CLIENT),
+            ("worker0", "four_here", SERVER),
+        ]
+    )
+    callers = {by_id[each.parent].name for each in linked if each.worker == "driver"}
+    assert callers == {"caller 0", "caller 1"}
+    (inner,) = [each for each in spans if each.name == "in a batch"]
+    assert by_id[inner.parent] is batch
+    # A batch of one is in the trace of its call.
+    (inner,) = [each for each in spans if each.name == "in a batch of one"]
+    single = by_id[inner.parent]
+    assert (by_id[single.parent].name, by_id[single.parent].kind) == ("alone", SERVER)
+    assert [by_id[each].kind for each in single.links] == [CLIENT]
+    (failed,) = [each for each in spans if each.name.endswith(".failing") and not each.kind.value]
+    assert failed.attributes["error.type"] == "ValueError"
+    assert all(rpc.rpc_sync(name, is_plain) for name in WORKERS)
 
 
 def test_an_error_is_told_by_its_type_and_not_by_its_text(trio: Cluster) -> None:

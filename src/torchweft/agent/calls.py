@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from _thread import allocate_lock
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
@@ -28,10 +28,10 @@ class PendingCall(OpenCall):
 
     The thread that takes the call out of the call table completes it once, with the answer's frame
     or with an error. ``on_done``, if set, then runs as a task, or in the waiting thread if that
-    thread (the ``reader``) read the answer itself.
+    thread (the ``reader``) read the answer itself. ``thread`` is the one that makes the call.
     """
 
-    __slots__ = ("_done", "kept", "reader")
+    __slots__ = ("_done", "kept", "reader", "thread")
 
     def __init__(
         self,
@@ -51,6 +51,7 @@ class PendingCall(OpenCall):
         self.on_done = on_done
         self.parent = parent
         self.number = 0
+        self.thread = get_ident()
         self.reader = 0
         self.kept: object = None
         self.frame: Frame | None = None

@@ -137,8 +137,11 @@ class OpenCalls:
             self._timer.wake_by(call.deadline_s)
 
     def ask_and_wait(self, peer: Peer, call: PendingCall, request: Request) -> None:
-        """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible."""
-        if get_ident() == interrupts.main_id:
+        """Like ``ask`` and ``wait``, with the answer read by this thread wherever possible.
+
+        The thread is the one that has made ``call``.
+        """
+        if call.thread == interrupts.main_id:
             consumed: list[int] = []
             self._ask_and_wait_in_main(peer, call, request, consumed)
             if consumed and self._client.pop(call.number, None) is not None:
@@ -308,11 +311,11 @@ class OpenCalls:
                 peer.held.release(int.from_bytes(frame.control[:8], "little"))
             if answer is not None:
                 call.frame = answer
-                link.end_own(consumed)
+                link.end_own(frames, consumed)
                 if look is not None:
                     spinning.succeeded()
                 return
-            link.end_own([])
+            link.end_own(frames, [])
 
     def _wait_in_main(self, call: PendingCall) -> None:
         """Waits, in the main thread, for another thread to complete ``call``."""

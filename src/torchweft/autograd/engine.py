@@ -12,7 +12,7 @@ import math
 import threading
 import time
 from _thread import get_ident
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -54,7 +54,7 @@ from torchweft.runtime import device_streams, interrupts
 from torchweft.runtime.reports import OpenWait, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind, decode_ints
+from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
 
 _REMEMBERED_PASSES = 4096
 
@@ -82,10 +82,12 @@ class Engine:
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
         self._agent = agent
-        self._envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
+        self.envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
         self._listener = Listener(agent)
         self.pass_type: type[LocalPass] = LocalPass
         """The type of this worker's parts of passes; another one while they are traced."""
+        self.take_span: Callable[[int, bytes], None] | None = None
+        """Takes the number of a pass and the context of its span, while passes make spans."""
         self._me = agent.me.id
         self._pass_numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -98,6 +100,7 @@ class Engine:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True)
         agent.receiver.on(Kind.GRADIENTS, self._on_message, inline=True)
+        agent.receiver.on(Kind.PASS_SPAN, self._on_span, inline=True)
         agent.receiver.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
         agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
 
@@ -235,6 +238,7 @@ class Engine:
                 if other.name.context_id == context_id:
                     oldest_id = min(oldest_id, other.pass_id)
             name = PassName(context_id, pass_id, oldest_id, mode)
+            local.pass_id = pass_id
             led = LedPassState(self._me, name, local, self._timeout_s)
             self._led[pass_id] = self._states[pass_id] = led
             return led
@@ -303,7 +307,7 @@ class Engine:
 
     def _failure(self, fail: Fail) -> AutogradError:
         if isinstance(fail.error, bytes):
-            fail = fail._replace(error=self._envelopes.error_of(fail.error))
+            fail = fail._replace(error=self.envelopes.error_of(fail.error))
         name = self._agent.peers[fail.worker].name
         if isinstance(fail.error, WorkerLost):
             name = fail.error.worker or name  # Another worker may have noticed first.
@@ -314,9 +318,14 @@ class Engine:
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         state = self._states.get(frame.id) or self._new_state(frame.id)
         if state is None:
-            self._envelopes.discard(peer, frame)
+            self.envelopes.discard(peer, frame)
         elif state.put((peer, frame)):
             self._agent.reactor.tasks.append((self._take_items, state, None), peer.id)
+
+    def _on_span(self, peer: Peer, frame: Frame) -> None:
+        context = decode_pass_span(frame.control)
+        if self.take_span is not None:
+            self.take_span(frame.id, context)
 
     def _new_state(self, pass_id: int) -> PassState | None:
         """Creates this worker's part in a pass; None if the pass is over or its leader is lost."""
@@ -370,7 +379,7 @@ class Engine:
             return state.worker_lost(peer)
         message: Any = item
         if type(item) is Frame:
-            name, message = self._envelopes.open(peer, item)
+            name, message = self.envelopes.open(peer, item)
             if state.name is None:
                 state.name = name
         if type(message) is Failed:
@@ -389,6 +398,7 @@ class Engine:
         assert name is not None
         context = self.contexts.get_or_create(name.context_id)
         state.local = self.pass_type(context, name.mode, outside=self.outside)
+        state.local.pass_id = name.pass_id
         with self._lock:
             passes = self._passes_of.setdefault(name.context_id, [])
             if passes:
@@ -441,7 +451,7 @@ class Engine:
 
     def _send(self, state: PassState, peer: Peer, messages: Sequence[protocol.Message]) -> None:
         assert state.name is not None
-        buffers = self._envelopes.encode(peer, state.name, messages)
+        buffers = self.envelopes.encode(peer, state.name, messages)
         if type(messages[0]) in (Failed, Abort):
             self._agent.sender.post(peer, buffers)  # A lost worker need not receive it.
         else:

@@ -46,8 +46,12 @@ class LocalPass:
         gradients: Receives the gradients of leaves; by default the context's table does.
         input_gradients: Captures gradients at places on this worker, if it leads the pass.
         outside: This worker's records outside of contexts.
+
+    Attributes:
+        pass_id: The number of the pass in the group; 0 until the engine has set it.
     """
 
+    pass_id = 0
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
     _skipped = 0

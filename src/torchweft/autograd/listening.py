@@ -164,7 +164,7 @@ class Listener:
                     if not reader.owns(frames):
                         return  # The next reader handles all of them.
                     inbox.extend(zip(repeat(peer), frames))
-                    link.end_own([])
+                    link.end_own(frames, [])
                 elif frames is None or peer.lost is not None:
                     return
             if look is not None:

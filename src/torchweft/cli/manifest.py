@@ -6,7 +6,14 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from torchweft.cli.run import add_program, add_workers, job_of, names_of
+from torchweft.cli.run import (
+    add_metrics,
+    add_program,
+    add_workers,
+    job_of,
+    metrics_of,
+    names_of,
+)
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -61,6 +68,7 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         help="how often the group is started again when a worker fails (default: not at all)",
     )
     Kubernetes.add_manifest_options(parser)
+    add_metrics(parser)
     add_program(parser)
 
 
@@ -72,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
     launcher = Kubernetes.from_manifest_options(options)
     names = names_of(options, options.workers)
     job = job_of(options, is_here=False)
-    pods = launcher.pods(names, job, options.restarts, options.master_port)
+    metrics = metrics_of(options)
+    pods = launcher.pods(names, job, options.restarts, options.master_port, metrics)
     text = as_yaml(documents(options.kind, pods))
     within = f" --namespace {pods.namespace}" if pods.namespace else ""
     print(

@@ -16,6 +16,7 @@ from torchweft.launch.job import Job, module_job, program_job, script_job
 from torchweft.launch.launchers import OWN, Order, load
 from torchweft.launch.restarts import GROUP, SCOPES, RestartPolicy
 from torchweft.launch.worker import worker_names
+from torchweft.scraping import Address, address_in
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -41,6 +42,7 @@ examples:
   torchweft run --names ps,trainer0,trainer1 train.py
   torchweft run -n 2 -m package.train
   torchweft run -n 4 --restarts 3 train.py
+  torchweft run -n 4 --metrics 9400 train.py
   torchweft run -n 4 --restarts 10 --restart worker serve.py
   torchweft run --on ssh --hosts a:4,b:4 train.py
   torchweft run --on slurm --nodes 2 --workers-per-node 4 train.py
@@ -106,7 +108,27 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         "made of N and its name (default: other numbers in each worker and run)",
     )
     _add_restarts(parser)
+    add_metrics(parser)
     add_program(parser)
+
+
+def add_metrics(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that has workers serve their metrics."""
+    parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        help="each worker serves its metrics for Prometheus, at PORT + its local rank (on Ray: its "
+        "rank), on loopback unless HOST is another address; needs the extra 'metrics'",
+    )
+
+
+def metrics_of(options: argparse.Namespace) -> Address | None:
+    """Returns where workers serve their metrics; None if they do not.
+
+    Raises:
+        ConfigurationError: The option means no address.
+    """
+    return None if options.metrics is None else address_in(options.metrics, "--metrics")
 
 
 def add_workers(parser: argparse.ArgumentParser, port: str) -> None:
@@ -182,6 +204,7 @@ def execute(options: argparse.Namespace) -> int:
         options.warm,
         options.seed,
         options.arguments,
+        metrics_of(options),
     )
     try:
         return launcher.run(order)

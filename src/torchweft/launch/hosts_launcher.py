@@ -13,6 +13,7 @@ import tempfile
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from torchweft import knobs
@@ -26,8 +27,10 @@ from torchweft.launch.nursery import WARM_MODULES, WorkerSource
 from torchweft.launch.restarting_cluster import RestartingCluster
 from torchweft.launch.restarts import GROUP
 from torchweft.launch.run import Run
+from torchweft.launch.scrapes import Scrapes
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import check_seed
+from torchweft.scraping import check_package
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -53,6 +56,8 @@ class HostsLauncher(Launcher):
     python: str = sys.executable
     replaces_hosts: ClassVar[bool] = False
     """Whether a lost host can be asked for again, so that the restarts of a run cover it."""
+    shares_machines: ClassVar[bool] = False
+    """Whether several of its hosts may be one machine."""
 
     @abstractmethod
     def hosts(self, workers: int) -> Sequence[Host]:
@@ -85,6 +90,11 @@ class HostsLauncher(Launcher):
 
     def _run_on(self, hosts: Sequence[Host], order: Order, preload: Sequence[str]) -> int:
         placed = place(order.names, hosts)
+        local = local_places(placed)
+        scrapes = None
+        if order.metrics is not None:
+            local_ranks = {name: local_rank for name, (local_rank, _) in local.items()}
+            scrapes = Scrapes(order.metrics, local_ranks, by_rank=self.shares_machines)
         with (
             tempfile.TemporaryDirectory(prefix="weft-run-") as notes,
             closing(self.open(hosts, placed, preload, forwarded(os.environ))) as nurseries,
@@ -100,8 +110,12 @@ class HostsLauncher(Launcher):
                 order.restarts,
                 order.seed,
                 notes,
-                local_places(placed),
+                local,
+                scrapes,
             )
+            if scrapes is not None:
+                at = {name: (host.name, host.address) for name, host in placed.items()}
+                order.console.announce(f"torchweft run: {scrapes.text(at)}")
             return self.follow(run, nurseries, order)
 
     def open(
@@ -201,6 +215,10 @@ class _HostsCluster(Cluster):
         self._address = ""
         self._tcp_store: Any = None
 
+    def _check_scrapes(self) -> None:
+        if self._scrapes is not None:
+            check_package()  # The ports are those of other hosts.
+
     def _make_nursery(self) -> WorkerSource:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -209,6 +227,10 @@ class _HostsCluster(Cluster):
         hosts = self._launcher.hosts(len(self.names))
         placed = place(self.names, hosts)
         self._local = local_places(placed)
+        if self._scrapes is not None:
+            local_ranks = {name: local_rank for name, (local_rank, _) in self._local.items()}
+            by_rank = self._launcher.shares_machines
+            self._scrapes = replace(self._scrapes, local_ranks=local_ranks, by_rank=by_rank)
         self._address = knobs.LISTEN.get() or own_address_towards(hosts[0].address)
         if not self._address:
             raise HostError(

@@ -24,6 +24,7 @@ from torchweft.launch.restarts import GROUP
 if TYPE_CHECKING:
     from torchweft.launch.local_cluster import Cluster
     from torchweft.launch.terms import Terms
+from torchweft.scraping import Address
 
 _SUFFIX_BYTES = 3
 _KEY_BYTES = 32
@@ -174,7 +175,14 @@ class Kubernetes(Launcher):
         given = {name: getattr(options, name) for name in names.split()}
         return cls(name=options.job_name, env=_environment(options.env), **given, **more)
 
-    def pods(self, names: Sequence[str], job: Job, restarts: int, master_port: int) -> Pods:
+    def pods(
+        self,
+        names: Sequence[str],
+        job: Job,
+        restarts: int,
+        master_port: int,
+        metrics: Address | None = None,
+    ) -> Pods:
         """Returns the pods of a run.
 
         Raises:
@@ -193,6 +201,7 @@ class Kubernetes(Launcher):
             name_prefix=prefix or "worker",
             restarts=restarts,
             master_port=master_port,
+            metrics=metrics,
             **self._fields,
         )
 
@@ -209,13 +218,19 @@ class Kubernetes(Launcher):
             raise ConfigurationError(
                 "--restart worker is for workers of one machine; here use --restart group"
             )
-        pods = self.pods(order.names, order.job, order.restarts.limit, order.master_port)
+        pods = self.pods(
+            order.names, order.job, order.restarts.limit, order.master_port, order.metrics
+        )
         if self._is_dry:
             sys.stdout.write(as_yaml([job_set(pods)]))
             return 0
         from torchweft.launch.kubernetes_api import connected
         from torchweft.launch.kubernetes_run import JobSetRun
 
+        if pods.metrics is not None:
+            order.console.announce(
+                f"torchweft run: metrics: port {pods.metrics.port} of each pod, at /metrics"
+            )
         with connected(self._context, pods.namespace) as api:
             run = JobSetRun(api, order.console, pods, self._start_timeout_s)
             return run.to_the_end(lambda owner: self._make_secret(api, pods, owner))

@@ -22,6 +22,7 @@ from typing import Any
 from torchweft.arguments import did_you_mean
 from torchweft.errors import ConfigurationError
 from torchweft.launch.kubernetes_pods import Pods
+from torchweft.scraping import VARIABLE
 
 Object = dict[str, Any]
 
@@ -102,13 +103,13 @@ def job_set(pods: Pods) -> Object:
     ]
     if pods.names is None:
         ranked = [_from_field("RANK", _INDEX), _variable("WEFT_WORKER_NAME", _prefixed(pods))]
-        groups = [_replicated("worker", pods.workers, _pod(pods, [*ranked, *common]))]
+        groups = [_replicated("worker", pods.workers, _template(pods, [*ranked, *common]))]
     else:
         groups = [
             _replicated(
                 f"rank{rank}",
                 1,
-                _pod(
+                _template(
                     pods,
                     [
                         _variable("RANK", str(rank)),
@@ -146,7 +147,7 @@ def train_job(pods: Pods) -> list[Object]:
         _variable("WEFT_WORKER_NAME", _prefixed(pods, "WORKER_INDEX")),
         *_of_job_set(),
     ]
-    job = _replicated(CONTAINER, pods.workers, _pod(pods, named))
+    job = _replicated(CONTAINER, pods.workers, _template(pods, named))
     job["template"]["metadata"] = {
         "labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
     }
@@ -216,7 +217,7 @@ def _policies(pods: Pods) -> Object:
     }
 
 
-def _replicated(name: str, count: int, pod: Object) -> Object:
+def _replicated(name: str, count: int, template: Object) -> Object:
     return {
         "name": name,
         "replicas": 1,
@@ -227,10 +228,24 @@ def _replicated(name: str, count: int, pod: Object) -> Object:
                 "completions": count,
                 # A worker does not start again alone: the JobSet starts the group again.
                 "backoffLimit": 0,
-                "template": {"spec": pod},
+                "template": template,
             }
         },
     }
+
+
+def _template(pods: Pods, identity: list[Object]) -> Object:
+    template = {"spec": _pod(pods, identity)}
+    if pods.metrics is None:
+        return template
+    # Read by the usual configurations of Prometheus; the operator of Prometheus takes a PodMonitor
+    # that names the port.
+    annotations = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(pods.metrics.port),
+        "prometheus.io/path": "/metrics",
+    }
+    return {"metadata": {"annotations": annotations}, **template}
 
 
 def _pod(pods: Pods, identity: list[Object]) -> Object:
@@ -302,10 +317,14 @@ def _container(pods: Pods, identity: list[Object]) -> Object:
     ]
     if pods.tls:
         mounts.append(_mount("tls", _TLS_FOLDER, is_read_only=True))
+    ports = {}
+    if pods.metrics is not None:
+        ports = {"ports": [{"name": "metrics", "containerPort": pods.metrics.port}]}
     return {
         "name": CONTAINER,
         "image": pods.image,
         "command": [_literal(part) for part in pods.command],
+        **ports,
         "env": [*identity, *_surroundings(pods)],
         "resources": _resources(pods),
         "securityContext": _confined(),
@@ -349,6 +368,8 @@ def _surroundings(pods: Pods) -> list[Object]:
             "WEFT_TLS_KEY": f"{_TLS_FOLDER}/tls.key",
             "WEFT_TLS_CA": f"{_TLS_FOLDER}/ca.crt",
         }
+    if pods.metrics is not None:
+        variables[VARIABLE] = str(pods.metrics)
     if pods.cpus:
         # Otherwise as many threads as the node has cores.
         cores = float(pods.cpus[:-1]) / 1000 if pods.cpus.endswith("m") else float(pods.cpus)

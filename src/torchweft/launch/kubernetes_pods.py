@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from torchweft.errors import ConfigurationError
 from torchweft.launch.worker import worker_names
+from torchweft.scraping import Address
+from torchweft.transport.addresses import is_loopback
 
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
@@ -47,6 +49,7 @@ class Pods:
         user: User and group id of the workers.
         python: The interpreter in the image, for the probes.
         environment: Further variables.
+        metrics: Where each worker serves its metrics; None if it does not.
 
     Raises:
         ConfigurationError: A value is invalid; says what would be right.
@@ -70,6 +73,7 @@ class Pods:
     user: int = 1000
     python: str = "python"
     environment: Mapping[str, str] = field(default_factory=dict)
+    metrics: Address | None = None
 
     def __post_init__(self) -> None:
         worker_names(self.workers, self.names, self.name_prefix)
@@ -102,6 +106,11 @@ class Pods:
                 raise ConfigurationError(f"{what} is {number}; it must be at least {least}")
         for variable in self.environment:
             _check_variable(variable)
+        if self.metrics is not None and is_loopback(self.metrics.host):
+            raise ConfigurationError(
+                f"metrics at {self.metrics} reach nobody outside of the pod; write --metrics "
+                f"0.0.0.0:{self.metrics.port} for all addresses of the pod"
+            )
 
     @property
     def secret_name(self) -> str:

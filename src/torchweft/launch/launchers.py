@@ -24,6 +24,7 @@ from torchweft.launch.job import Job
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.restarts import RestartPolicy
 from torchweft.launch.terms import Terms
+from torchweft.scraping import Address
 
 GROUP = "torchweft.launchers"
 """The entry point group of other packages' launchers."""
@@ -49,6 +50,7 @@ class Order:
         master_port: The port at which the workers meet; 0 for a free port.
         is_warm: Whether workers are forked from a process that has imported torch.
         seed: The seed of warm workers, or None.
+        metrics: Where the workers serve their metrics, with the first port; None if they do not.
         arguments: The arguments of ``torchweft``, for a launcher that runs the command elsewhere.
     """
 
@@ -60,6 +62,7 @@ class Order:
     is_warm: bool = False
     seed: int | None = None
     arguments: Sequence[str] = ()
+    metrics: Address | None = None
 
 
 class Launcher(ABC):

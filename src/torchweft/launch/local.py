@@ -29,6 +29,7 @@ class Local(Launcher):
             is_warm=order.is_warm,
             restarts=order.restarts,
             seed=order.seed,
+            metrics=order.metrics,
         )
 
     def cluster(self, terms: Terms) -> Cluster:

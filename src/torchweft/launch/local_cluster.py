@@ -88,6 +88,7 @@ class Cluster:
         self._follower: threading.Thread | None = None
         self._directory = ""
         self._environment: dict[str, str] = {}
+        self._scrapes = terms.scrapes()
         self._setup: bytes | None = None
         self._owner_pid = os.getpid()
         self._store: ClusterStore | None = None
@@ -138,6 +139,7 @@ class Cluster:
         if self._supervisor is not None:
             raise LaunchError("this cluster is running already; make another one, or close it")
         _check_unset()
+        self._check_scrapes()
         self._is_closing = self._is_stopping = self._has_joined = False
         self._ended, self._failed, self._lost_nursery = set(), [], None
         self._has_failed.clear()
@@ -146,7 +148,9 @@ class Cluster:
         deaths.follow(self._directory)
         try:
             self._start_workers()
-            self._join()
+            here = "" if self._scrapes is None else str(self._scrapes.address)
+            with knobs.METRICS.override(here):
+                self._join()
             self._has_joined = True
             self._await_pids()
         except BaseException as error:
@@ -327,7 +331,13 @@ class Cluster:
         return WorkerSpec(name, rank, job, environment, self._directory)
 
     def _environment_of(self, name: str, restarts: int) -> dict[str, str]:
-        return self._terms.environment_of(name, self._environment, restarts)
+        environment = self._terms.environment_of(name, self._environment, restarts)
+        return environment if self._scrapes is None else environment | self._scrapes.variables(name)
+
+    def _check_scrapes(self) -> None:
+        """Checks that all workers can serve their metrics; raises ConfigurationError if not."""
+        if self._scrapes is not None:
+            self._scrapes.check_here()
 
     def _report_of(self, name: str) -> str:
         return os.path.join(self._directory, f"setup-{name}")

@@ -34,6 +34,7 @@ def cluster(
     setup: Callable[[], object] | None = None,
     threads: int | None = None,
     devices: str | Sequence[str] | None = None,
+    metrics: str | int | None = None,
 ) -> Cluster:
     """Makes worker processes that serve the calling program within a ``with`` block.
 
@@ -82,6 +83,10 @@ def cluster(
         devices: A device for each worker, or one for all: ``"cpu"``, ``"cuda:1"``, or ``"cuda"``,
             which distributes this machine's devices among the workers. A CUDA device becomes the
             worker's current device, and ``WEFT_DEVICE`` in its environment names its device.
+        metrics: Has the caller and all workers serve their metrics for Prometheus, at
+            ``[HOST:]PORT``: the caller at this port, the workers of a host at the ports that
+            follow. By default at ``WEFT_METRICS``, if that is set. Without a host, on loopback.
+            Needs the extra ``metrics``.
 
     Each worker finds ``RANK``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``WEFT_WORKER_NAME`` and
     ``WEFT_RESTART_COUNT`` in its environment, as under ``torchweft run``.
@@ -115,6 +120,7 @@ def cluster(
         setup,
         threads,
         devices,
+        metrics,
     )
     return launcher.cluster(terms)
 

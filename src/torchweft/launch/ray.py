@@ -62,6 +62,7 @@ class Ray(HostsLauncher):
     """
 
     replaces_hosts = True
+    shares_machines = True
 
     def __init__(
         self,

@@ -19,6 +19,7 @@ from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting,
 from torchweft.launch.nursery import WARM_MODULES, Nursery, WorkerSource
 from torchweft.launch.report import Repeats, RunReport, shell_status, signal_name
 from torchweft.launch.restarts import GROUP, RestartPlan, RestartPolicy
+from torchweft.launch.scrapes import Scrapes
 from torchweft.launch.signals import watched_signals
 from torchweft.launch.supervisor import KILL_LADDER, Supervisor
 from torchweft.launch.worker import (
@@ -29,6 +30,7 @@ from torchweft.launch.worker import (
     identity_environment,
     worker_seed,
 )
+from torchweft.scraping import Address
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 """After Ctrl-C a worker may clean up, but the user gets the prompt back soon."""
@@ -48,6 +50,7 @@ def run_workers(
     is_warm: bool = False,
     restarts: RestartPolicy | None = None,
     seed: int | None = None,
+    metrics: Address | None = None,
 ) -> int:
     """Runs ``job`` in one worker for each name, until all have ended or one has failed for good.
 
@@ -63,6 +66,8 @@ def run_workers(
         seed: Makes the random numbers of warm workers reproducible, with different numbers for
             each worker. Without a seed they differ by worker and run. Workers that are not warm
             start like any program.
+        metrics: Where the workers serve their metrics: the first at this port, the others at those
+            that follow. None if they do not.
 
     Returns:
         An exit status as shells report it: that of the worker whose death ended the run, 130
@@ -70,12 +75,13 @@ def run_workers(
 
     Raises:
         ConfigurationError: An argument is invalid; or a ``WEFT_`` variable is unknown, or cannot
-            be read.
+            be read; or metrics cannot be served.
     """
     policy = RestartPolicy() if restarts is None else restarts
     policy.check()
     knobs.check_environment()
     check_seed(seed)
+    scrapes = _scrapes_here(names, metrics)
     meeting = _meeting(len(names), master_port, policy)
     environment = compute_environment(os.environ, len(names))
     preload = WARM_MODULES if is_warm else ()
@@ -85,8 +91,20 @@ def run_workers(
         Nursery(preload=preload, environment=environment) as nursery,
     ):
         nursery.remove_at_end(notes)
-        run = Run(nursery, console, names, job, environment, meeting, policy, seed, notes)
+        run = Run(
+            nursery, console, names, job, environment, meeting, policy, seed, notes, scrapes=scrapes
+        )
+        if scrapes is not None:
+            console.announce(f"torchweft run: {scrapes.text()}")
         return run.to_the_end()
+
+
+def _scrapes_here(names: Sequence[str], metrics: Address | None) -> Scrapes | None:
+    if metrics is None:
+        return None
+    scrapes = Scrapes(metrics, {name: rank for rank, name in enumerate(names)})
+    scrapes.check_here()
+    return scrapes
 
 
 def _meeting(count: int, master_port: int, policy: RestartPolicy) -> Meeting:
@@ -120,6 +138,7 @@ class Run:
         notes: The folder for notes about deaths.
         locals_: Each worker's number among those of its host, and how many these are; by default,
             there is one host.
+        scrapes: Where the workers serve their metrics; None if they do not.
     """
 
     def __init__(
@@ -134,7 +153,9 @@ class Run:
         seed: int | None,
         notes: str,
         locals_: Mapping[str, tuple[int, int]] | None = None,
+        scrapes: Scrapes | None = None,
     ) -> None:
+        self._scrapes = scrapes
         self._locals = locals_ or {name: (rank, len(names)) for rank, name in enumerate(names)}
         self._nursery = nursery
         self._ranks = {name: rank for rank, name in enumerate(names)}
@@ -185,6 +206,8 @@ class Run:
         local_rank, count = self._locals[name]
         identity = identity_environment(name, rank, count, self._plan.count(name), local_rank)
         environment = self._meeting.environment(self._base) | identity
+        if self._scrapes is not None:
+            environment |= self._scrapes.variables(name)
         job = {**self._job, "seed": worker_seed(self._seed, name)}
         return WorkerSpec(name, rank, job, environment, self._notes)
 

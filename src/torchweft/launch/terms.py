@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torchweft import knobs
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch.nursery import Nursery
+from torchweft.launch.scrapes import Scrapes
 from torchweft.launch.worker import check_seed, identity_environment
+from torchweft.scraping import VARIABLE, address_in
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -42,6 +44,7 @@ class Terms:
     setup: Callable[[], object] | None = None
     threads: int | None = None
     devices: str | Sequence[str] | None = None
+    metrics: str | int | None = None
 
     def __post_init__(self) -> None:
         check_type(self.restarts, int, "restarts", "restarts=2")
@@ -64,6 +67,9 @@ class Terms:
                 raise ConfigurationError(f"threads is {self.threads}; it must be at least 1")
         self._check_env()
         self._check_devices()
+        if self.metrics is not None:
+            check_type(self.metrics, (str, int), "metrics", "metrics='0.0.0.0:9400', or a port")
+        self.scrapes()
 
     def environment(self, base: Environment) -> dict[str, str]:
         """Returns ``base`` with the variables of all workers, which imports see as well."""
@@ -95,6 +101,17 @@ class Terms:
         if self.env and self._is_env_by_worker():
             environment.update(self.env.get(name, {}))  # type: ignore[arg-type]
         return environment
+
+    def scrapes(self) -> Scrapes | None:
+        """Returns where the workers of this host serve their metrics; None if they do not.
+
+        The caller has the first port.
+        """
+        given = knobs.METRICS.get() if self.metrics is None else str(self.metrics)
+        if not given:
+            return None
+        address = address_in(given, VARIABLE if self.metrics is None else "metrics")
+        return Scrapes(address, {name: rank for rank, name in enumerate(self.names)}, shift=1)
 
     def device_of(self, name: str) -> str:
         """Returns the device of a worker; empty if none was given."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import logging
 import math
@@ -11,7 +12,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from torchweft import knobs
+from torchweft import knobs, scraping
 from torchweft.agent import current as current_agent
 from torchweft.agent import rounds
 from torchweft.agent.links import Traffic
@@ -130,10 +131,34 @@ def join_group(
             store = PrefixStore(
                 rounds.agree(bounded, rank, world_size, options.init_timeout), store
             )
-    if world_size is None:
-        enter_open(name, rank, store, options)
-    else:
-        enter_closed(name, rank, world_size, store, options)
+    metrics = _listen_for_scrapes(place)
+    try:
+        if world_size is None:
+            enter_open(name, rank, store, options)
+        else:
+            enter_closed(name, rank, world_size, store, options)
+    except BaseException:
+        if metrics is not None:
+            metrics.close()
+        raise
+    if metrics is not None:
+        url = metrics.serve(current_node()).url
+        _log.info("worker %r serves its metrics at %s", name, url)
+
+
+def _listen_for_scrapes(place: Placement | None) -> Any:
+    """Listens where ``WEFT_METRICS`` says, before the worker joins; returns None if nowhere."""
+    given = knobs.METRICS.get()
+    if not given:
+        return None
+    local_rank = None if place is None else place.local_rank
+    if local_rank is None:
+        text = os.environ.get("LOCAL_RANK", "")
+        local_rank = int(text) if text.isdigit() else 0
+    address = scraping.address_in(given, scraping.VARIABLE).plus(local_rank)
+    # By its name: it is of a layer above, and imported only where it was asked for.
+    serving = importlib.import_module("torchweft.observe.metrics.serving")
+    return serving.Listening(address)
 
 
 @without_own_frames

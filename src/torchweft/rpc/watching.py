@@ -17,7 +17,7 @@ from torchweft.autograd.graph import LocalPass
 from torchweft.ids import ReferenceId
 from torchweft.rpc.completion import Call, CallWithCode
 from torchweft.rpc.serving import ServedTypes
-from torchweft.rpc.worker import Around, Worker
+from torchweft.rpc.worker import Around, Batches, Worker
 
 
 class Watcher(NamedTuple):
@@ -51,6 +51,10 @@ class Carrier(NamedTuple):
         take_context: Called with a call that was read, and the context that it carries, before
             it is queued.
         around: Runs what serves a call, or a part of that, in the context of the call.
+        batches: Runs the functions of batches of calls.
+        encode: Takes the place of ``Envelopes.encode``, which makes the messages of a pass.
+        take_span: Takes the number of a pass and the context of its span, which another worker has
+            sent.
     """
 
     request: Callable[..., Any]
@@ -58,6 +62,9 @@ class Carrier(NamedTuple):
     run: Callable[..., Any]
     take_context: Callable[[Any, bytes], None]
     around: Around
+    batches: Batches
+    encode: Callable[..., Any]
+    take_span: Callable[[int, bytes], None]
 
 
 class Watching:
@@ -105,14 +112,21 @@ class Watching:
         worker.note_creation = _all_of(notes) if len(notes) > 1 else next(iter(notes), None)
         worker.engine.pass_type = part
         worker.around = None if carrier is None else carrier.around
+        worker.batches = None if carrier is None else carrier.batches
+        worker.engine.take_span = None if carrier is None else carrier.take_span
         self._served.use(plain, with_code, worker.around)
         self._served.take_context = None if carrier is None else carrier.take_context
         self._carry(carrier)
 
     def _carry(self, carrier: Carrier | None) -> None:
         """Puts functions in front of methods of the worker's parts, or takes them away."""
-        worker = self._worker
-        for part, name in ((worker, "request"), (worker, "result_of"), (worker.engine, "run")):
+        worker, engine = self._worker, self._worker.engine
+        for part, name in (
+            (worker, "request"),
+            (worker, "result_of"),
+            (engine, "run"),
+            (engine.envelopes, "encode"),
+        ):
             vars(part).pop(name, None)
             if carrier is not None:
                 vars(part)[name] = partial(getattr(carrier, name), getattr(part, name))

@@ -7,7 +7,7 @@ import time
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -81,6 +81,18 @@ Around = Callable[[Any, Callable[[], Any]], Any]
 """Calls a function for a served call, and returns its result."""
 
 
+class Batches(NamedTuple):
+    """Runs the functions of batches of calls, while calls carry spans.
+
+    Attributes:
+        run: Called with the calls of a batch, its function, and what runs that; returns the result.
+        context_here: Returns the context of the span of this thread, for a call that it makes.
+    """
+
+    run: Callable[[Sequence[Any], Any, Callable[[], Any]], Any]
+    context_here: Callable[[], object]
+
+
 class Worker:
     """Makes and serves the calls of one worker.
 
@@ -140,6 +152,8 @@ class Worker:
         """Called for each call that makes a value, while calls are watched."""
         self.around: Around | None = None
         """Runs parts of a served call that run apart from its begin, while calls carry spans."""
+        self.batches: Batches | None = None
+        """Runs the functions of batches, while calls carry spans."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
         """Called with the caller and the error of every call that failed here."""
         agent.receiver.discard = self.discard_reply

@@ -25,7 +25,7 @@ import threading
 import time
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchweft.runtime import interrupts
@@ -72,8 +72,9 @@ class Link:
         """Whether the last read for the reactor gave it tasks; for the reactor's use."""
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.parser = parser
+        """Cuts received bytes into frames, for the thread that reads."""
         self._socket = connection
-        self._parser = parser
         self._when_full = when_full
         self._queue: deque[Buffer] = deque()
         # The main thread's write in progress: the parts, then the size that each write took.
@@ -292,7 +293,7 @@ class Link:
         if self.pending:
             return self._parse_pending()
         size = self._receive_some(0 if may_block else _DONTWAIT)
-        return self._parser.received(size) if size else []
+        return self.parser.received(size) if size else []
 
     def receive_own(self, *, may_block: bool) -> list[Frame] | None:
         """Receives frames in the main thread, the reader; ``end_own`` or ``receive`` must follow.
@@ -301,7 +302,7 @@ class Link:
             The frames; empty if nothing arrived. None if only ``receive``, in another thread, can
             tell what arrived.
         """
-        space = self._parser.idle_space()
+        space = self.parser.idle_space()
         if space is None or self.pending:
             return None
         try:
@@ -313,12 +314,13 @@ class Link:
             return []
         except OSError:
             return None
-        return self._parser.whole_frames(self.pending[0])
+        return self.parser.whole_frames(self.pending[0])
 
-    def end_own(self, consumed: list[int]) -> None:
+    def end_own(self, frames: Sequence[Frame], consumed: list[int]) -> None:
         """Notes that the frames of ``receive_own`` have been handled.
 
         Args:
+            frames: These frames, for subclasses.
             consumed: Extended with the received sizes in the step that clears ``pending``.
         """
         consumed += map(self.pending.pop, (0,) * len(self.pending))
@@ -328,7 +330,7 @@ class Link:
         size = sum(self.pending)
         self.pending = []
         self.bytes_received += size
-        return self._parser.received(size) if size else []
+        return self.parser.received(size) if size else []
 
     def receive_spinning(self, spinning: Spinning) -> list[Frame]:
         """Like a non-blocking ``receive``, but polls the socket for a moment."""
@@ -339,11 +341,11 @@ class Link:
             if not look.goes_on():
                 return []
         spinning.succeeded()
-        return self._parser.received(size)
+        return self.parser.received(size)
 
     def _receive_some(self, flags: int) -> int:
         """Receives into the parser's space; returns the number of bytes, 0 if none arrived yet."""
-        space = self._parser.space()
+        space = self.parser.space()
         try:
             if len(space) == 1:
                 size = self._socket.recv_into(space[0], 0, flags)
@@ -420,7 +422,7 @@ class Link:
         self._queue.clear()
         self._begun = None
         self.pending = []
-        self._parser = FrameParser(_no_memory, 0, 0, 0)
+        self.parser = FrameParser(_no_memory, 0, 0, 0)
 
 
 def _no_memory(size_bytes: int) -> memoryview:

@@ -240,7 +240,7 @@ class ResumableLink(Link):
             size = self._receive_some(_DONTWAIT)
             if not size:
                 break
-            frames += self._parser.received(size)
+            frames += self.parser.received(size)
         return frames
 
     def _receive_some(self, flags: int) -> int:

@@ -29,6 +29,9 @@ names code that the callee forgets::
 
     CALL_IN_SPAN    kind u8 | context size u16 | context | a CALL or CALL_WITH_CODE
 
+``PASS_SPAN`` is the context of the span of a backward pass, whose number is that of the frame. It
+stands before the first message of the pass from one worker to another.
+
 This layer reads neither payloads nor tensors.
 """
 
@@ -41,7 +44,7 @@ from typing import NamedTuple
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer
+from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, encode_frame
 
 
 class Kind(enum.IntEnum):
@@ -77,6 +80,7 @@ class Kind(enum.IntEnum):
     DEVICE_FREED = 28
     REMOTE_MEMORY = 29
     CALL_IN_SPAN = 30
+    PASS_SPAN = 31
 
 
 ERROR_REPLY = 1
@@ -116,7 +120,7 @@ _LENGTH_LIMIT = 1 << 32
 NO_CREATION = -1
 MAX_CODES = 0xFFFF
 MAX_SPAN_BYTES = 8192
-"""Largest context of a span that a call carries."""
+"""Largest context of a span that is carried."""
 
 
 class HandedReference(NamedTuple):
@@ -239,6 +243,29 @@ def in_span(call: Sequence[Buffer], context: bytes) -> list[Buffer]:
     head = HEADER.pack(_CALL_IN_SPAN, flags, count, size + len(front) + len(context), number)
     lengths, control = first[HEADER_BYTES:begin], first[begin:]
     return [b"".join((head, lengths, front, context, control)), *call[1:]]
+
+
+def pass_span(pass_id: int, context: bytes) -> list[Buffer]:
+    """Returns the pieces of a ``PASS_SPAN``.
+
+    Args:
+        pass_id: The pass.
+        context: The context of its span, at most ``MAX_SPAN_BYTES``.
+    """
+    return encode_frame(Kind.PASS_SPAN, 0, pass_id, context)
+
+
+def decode_pass_span(control: Buffer) -> bytes:
+    """Returns the context in a ``PASS_SPAN``.
+
+    Raises:
+        ProtocolError: It is too long.
+    """
+    if len(control) > MAX_SPAN_BYTES:
+        raise ProtocolError(
+            f"the context of a pass has {len(control)} bytes; at most {MAX_SPAN_BYTES} are carried"
+        )
+    return bytes(control)
 
 
 def decode_span(control: Buffer) -> tuple[int, bytes, Buffer]:

@@ -86,7 +86,7 @@ def calls_in(found: Found) -> dict[str, dict[str, int]]:
     counts: dict[str, Counter[str]] = {}
     for event in found.slices:
         direction = {"call": "out", "create": "out", "run": "in"}.get(event["cat"])
-        if direction:
+        if direction and not event["args"]["function"].startswith("sitecustomize."):
             worker = counts.setdefault(found.worker_of(event), Counter())
             worker[f"{direction} {event['args']['function']}"] += 1
     return {worker: dict(each) for worker, each in counts.items()}

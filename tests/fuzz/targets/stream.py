@@ -35,6 +35,7 @@ from torchweft.wire.messages import (
     decode_code,
     decode_code_names,
     decode_ints,
+    decode_pass_span,
     decode_reply,
     decode_span,
     decode_tables,
@@ -45,6 +46,7 @@ from torchweft.wire.messages import (
     encode_reply,
     encode_reply_front,
     encode_tables,
+    pass_span,
     with_code,
 )
 
@@ -117,6 +119,7 @@ _READERS: dict[int, Callable[[Frame], object]] = {
     Kind.CALL_WITH_CODE: _read_call_with_code,
     Kind.CALL: _read_call,
     Kind.CALL_IN_SPAN: _read_call_in_span,
+    Kind.PASS_SPAN: lambda frame: decode_pass_span(frame.control),
     Kind.REPLY: _read_reply,
     Kind.REFERENCES: lambda frame: references.decode(frame.control),
     Kind.PULLED: lambda frame: decode_ints(frame.control),
@@ -202,6 +205,7 @@ def seeds() -> list[bytes]:
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
         _frame(Kind.GRADIENTS, TABLES, head + by_tables, buffers),
+        b"".join(pass_span(name.pass_id, b"traceparent:00-1")),
         _frame(Kind.GRADIENTS, 0, head + inside, []),
         encode_reply(7, ERROR_REPLY, 0, 0, (), b"an error"),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],

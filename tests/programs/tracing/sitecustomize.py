@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import Counter
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchweft.launch.local_cluster import Cluster
 
 _SERVICE = "torchweft.rpc.tracing.service."
 _LIMIT = 1_000_000
+_ANSWERED_S = 30.0
 
 _start, _close = Cluster.start, Cluster.close
 _traces: dict[int, tuple[Any, dict[str, Counter[str]]]] = {}
@@ -38,6 +40,25 @@ def count_all() -> dict[str, Counter[str]]:
     return {info.name: Counter(rpc.rpc_sync(info, counted)) for info in infos}
 
 
+def open_calls() -> int:
+    """Returns how many calls of this worker have no answer yet."""
+    from torchweft.agent.current import current
+
+    return len(current().calls)
+
+
+def await_answers() -> None:
+    """Waits for calls of the other workers for which their programs do not wait."""
+    from torchweft import rpc
+
+    others = [info for info in rpc.get_worker_infos() if info != rpc.get_worker_info()]
+    end_s = time.monotonic() + _ANSWERED_S
+    while any(rpc.rpc_sync(info, open_calls) for info in others):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"calls had no answer within {_ANSWERED_S} s")
+        time.sleep(0.01)
+
+
 def start(self: Cluster) -> Cluster:
     result = _start(self)
     from torchweft.observe.tracing.session import Trace
@@ -52,6 +73,7 @@ def start(self: Cluster) -> Cluster:
 def close(self: Cluster) -> None:
     trace, before = _traces.pop(id(self), (None, {}))
     if trace is not None:
+        await_answers()
         trace.__exit__(None, None, None)
         counts = {name: dict(found - before[name]) for name, found in count_all().items()}
         with open(os.environ["TRACED"] + ".counts", "w") as file:

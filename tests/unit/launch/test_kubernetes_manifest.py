@@ -17,6 +17,7 @@ from torchweft.launch.kubernetes import Kubernetes
 from torchweft.launch.kubernetes_manifest import Object, documents, job_set, secret_of
 from torchweft.launch.kubernetes_pods import Pods
 from torchweft.rpc.placement import find
+from torchweft.scraping import Address
 
 SPEC_OF_JOB_SET = {
     "coordinator",
@@ -242,3 +243,30 @@ def test_names_that_are_a_prefix_and_the_rank() -> None:
     assert launcher.pods(["w0", "w2"], job, 0, 0).names == ["w0", "w2"]
     with pytest.raises(ConfigurationError, match="start_timeout_s is 0"):
         Kubernetes("r/train:1", start_timeout_s=0)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_pods_that_serve_metrics_say_so_to_prometheus(kind: str) -> None:
+    made = documents(kind, pods(metrics=Address("0.0.0.0", 9400)))[0]
+    spec = made["spec"] if kind == "jobset" else made["spec"]["template"]["spec"]
+    template = spec["replicatedJobs"][0]["template"]["spec"]["template"]
+    assert template["metadata"]["annotations"] == {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": "9400",
+        "prometheus.io/path": "/metrics",
+    }
+    (container,) = template["spec"]["containers"]
+    assert container["ports"] == [{"name": "metrics", "containerPort": 9400}]
+    assert {"name": "WEFT_METRICS", "value": "0.0.0.0:9400"} in container["env"]
+
+
+def test_pods_without_metrics_have_no_port() -> None:
+    (replicated,) = job_set(pods())["spec"]["replicatedJobs"]
+    template = replicated["template"]["spec"]["template"]
+    assert template.keys() == {"spec"}
+    assert "ports" not in template["spec"]["containers"][0]
+
+
+def test_metrics_on_loopback_of_a_pod_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"write --metrics 0\.0\.0\.0:9400"):
+        pods(metrics=Address("127.0.0.1", 9400))

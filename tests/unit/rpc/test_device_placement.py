@@ -223,7 +223,7 @@ def test_a_pass_without_maps_looks_up_no_direction(
 ) -> None:
     for worker, peer in ((pair.caller, pair.peer), (pair.callee, pair.peer_of_callee)):
         peer.device_maps = DeviceMaps(peer.name, refuses_unmapped=refuses)
-        monkeypatch.delattr(type(worker.engine._envelopes), "_goes_back", raising=False)
+        monkeypatch.delattr(type(worker.engine.envelopes), "_goes_back", raising=False)
     leaf = torch.ones(3, requires_grad=True)
     with context_of(pair) as context_id:
         pair.caller.engine.backward(context_id, [pair.sync(double, leaf).sum()])

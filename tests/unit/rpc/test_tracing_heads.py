@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.protocol.backward import Failed, Gradients, Progress
-from torchweft.protocol.observing.trace import SENT, Received, Sent
+from torchweft.protocol.observing.trace import Received, Sent, read
 from torchweft.rpc.tracing.heads import Ids, head_in, ids_in
-from torchweft.rpc.tracing.links import traced_link
-from torchweft.rpc.tracing.rows import PACK_SENT, unpacked
+from torchweft.rpc.tracing.links import TracedLinks
+from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, HEAD_OF_MESSAGE, Rows
 from torchweft.transport.link import Link
-from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, encode_frame
+from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
     PLAIN,
     Kind,
@@ -56,36 +59,62 @@ def test_the_numbers_of_a_message_are_kept_and_no_value(frame: Buffer, expected:
     assert ids_in(kind, flags, head, len(control)) == expected
     for part in range(len(SECRET) - 3):
         assert SECRET[part : part + 4] not in head
-    pack = PACK_SENT[kind]
-    if pack is not None:
-        row = pack(SENT, 5, 1.0, 2.0, 7, 4, len(frame), frame)
-        assert row[-len(head) :] == head
+    cut, cut_of_message = HEAD_OF_CONTROL[kind], HEAD_OF_MESSAGE[kind]
+    if cut is not None:
+        assert control[cut] == head
+    if cut_of_message is not None:
+        assert frame[cut_of_message] == frame[:HEADER_BYTES] + head
 
 
 class FakeLink(Link):
-    """A link that writes to nowhere, and receives what it is given."""
+    """A link that writes to nowhere."""
 
     def __init__(self) -> None:
-        self.given: list[list[Frame]] = []
-        self.traced_peer = 4
+        self.parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 4096, 1 << 20)
+        self.bytes_sent = self.bytes_received = 0
 
     def send(self, parts: list[Buffer], *, may_block: bool) -> None: ...
 
-    def receive(self, *, may_block: bool) -> list[Frame]:
-        return self.given.pop()
+    def receives(self, parts: list[Buffer]) -> list[Frame]:
+        """Receives what was sent, at most two hundred bytes at a time."""
+        sent, frames = memoryview(b"".join(parts)), []
+        while sent:
+            space = self.parser.space()[0][:200]
+            size = min(len(space), len(sent))
+            space[:size], sent = sent[:size], sent[size:]
+            frames += self.parser.received(size)
+        return frames
 
 
-def test_frames_that_are_written_together_are_noted_one_by_one() -> None:
-    rows: list[bytes] = []
-    link = FakeLink()
-    link.__class__ = traced_link(FakeLink, rows.append, iter(range(9)).__next__)
+@pytest.fixture
+def traced() -> Iterator[tuple[FakeLink, Rows]]:
+    """A link to worker 4, and the rows of what it has sent and received."""
+    rows, link = Rows(100), FakeLink()
+    links = TracedLinks(rows)
+    links.begin(link, 4)
+    links.begin(link, 4)
+    yield link, rows
+    links.end()
+    assert (type(link), type(link.parser)) == (FakeLink, FrameParser)
+
+
+def records(rows: Rows) -> list[Any]:
+    rows.end()
+    return read(rows.take(100))
+
+
+def test_frames_that_are_written_together_are_noted_one_by_one(
+    traced: tuple[FakeLink, Rows],
+) -> None:
+    link, rows = traced
     first = encode_frame(Kind.GRADIENTS, 0, 5, b"c" * 60, [memoryview(b"x" * 9000)] * 2)
     joined = encode_frame(Kind.GRADIENTS, 0, 6, b"c" * 60, [memoryview(b"x" * 10)])
     empty = encode_frame(Kind.GRADIENTS, 0, 7, b"c" * 60, [memoryview(b"")] * 2)
     assert [len(each) for each in (first, joined, empty)] == [3, 1, 3]
     link.send([*first, *joined, *empty, REPLY], may_block=True)
     sizes = [sum(map(len, each)) for each in (first, joined, empty, [REPLY])]
-    found = [Sent._make(unpacked(row, ())[2:]) for row in rows]
+    found = records(rows)
+    assert all(isinstance(each, Sent) for each in found)
     assert [each.size_bytes for each in found] == sizes
     assert [each.kind for each in found] == [Kind.GRADIENTS] * 3 + [Kind.REPLY]
     assert [each.stream_bytes for each in found] == [18_000, 10, 0, 0]
@@ -93,16 +122,41 @@ def test_frames_that_are_written_together_are_noted_one_by_one() -> None:
     assert all(each.began_s <= each.ended_s for each in found)
 
 
-def test_the_size_of_a_received_frame_is_that_on_the_connection() -> None:
-    rows: list[bytes] = []
-    link = FakeLink()
-    link.__class__ = traced_link(FakeLink, rows.append, iter(range(9)).__next__)
-    frame = Frame(Kind.GRADIENTS, PLAIN, 5, b"c" * 60, [b"x" * 9000, b"y"])
-    link.given.append([frame])
-    assert link.receive(may_block=False) == [frame]
-    parts = encode_frame(
-        Kind.GRADIENTS, 0, 5, b"c" * 60, [memoryview(b"x" * 9000), memoryview(b"y")]
-    )
-    (row,) = rows
-    found = Received._make(unpacked(row, ())[2:])
-    assert (found.size_bytes, found.number) == (sum(map(len, parts)), 5)
+@pytest.mark.parametrize("frame", [each for each, _ in CASES])
+def test_a_message_that_is_written_alone_is_noted_as_among_others(
+    traced: tuple[FakeLink, Rows], frame: Buffer
+) -> None:
+    link, rows = traced
+    link.send([frame], may_block=True)
+    link.send([frame, frame], may_block=True)
+    alone, first, _ = records(rows)
+    assert alone._replace(began_s=0.0, ended_s=0.0) == first._replace(began_s=0.0, ended_s=0.0)
+    assert alone.began_s < alone.ended_s
+
+
+@pytest.mark.parametrize("sizes", [(), (10,), (9000, 1), (9000, 0)])
+def test_the_size_of_a_received_frame_is_that_on_the_connection(
+    traced: tuple[FakeLink, Rows], sizes: tuple[int, ...]
+) -> None:
+    link, rows = traced
+    control = encode(NAME, Failed(1, "op", SECRET)) + b"c" * 500
+    buffers = [memoryview(b"x" * size) for size in sizes]
+    parts = encode_frame(Kind.BACKWARD, PLAIN, 5, control, buffers)
+    link.receives([*parts, REPLY])
+    first, second = records(rows)
+    assert isinstance(first, Received)
+    assert (first.size_bytes, first.number, first.peer) == (sum(map(len, parts)), 5, 4)
+    assert (second.size_bytes, second.number, second.message_id) == (len(REPLY), 7, 8)
+
+
+def test_frames_of_the_main_thread_are_noted_when_it_has_handled_them(
+    traced: tuple[FakeLink, Rows],
+) -> None:
+    link, rows = traced
+    link.pending = [len(REPLY)]
+    link.parser.space()[0][: len(REPLY)] = REPLY
+    frames = link.parser.whole_frames(len(REPLY))
+    assert frames is not None
+    link.end_own(frames, [])
+    (found,) = records(rows)
+    assert (found.size_bytes, found.number) == (len(REPLY), 7)

@@ -16,6 +16,7 @@ from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import (
     CAPTURED,
     ERROR_REPLY,
+    MAX_SPAN_BYTES,
     NO_CREATION,
     NUMBER,
     NUMBER_OFFSET,
@@ -29,6 +30,7 @@ from torchweft.wire.messages import (
     decode_code,
     decode_code_names,
     decode_ints,
+    decode_pass_span,
     decode_post,
     decode_reply,
     decode_span,
@@ -42,6 +44,7 @@ from torchweft.wire.messages import (
     encode_reply_front,
     encode_tables,
     in_span,
+    pass_span,
     with_code,
 )
 
@@ -146,6 +149,14 @@ def test_buffers_follow_a_call_in_a_span_as_they_followed_the_call(sizes: tuple[
 def test_a_malformed_call_in_a_span_is_refused(control: bytes) -> None:
     with pytest.raises(ProtocolError, match="a call in a span"):
         decode_span(control)
+
+
+def test_the_context_of_a_pass_is_in_a_message_of_its_own() -> None:
+    (frame,) = pass_span(12, b"context")
+    assert HEADER.unpack_from(frame) == (Kind.PASS_SPAN, 0, 0, 7, 12)
+    assert decode_pass_span(memoryview(frame)[HEADER_BYTES:]) == b"context"
+    with pytest.raises(ProtocolError, match="the context of a pass has 8193 bytes"):
+        decode_pass_span(bytes(MAX_SPAN_BYTES + 1))
 
 
 @settings(max_examples=examples(60))

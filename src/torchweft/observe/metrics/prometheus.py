@@ -6,7 +6,6 @@ dots become underscores, the unit is appended, and ``_total`` to a counter.
 
 from __future__ import annotations
 
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from itertools import accumulate
@@ -30,6 +29,7 @@ from torchweft.observe.metrics.measures import (
     Distribution,
     Metric,
 )
+from torchweft.scraping import Address, listener
 
 _UNITS = {"s": "seconds", "By": "bytes"}
 _LIMITS = [*map(floatToGoString, BOUNDS_S), "+Inf"]
@@ -84,10 +84,11 @@ class GroupCollector:
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
-    def server_bind(self) -> None:
-        # That of the base class asks the name service for the name of the address.
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
+    def __init__(self, address: Address) -> None:
+        super().__init__((address.host, address.port), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener(address)
+        # The method of the base class asks the name service for the name of the address.
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
 
@@ -103,33 +104,34 @@ class _Handler(WSGIRequestHandler):
 class Endpoint:
     """Serves metrics at one address, by a thread of its own and one for each request.
 
+    It listens at once. Requests wait until ``serve`` is called.
+
     Args:
-        read: Returns the metrics.
-        host: The address to listen at.
-        port: The port; 0 for a free one.
-        name: Name of the thread.
+        address: The address to listen at; with port 0, a free one.
 
     Raises:
         OSError: It cannot listen there.
     """
 
-    def __init__(self, read: Callable[[], list[Metric]], host: str, port: int, name: str) -> None:
+    def __init__(self, address: Address) -> None:
+        self._server = _Server(address)
+        self.port: int = self._server.server_port
+        self.url = address._replace(port=self.port).url
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def serve(self, read: Callable[[], list[Metric]], name: str) -> None:
+        """Begins to serve.
+
+        Args:
+            read: Returns the metrics.
+            name: Name of the thread.
+        """
         registry = CollectorRegistry()
         collector: Any = GroupCollector(read)
         registry.register(collector)
-        family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-
-        class Server(_Server):
-            address_family = family
-            allow_reuse_address = True
-
-        self._server = Server((str(place[0]), port), _Handler)
         self._server.set_app(make_wsgi_app(registry))
-        self.port: int = self._server.server_port
-        shown = f"[{host}]" if family is socket.AF_INET6 else host
-        self.url = f"http://{shown}:{self.port}/metrics"
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = threading.Thread(
+        self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name=name, daemon=True
         )
         self._thread.start()
@@ -138,7 +140,7 @@ class Endpoint:
         """Ends it; nothing if it has ended."""
         with self._lock:
             thread, self._thread = self._thread, None
-        if thread is not None:
-            self._server.shutdown()
+            if thread is not None:
+                self._server.shutdown()
+                thread.join()
             self._server.server_close()
-            thread.join()

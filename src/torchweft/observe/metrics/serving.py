@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from torchweft import scraping
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.observe.metrics.reading import TIMEOUT_S, check, reader_of
 from torchweft.rpc.node import Node, current_node
+from torchweft.scraping import Address
 
 if TYPE_CHECKING:
     from torchweft.observe.metrics.prometheus import Endpoint
@@ -41,24 +43,47 @@ def serve(
     if not 0 <= checked_int("port", port) < _MOST_PORTS:
         raise ConfigurationError(f"port is {port}; pass a number up to 65535, or 0 for a free one")
     check(group, timeout)
-    try:
-        from torchweft.observe.metrics.prometheus import Endpoint
-    except ImportError as error:
-        raise ConfigurationError(
-            f"metrics cannot be served without the package {error.name!r}: "
-            "pip install 'torchweft[metrics]'"
-        ) from error
+    scraping.check_package()
     node = current_node()
-    read = reader_of(node, group=group, timeout_s=timeout)
-    read()  # Calls are counted from now on.
-    try:
-        endpoint = Endpoint(read, host, port, f"weft-{node.agent.info.name}-metrics")
-    except OSError as error:
-        raise ConfigurationError(
-            f"metrics cannot be served at {host}, port {port}: {error}; pass another port, or 0 "
-            "for a free one"
-        ) from error
-    return Server(node, endpoint)
+    listening = Listening(Address(host, port), "pass another port, or 0 for a free one")
+    return listening.serve(node, group=group, timeout_s=timeout)
+
+
+class Listening:
+    """An address at which the metrics of a worker are served later; taken before it joins.
+
+    Args:
+        address: The address.
+        fix: What to do if it is taken, for the error.
+
+    Raises:
+        ConfigurationError: The extra is missing, or the address cannot be listened at.
+    """
+
+    def __init__(self, address: Address, fix: str = "take another port") -> None:
+        try:
+            from torchweft.observe.metrics.prometheus import Endpoint
+        except ImportError as error:
+            raise scraping.missing(error.name) from error
+        try:
+            self._endpoint: Endpoint = Endpoint(address)
+        except OSError as error:
+            raise scraping.taken(address, error, fix) from error
+
+    def serve(self, node: Node, *, group: bool = False, timeout_s: float = TIMEOUT_S) -> Server:
+        """Begins to serve the metrics of a worker, or of its group, until the worker leaves."""
+        try:
+            read = reader_of(node, group=group, timeout_s=timeout_s)
+            read()  # Calls are counted from now on.
+            self._endpoint.serve(read, f"weft-{node.agent.info.name}-metrics")
+        except BaseException:
+            self.close()
+            raise
+        return Server(node, self._endpoint)
+
+    def close(self) -> None:
+        """Leaves the address."""
+        self._endpoint.close()
 
 
 class Server:

@@ -65,7 +65,7 @@ class Spans:
                 f"spans are on already in worker {node.agent.info.name!r}: stop those first"
             )
         self._node = node
-        self._watcher = self._tracer.watcher()
+        self._watcher = self._tracer.watcher(node.agent.me.id)
         self._hooks = [
             register_optimizer_step_pre_hook(self._tracer.step_begins),
             register_optimizer_step_post_hook(self._tracer.step_ends),

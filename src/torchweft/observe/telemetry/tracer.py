@@ -1,9 +1,8 @@
 """Makes the spans, by the API of OpenTelemetry.
 
 A call is watched as counters and traces watch it: a subclass takes the place of its type, and ends
-the span in the one method that every call ends by. The context that a call carries is text, made
-by the propagator of the process: ``traceparent`` and ``baggage`` of the W3C unless the program has
-set another. Names of attributes are those of the semantic conventions for RPC.
+the span in the one method that every call ends by. Names of attributes are those of the semantic
+conventions for RPC.
 """
 
 from __future__ import annotations
@@ -12,13 +11,21 @@ import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opentelemetry import context as contexts
-from opentelemetry import propagate, trace
+from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TracerProvider
+from opentelemetry.trace import (
+    Link,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TracerProvider,
+)
 
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
@@ -27,6 +34,7 @@ from torchweft.autograd.contexts import current_id
 from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.ids import ReferenceId
+from torchweft.observe.telemetry.carrying import MOST_CONTEXTS, Passes, carried_in, context_in
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.calls import ServedCall
 from torchweft.rpc.completion import Call
@@ -36,12 +44,12 @@ from torchweft.rpc.serving import InSpan
 from torchweft.rpc.stack_report import named_in
 from torchweft.rpc.tracing.passes import operations_due
 from torchweft.rpc.watching import Carrier, Watcher
+from torchweft.rpc.worker import Batches
 from torchweft.version import VERSION
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import ERROR_REPLY, MAX_SPAN_BYTES, Kind, in_span
+from torchweft.wire.messages import ERROR_REPLY, Kind, in_span
 
 SYSTEM = "torchweft"
-_MOST_CONTEXTS = 1000
 _CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
 _NS = 1_000_000_000
 
@@ -57,12 +65,21 @@ class Tracer:
         self._tracer = trace.get_tracer(SYSTEM, VERSION, tracer_provider=provider)
         self._thread = _OfThread()
         self._of_context: OrderedDict[int, Context] = OrderedDict()
+        self._passes = Passes()
         self._lock = threading.Lock()
 
-    def watcher(self) -> Watcher:
-        """Returns what has the worker's calls make spans."""
+    def watcher(self, me: int) -> Watcher:
+        """Returns what has the calls and passes of the worker with this id make spans."""
+        self._passes.me = me
         carrier = Carrier(
-            self._request, self._result_of, self._run_pass, self._take_context, self._around
+            self._request,
+            self._result_of,
+            self._run_pass,
+            self._take_context,
+            self._around,
+            Batches(self._run_batch, contexts.get_current),
+            self._passes.encode,
+            self._passes.take_span,
         )
         return Watcher(
             self._pending,
@@ -98,7 +115,8 @@ class Tracer:
         span = self._tracer.start_span(name, within, SpanKind.CLIENT, attributes)
         if request is not None:
             # Here: the message may be made by another thread, when there is a connection.
-            request.span, request.carried = span, _carried(trace.set_span_in_context(span, within))
+            request.span = span
+            request.carried = carried_in(trace.set_span_in_context(span, within))
         return span
 
     def _pending(self, base: type[PendingCall]) -> type[PendingCall]:
@@ -203,7 +221,7 @@ class Tracer:
 
     def _begin_served(self, call: Any) -> None:
         carried = getattr(call, "carried", b"")
-        within = propagate.extract(_headers(carried), Context()) if carried else Context()
+        within = context_in(carried) if carried else Context()
         frame = call.frame
         call.name = name = name_of(named_in(frame) if frame is not None else call.function)
         waited_s = time.monotonic() - call.arrived_s
@@ -214,6 +232,27 @@ class Tracer:
         )
         call.context = trace.set_span_in_context(call.span, within)
 
+    def _run_batch(self, calls: Sequence[Any], function: Any, run: Callable[[], Any]) -> Any:
+        """Runs a function once for several calls, in a span with links to their callers' spans."""
+        links = [Link(each) for each in map(_caller_of, calls) if each.is_valid]
+        # Of a batch for one call, its parent is that call. A span has one parent at most.
+        within = getattr(calls[0], "context", None) if len(calls) == 1 else None
+        within = Context() if within is None else within
+        name = name_of(function)
+        attributes = {"rpc.method": name, "weft.batch.calls": len(calls)}
+        span = self._tracer.start_span(
+            f"batch {name}", within, SpanKind.INTERNAL, attributes, links
+        )
+        token = contexts.attach(trace.set_span_in_context(span, within))
+        try:
+            return run()
+        except BaseException as error:
+            _fail(span, error)
+            raise
+        finally:
+            contexts.detach(token)
+            span.end()
+
     # Backward passes and optimizers
 
     def _note_context(self, context_id: int, of_call: Context) -> None:
@@ -221,7 +260,7 @@ class Tracer:
         if context_id not in self._of_context:
             with self._lock:
                 self._of_context[context_id] = of_call
-                if len(self._of_context) > _MOST_CONTEXTS:
+                if len(self._of_context) > MOST_CONTEXTS:
                     self._of_context.popitem(last=False)
 
     def _run_pass(
@@ -244,14 +283,14 @@ class Tracer:
             span.end()
 
     def _parts(self, base: type[LocalPass]) -> type[LocalPass]:
-        tracer, of_context = self._tracer, self._of_context
+        tracer, of_context, passes = self._tracer, self._of_context, self._passes
 
         class Spanned(base):  # type: ignore[valid-type, misc]
             """Makes a span of each part of a pass that runs on this worker."""
 
             def work(self) -> tuple[list[Outgoing], Progress]:
                 names, context_id = operations_due(self), self._context.id
-                within = _current(of_context.get(context_id))
+                within = _current(passes.context_of(self.pass_id) or of_context.get(context_id))
                 attributes = {
                     "weft.autograd.context": context_id,
                     "weft.autograd.operations": list(names),
@@ -349,6 +388,13 @@ def _about(name: str, peer: str) -> dict[str, Any]:
     return {"rpc.system.name": SYSTEM, "rpc.method": name, "weft.peer": peer}
 
 
+def _caller_of(call: Any) -> SpanContext:
+    """Returns the span of the caller of a batched call; that of the call itself if it has none."""
+    carried = getattr(call, "carried", b"")
+    found = context_in(carried) if carried else getattr(call, "context", None) or Context()
+    return trace.get_current_span(found).get_span_context()
+
+
 def _current(otherwise: Context | None) -> Context:
     """Returns the context of the running code; another one where it is in no span."""
     found = contexts.get_current()
@@ -365,16 +411,3 @@ def _fail(span: Span, error: BaseException) -> None:
         name = f"{kind.__module__}.{name}"
     span.set_attribute("error.type", name)
     span.set_status(Status(StatusCode.ERROR, name))
-
-
-def _carried(context: Context) -> bytes:
-    """Returns a context as a call carries it; nothing where it has none, or is too long."""
-    headers: dict[str, str] = {}
-    propagate.inject(headers, context)
-    carried = "\n".join([f"{name}:{value}" for name, value in headers.items()]).encode()
-    return carried if len(carried) <= MAX_SPAN_BYTES else b""
-
-
-def _headers(carried: bytes) -> dict[str, str]:
-    lines = carried.decode(errors="replace").split("\n")
-    return {name: value for name, _, value in (line.partition(":") for line in lines)}

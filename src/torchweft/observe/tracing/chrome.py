@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,10 +24,12 @@ Event = dict[str, Any]
 Track = int | tuple[str, int]
 
 _US = 1e6
+_NS = 1e9
 _QUEUED_S = 20e-6
 """Shorter times in line are no slices, only arguments."""
-_UNKNOWN = 1 << 40
-"""Threads whose id at the system is unknown, and devices, are numbered from here on."""
+_UNKNOWN = 1 << 30
+"""Threads whose id at the system is unknown, and devices, are numbered from here on: beyond all ids
+of Linux, and within the 32 bits that importers have."""
 
 
 @dataclass(slots=True)
@@ -300,27 +303,38 @@ class _Tracks:
 def _events_of(
     place: int, one: Slice, pid: int, tracks: _Tracks, began_s: float
 ) -> Iterator[Event]:
-    began_us = _us(one.began_s - began_s)
+    began_ns = _ns(one.began_s - began_s)
+    began_us = _us(began_ns)
     tid = tracks.number_of(one.track)
     event = {"name": one.name, "cat": one.category, "pid": pid, "tid": tid, "ts": began_us}
-    ended_us = max(_us(one.ended_s - began_s), began_us)
+    taken_ns = max(_ns(one.ended_s - began_s) - began_ns, 0)
     if not one.is_apart:
-        event |= {"ph": "X", "dur": round(ended_us - began_us, 3), "args": one.args}
+        event |= {"ph": "X", "dur": _us(taken_ns), "args": one.args}
         if one.flow and (one.is_in or one.is_out):
             event |= {"bind_id": one.flow, "flow_out": one.is_out, "flow_in": one.is_in}
         yield event
         return
     identity = f"0x{place:x}"
     yield event | {"ph": "b", "id": identity, "args": one.args}
-    yield event | {"ph": "e", "id": identity, "ts": ended_us}
+    yield event | {"ph": "e", "id": identity, "ts": _us(began_ns + taken_ns)}
     if one.flow and (one.is_in or one.is_out):
         # An arrow cannot end at such a track: it ends at a mark in the thread.
         mark = event | {"ph": "X", "dur": 0, "cat": "mark", "args": {"call": one.args.get("call")}}
         yield mark | {"bind_id": one.flow, "flow_out": one.is_out, "flow_in": one.is_in}
 
 
-def _us(seconds: float) -> float:
-    return round(seconds * _US, 3)
+def _ns(seconds: float) -> int:
+    return round(seconds * _NS)
+
+
+def _us(nanoseconds: int) -> float:
+    """Returns microseconds that are so many nanoseconds when a thousand of them are cut off.
+
+    Perfetto cuts them off. The nearest number is sometimes below, and a slice could then end a
+    nanosecond after that around it.
+    """
+    found = nanoseconds / 1000
+    return found if int(found * 1000) == nanoseconds else math.nextafter(found, math.inf)
 
 
 def _in_flight(joined: Joined, numbers: Mapping[int, int], began_s: float) -> Iterator[Event]:
@@ -342,7 +356,7 @@ def _in_flight(joined: Joined, numbers: Mapping[int, int], began_s: float) -> It
             "ph": "C",
             "pid": numbers[sender],
             "tid": 0,
-            "ts": _us(at_s - began_s),
+            "ts": _us(_ns(at_s - began_s)),
             "args": {"bytes": in_flight[sender]},
         }
 

@@ -49,7 +49,7 @@ class Trace:
         path: The file, which is replaced.
         profiler: Whether ``torch.profiler`` runs on all workers meanwhile. What the program's own
             profiles record is merged in any case, if they end within the block.
-        limit: How many records each worker keeps, about 150 bytes each. For new records the oldest
+        limit: How many records each worker keeps, about 350 bytes each. For new records the oldest
             are dropped, and ``dropped`` counts them.
         timeout: Seconds to wait for the other workers, at the begin and at the end.
 

@@ -21,6 +21,7 @@ from torchweft.protocol.calls import SLOW_S, AnsweredCall
 from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Unread, Waiting
 from torchweft.rpc.batching.stacking import Parts
 from torchweft.rpc.batching.statistics import BatchStatistics, Counts
+from torchweft.rpc.worker import WORKER
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.fair_queue import LAST as RUN_LAST
@@ -49,7 +50,8 @@ class BatchQueue:
         self._name = name
         self._limit = options.limit
         self._agent = agent
-        self._runner = Runner(function, name, options)
+        self._worker = agent.slots[WORKER]
+        self._runner = Runner(function, name, options, self._worker)
         self._lock = threading.Lock()
         self._room = threading.Condition(self._lock)
         self._entries: dict[Waiting, Entry] = {}
@@ -90,13 +92,16 @@ class BatchQueue:
         self._carry_out(request)  # This thread looks at the tasks next.
 
     def put_or_wait(
-        self, call: Waiting, bound: tuple[Any, ...], parts: Parts, deadline_s: float
+        self, call: LocalCall, bound: tuple[Any, ...], parts: Parts, deadline_s: float
     ) -> bool:
         """Does as ``put`` for a thread of this worker, but waits for room; False if too late.
 
         Raises:
             ConfigurationError: The thread runs a batch of this queue.
         """
+        batches = self._worker.batches
+        if batches is not None:
+            call.context = batches.context_here()
         if threading.get_ident() == self._runs_in:
             raise ConfigurationError(
                 f"{self._name} is called within a batch of its own, and would wait for itself; "
@@ -269,6 +274,8 @@ class LocalCall:
         self.outcome: Outcome | None = None
         self.mark: Mark | None = None
         """The end of the GPU work that computes the result."""
+        self.context: object = None
+        """The context of the span in which it is made, while calls carry spans."""
         self._ended = threading.Event()
         self._is_given_up = False
 

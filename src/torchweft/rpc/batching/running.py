@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.rpc.batching import stacking
 from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs, shared_outputs
 from torchweft.rpc.batching.stacking import Parts, named, put_together
+from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.serialize.inline import decode_stacked
@@ -122,9 +124,17 @@ class Runner:
         function: Called with stacked arguments.
         name: Its name, for messages.
         options: The options of the decorator.
+        worker: The worker whose calls they are; None in a process that is no worker.
     """
 
-    def __init__(self, function: Callable[..., Any], name: str, options: Options) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        name: str,
+        options: Options,
+        worker: Worker | None = None,
+    ) -> None:
+        self._worker = worker
         self._function = function
         self._name = name
         self._options = options
@@ -232,7 +242,12 @@ class Runner:
 
     def _made(self, entries: list[Entry], args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
         """Calls the function with stacked arguments; returns its checked result."""
-        made = _outside_of_calls(self._function, *entries[0].bound, *args, **kwargs)
+        run = partial(_outside_of_calls, self._function, *entries[0].bound, *args, **kwargs)
+        batches = None if self._worker is None else self._worker.batches
+        if batches is None:
+            made = run()
+        else:
+            made = batches.run([entry.call for entry in entries], self._function, run)
         result = stacking.take_apart(made)
         stacking.check_rows(
             result, len(entries), self._name, lambda: [entry.caller for entry in entries]

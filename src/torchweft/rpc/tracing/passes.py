@@ -17,7 +17,7 @@ from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.autograd.walk import Reached
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.observing.trace import BACKWARD, FETCH, RAN
-from torchweft.rpc.tracing.links import Note, Number
+from torchweft.rpc.tracing.rows import Note, Number
 
 _MOST_NODES = 2000
 """Nodes of a part of a pass that are looked at for their names."""

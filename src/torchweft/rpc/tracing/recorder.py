@@ -1,18 +1,15 @@
 """Records what one worker does while it is traced.
 
 The types of calls, links and passes are replaced by subclasses that note rows. So a worker that is
-not traced pays nothing. A row is appended to a ring, which is one step of C: no lock is taken. Rows
-of calls and messages are bytes; see ``rows``.
+not traced pays nothing. ``rows`` keeps the rows.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import threading
 import time
 from _thread import get_ident
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -23,77 +20,28 @@ from torch.optim.optimizer import (
 )
 
 from torchweft.agent.agent import Slot
-from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.errors import ObserveError
-from torchweft.ids import ReferenceId
 from torchweft.probe import clock_id
-from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.membership.registration import HOST
 from torchweft.protocol.observing.trace import (
-    CREATED,
-    MADE,
     OFFERED,
     PULLED,
     RAN,
-    SERVED,
     STEP,
     Row,
 )
-from torchweft.rpc.completion import Call
-from torchweft.rpc.counting import key_of, name_of
-from torchweft.rpc.tracing.links import Note, Number, TracedLink, traced_link
+from torchweft.rpc.tracing.calls import Names, watcher_of
+from torchweft.rpc.tracing.links import TracedLinks
 from torchweft.rpc.tracing.passes import traced_messages, traced_pass
 from torchweft.rpc.tracing.profiling import Profiling
-from torchweft.rpc.tracing.rows import (
-    SERVED_ANSWERED,
-    pack_made,
-    pack_served,
-    set_time,
-    unpacked,
-)
+from torchweft.rpc.tracing.rows import Note, Number, Rows
 from torchweft.rpc.watching import Watcher, Watching
 from torchweft.rpc.worker import Worker
 from torchweft.transport.link import Link
-from torchweft.wire.messages import ERROR_REPLY, Kind
-
-_MOST_NAMES = 10_000
-_SETTLE_S = 0.1
-"""How long to wait for messages that are being written, before the counters are read."""
-
-
-class Names:
-    """The names of called functions; looked up once for each. Thread-safe.
-
-    Attributes:
-        by_key: The numbers of known functions.
-        all: The names by their numbers.
-    """
-
-    def __init__(self) -> None:
-        self.by_key: dict[Any, int] = {}
-        self.all: list[str] = []
-        self._numbers: dict[str, int] = {}
-        self._kept: list[object] = []
-        self._lock = threading.Lock()
-
-    def number_of(self, function: Any) -> int:
-        """Returns the number of a function's name."""
-        key = key_of(function)
-        number = self.by_key.get(key)
-        if number is None:
-            name = name_of(function)
-            with self._lock:
-                number = self._numbers.setdefault(name, len(self.all))
-                if number == len(self.all):
-                    self.all.append(name)
-                if len(self._kept) < _MOST_NAMES and not isinstance(key, str):
-                    # Kept, so that its id is not used again. Code has no captured values.
-                    self._kept.append(getattr(function, "__code__", function))
-                    self.by_key[key] = number
-        return number
+from torchweft.wire.messages import Kind
 
 
 class Recording:
@@ -109,14 +57,14 @@ class Recording:
     def __init__(self, trace: int, leader: int, limit: int, profiling: Profiling) -> None:
         self.trace = trace
         self.leader = leader
-        self.rows: deque[Any] = deque(maxlen=limit)
+        self.rows = Rows(limit)
         self.names = Names()
         self.began_s = time.monotonic()
         self.ended_s = 0.0
         self.own_calls: list[tuple[int, int]] = []
-        self.links: list[tuple[int, int, int]] = []
+        self.links = TracedLinks(self.rows)
+        self.counted: list[tuple[int, int, int]] = []
         self.dropped = 0
-        self.number: Number = itertools.count().__next__
         self.profiling = profiling
 
 
@@ -135,9 +83,6 @@ class Recorder:
         self._lock = threading.Lock()
         self._recording: Recording | None = None
         self._watcher: Watcher | None = None
-        self._plain_types: dict[type[Any], type[Link]] = {}
-        self._traced_types: dict[type[Link], type[TracedLink]] = {}
-        self._counted_before: dict[Link, tuple[int, int, int]] = {}
         self._hooks: list[Any] = []
         self.clock_id = clock_id()
         """Read here: calls of other workers open no file."""
@@ -183,16 +128,15 @@ class Recorder:
             self.forget(recording.trace)
 
     def _switch_on(self, recording: Recording) -> None:
-        note, number, names = recording.rows.append, recording.number, recording.names
+        rows, note, number = recording.rows, recording.rows.note, recording.rows.number
         parts = partial(traced_pass, note=note, number=number)
-        self._watcher = watcher_of(note, number, names)._replace(parts=parts)
+        self._watcher = watcher_of(rows, recording.names)._replace(parts=parts)
         self._watching.begin(self._watcher)
         agent, worker = self._agent, self._worker
         worker.tensor_messages.__class__ = traced_messages(note, number)
         worker.tensor_messages.on_offered = _note_offered(note, number)
         agent.on_pulled = _note_pulled(note, number)
         self._hooks = _note_steps(note, number)
-        self._traced_types, self._plain_types, self._counted_before = {}, {}, {}
         agent.links.on_made = self._trace_link
         for peer in list(agent.peers.values()):
             if peer.link is not None:
@@ -200,23 +144,13 @@ class Recorder:
 
     def _trace_link(self, link: Link, peer: Peer) -> None:
         recording = self._recording
-        if recording is None or isinstance(link, tuple(self._plain_types)):
-            return
-        base = type(link)
-        if base not in self._traced_types:
-            traced = traced_link(base, recording.rows.append, recording.number)
-            self._traced_types[base], self._plain_types[traced] = traced, base
-        self._counted_before[link] = (peer.id, link.bytes_sent, link.bytes_received)
-        vars(link).update(traced_peer=peer.id, traced_own=())
-        link.__class__ = self._traced_types[base]
+        if recording is not None:
+            recording.links.begin(link, peer.id)
 
-    def _switch_off(self) -> None:
+    def _switch_off(self, recording: Recording) -> None:
         agent, worker = self._agent, self._worker
         agent.links.on_made = None
-        for link in self._counted_before:
-            plain = self._plain_types.get(type(link))
-            if plain is not None:
-                link.__class__ = plain
+        recording.links.end()
         agent.on_pulled = None
         worker.tensor_messages.on_offered = None
         worker.tensor_messages.__class__ = TensorMessages
@@ -235,17 +169,10 @@ class Recorder:
             recording = self._checked(trace)
             if not recording.ended_s:
                 self._note_own_call(recording)
-                counted = self._counted_before.items()
-                for link, _ in counted:  # A thread counts a message after it has written it.
-                    link.drain(_SETTLE_S)
-                recording.links = [
-                    (peer, link.bytes_sent - sent, link.bytes_received - received)
-                    for link, (peer, sent, received) in counted
-                ]
-                self._switch_off()
+                recording.counted = recording.links.counted()
+                self._switch_off(recording)
                 recording.ended_s = time.monotonic()
-                self._counted_before = {}
-                recording.dropped = recording.number() - len(recording.rows)
+                recording.dropped = recording.rows.end()
                 recording.profiling.end()
             return self._about(recording)
 
@@ -266,7 +193,7 @@ class Recorder:
                 if each.ident is not None
             },
             "own_calls": recording.own_calls,
-            "links": recording.links,
+            "links": recording.counted,
             "dropped": recording.dropped,
             "profiled_dropped": profiling.dropped,
         }
@@ -283,12 +210,10 @@ class Recorder:
         with self._lock:
             recording = self._checked(trace)
             rows, profiling = recording.rows, recording.profiling
-            taken = [rows.popleft() for _ in range(min(count, len(rows)))]
-            profiled = profiling.take(count)
+            taken, profiled = rows.take(count), profiling.take(count)
             if not (taken or profiled):
                 self._drop()
-            names = recording.names.all
-            return [unpacked(row, names) for row in taken], profiled
+            return taken, profiled
 
     def forget(self, trace: int) -> None:
         """Ends a trace without its rows; nothing if the worker does not record it."""
@@ -297,7 +222,7 @@ class Recorder:
             if recording is None or recording.trace != trace:
                 return
             if not recording.ended_s:
-                self._switch_off()
+                self._switch_off(recording)
                 recording.profiling.end()
             self._drop()
 
@@ -323,115 +248,6 @@ class Recorder:
 
 
 RECORDER: Slot[Recorder] = Slot()
-
-
-def watcher_of(note: Note, number: Number, names: Names) -> Watcher:
-    """Returns what derives the types of calls that are noted."""
-    known, name_for = names.by_key, names.number_of
-    clock: Callable[[], float] = time.monotonic
-    failed = ERROR_REPLY
-
-    def pending(base: type[PendingCall]) -> type[PendingCall]:
-        init, finish = base.__init__, base.finish
-
-        class Traced(base):  # type: ignore[valid-type, misc]
-            """A call that is noted at its caller, before those that wait for it go on."""
-
-            __slots__ = ("thread",)
-
-            def __init__(
-                self,
-                worker: int,
-                worker_name: str,
-                function: Any,
-                timeout_s: float,
-                on_done: Callable[[PendingCall], None] | None = None,
-                parent: ServedCall | None = None,
-            ) -> None:
-                init(self, worker, worker_name, function, timeout_s, on_done, parent)
-                self.thread = get_ident()
-
-            def finish(self) -> None:
-                function, frame, parent = self.function, self.frame, self.parent
-                try:
-                    name = known[id(function.__code__)]
-                except (AttributeError, KeyError):
-                    name = name_for(function)
-                row = pack_made(
-                    MADE,
-                    number(),
-                    self.started_s,
-                    clock(),
-                    self.thread,
-                    self.worker,
-                    self.number,
-                    name,
-                    -1 if parent is None else parent.peer.id,
-                    0 if parent is None else parent.number,
-                    self.on_done is not None,
-                    frame is None or frame[1] & failed != 0,
-                )
-                note(row)
-                finish(self)
-
-        return Traced
-
-    def served(base: type[Call]) -> type[Call]:
-        begins, answer = base.begins, base.__call__
-
-        class Traced(base):  # type: ignore[valid-type, misc]
-            """A served call that is noted before its caller goes on."""
-
-            __slots__ = ("began_s", "creation", "thread")
-
-            def begins(self, creation: int, remaining_s: float, now_s: float) -> bool:
-                self.began_s, self.creation, self.thread = now_s, creation, get_ident()
-                does_begin: bool = begins(self, creation, remaining_s, now_s)
-                return does_begin
-
-            def __call__(self, result: Any, error: BaseException | None) -> None:
-                if self.has_ended:
-                    answer(self, result, error)
-                    return
-                function, now_s = self.function, clock()
-                try:
-                    name = known[function]
-                except (TypeError, KeyError):
-                    name = name_for(function)
-                try:
-                    row = bytearray(
-                        pack_served(
-                            SERVED,
-                            number(),
-                            self.arrived_s,
-                            self.began_s,
-                            now_s,
-                            now_s,
-                            self.thread,
-                            get_ident(),
-                            self.peer.id,
-                            self.number,
-                            self.creation,
-                            name,
-                            self.context_id,
-                            error is not None,
-                        )
-                    )
-                except AttributeError:  # It fails before its turn has come.
-                    answer(self, result, error)
-                    return
-                note(row)
-                answer(self, result, error)
-                set_time(row, SERVED_ANSWERED, clock())
-
-        return Traced
-
-    def note_creation(function: Any, reference: ReferenceId) -> None:
-        name = names.all[name_for(function)]
-        owner, creation = reference.owner, reference.number
-        note((number(), CREATED, clock(), get_ident(), owner, creation, name))
-
-    return Watcher(pending, served, note_creation, is_brief=True)
 
 
 def _note_offered(

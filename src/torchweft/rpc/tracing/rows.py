@@ -1,81 +1,104 @@
-"""Packs the records of calls and messages, of which there are many, as bytes.
+"""The rows of one recording: plain tuples, of which each step of a call notes one.
 
-Each object that the garbage collector tracks and that is kept brings its next collection nearer;
-collections would take longer than all else that a trace does. It does not track bytes. A time that
-is known only later is packed into its place.
+All that happens while a call waits is kept short: numbers and times as they are, and of a message
+the bytes that tell its numbers. They are understood when the rows are taken.
+
+A row of a call or message contains nothing but numbers, texts, bytes and flags. So the garbage
+collector stops to track it when it has first seen it: kept rows make no collection longer. A row is
+appended to a ring, in one step of C, and no lock is taken. A time that is known only later is noted
+beside it, under its number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from struct import Struct
+import itertools
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from torchweft.protocol.observing.trace import MADE, RECEIVED, SENT, SERVED, Row
+from torchweft.protocol.observing.trace import RECEIVED, SENT, SERVED, Row
 from torchweft.rpc.tracing.heads import LENGTHS, context_of, ids_in
-from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer
+from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import Kind
 
-_TIME = Struct("<d")
-_MADE = Struct("<BQddQqQIqQ??")
-_SERVED = Struct("<BQddddQQqQqIQ?")
-_SENT = Struct("<BQddQqI")
-_RECEIVED = Struct("<BQdQqIBBQ")
+Note = Callable[[Any], None]
+Number = Callable[[], int]
 
-PACK_SENT: Sequence[Callable[..., bytes] | None] = [
-    Struct(f"{_SENT.format}{HEADER_BYTES + LENGTHS[kind]}s").pack
-    if kind in (Kind.CALL, Kind.REPLY)
-    else None
+HEAD_OF_CONTROL: Sequence[slice | None] = [
+    slice(LENGTHS[kind]) if kind in LENGTHS else None for kind in range(256)
+]
+"""Cuts from a control part what is kept of it, by the kind of message. None for kinds without a
+fixed size: see ``heads.head_in``."""
+HEAD_OF_MESSAGE: Sequence[slice | None] = [
+    slice(HEADER_BYTES + LENGTHS[kind]) if kind in (Kind.CALL, Kind.REPLY) else None
     for kind in range(256)
 ]
-"""Packs a message of one of the usual kinds, by its kind. The last argument is the whole message:
-only its head is taken. For other messages there is ``pack_sent``."""
-pack_made, pack_served = _MADE.pack, _SERVED.pack
-pack_sent, pack_received = _SENT.pack, _RECEIVED.pack
-set_time = _TIME.pack_into
-"""Called with a row, a place and a time."""
-SENT_ENDED = 1 + 8 + 8
-"""The place of the time at which a message had been written."""
-SERVED_ANSWERED = 1 + 8 + 3 * 8
-"""The place of the time at which a call had been answered."""
+"""Cuts from a whole message of one of the usual kinds what is kept of it. None for other kinds."""
 
 
-def unpacked(row: Buffer | Row, names: Sequence[str]) -> Row:
-    """Returns a row as it travels: its number, its tag, and the fields of its record.
+class Rows:
+    """The newest rows of one recording. Thread-safe.
 
     Args:
-        row: A row as it was noted.
-        names: The names of functions, by their numbers in rows.
+        limit: How many are kept.
+
+    Attributes:
+        note: Takes a row: its number, its tag, and fields.
+        note_end: Takes the number of a row of a message or of a served call, and the time at which
+            that was written or answered. Until then, that is the last time in the row.
+        number: Returns the number of the next row.
     """
-    if isinstance(row, tuple):
-        return row
-    return _UNPACK[row[0]](row, names)
+
+    def __init__(self, limit: int) -> None:
+        self._rows: deque[Row] = deque(maxlen=limit)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=limit)
+        self._ended: dict[int, float] = {}
+        self.note: Note = self._rows.append
+        self.note_end: Note = self._ends.append
+        self.number: Number = itertools.count().__next__
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def end(self) -> int:
+        """Is called once, when no new row is noted; returns how many rows were dropped."""
+        return self.number() - len(self._rows)
+
+    def take(self, count: int) -> list[Row]:
+        """Takes out the oldest rows, as they travel: with the fields of their records."""
+        while self._ends:  # A thread may still note the end of its last message.
+            number, at_s = self._ends.popleft()
+            self._ended[number] = at_s
+        taken = [self._rows.popleft() for _ in range(min(count, len(self._rows)))]
+        return [self._complete(row) for row in taken]
+
+    def _complete(self, row: Row) -> Row:
+        complete = _COMPLETE.get(row[1])
+        return row if complete is None else complete(row, self._ended)
 
 
-def _made(row: Buffer, names: Sequence[str]) -> Row:
-    tag, number, started_s, ended_s, thread, callee, call, name, *rest = _MADE.unpack(row)
-    return (number, tag, started_s, ended_s, thread, callee, call, names[name], *rest)
+def _served(row: Row, ended: Mapping[int, float]) -> Row:
+    number, tag, arrived_s, began_s, ended_s, *fields, context_id, failed = row
+    answered_s = ended.get(number, ended_s)
+    context_id = context_of(context_id)
+    return (number, tag, arrived_s, began_s, ended_s, answered_s, *fields, context_id, failed)
 
 
-def _served(row: Buffer, names: Sequence[str]) -> Row:
-    tag, number, *fields, name, context_id, failed = _SERVED.unpack(row)
-    return (number, tag, *fields, names[name], context_of(context_id), failed)
-
-
-def _sent(row: Buffer, _: Sequence[str]) -> Row:
-    tag, number, *front, size_bytes = _SENT.unpack_from(row)
-    head = bytes(row[_SENT.size :])
+def _sent(row: Row, ended: Mapping[int, float]) -> Row:
+    number, tag, began_s, thread, peer, size_bytes, head = row
     kind, flags, count, control_bytes, identity = HEADER.unpack_from(head)
-    ids = ids_in(kind, flags, head[HEADER_BYTES:], control_bytes)
+    ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
     stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
+    front = (number, tag, began_s, ended.get(number, began_s), thread, peer)
     told = (ids.context_id, ids.message_id, ids.creation, ids.inline_bytes, stream_bytes)
-    return (number, tag, *front, kind, identity, size_bytes, *told)
+    return (*front, kind, identity, size_bytes, *told)
 
 
-def _received(row: Buffer, _: Sequence[str]) -> Row:
-    tag, number, *front, size_bytes, kind, flags, identity = _RECEIVED.unpack_from(row)
-    ids = ids_in(kind, flags, bytes(row[_RECEIVED.size :]), size_bytes - HEADER_BYTES)
+def _received(row: Row, _: Mapping[int, float]) -> Row:
+    *front, size_bytes, kind, flags, identity, head = row
+    ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
     told = (ids.context_id, ids.message_id, ids.creation)
-    return (number, tag, *front, kind, identity, size_bytes, *told)
+    return (*front, kind, identity, size_bytes, *told)
 
 
-_UNPACK = {MADE: _made, SERVED: _served, SENT: _sent, RECEIVED: _received}
+_COMPLETE = {SERVED: _served, SENT: _sent, RECEIVED: _received}

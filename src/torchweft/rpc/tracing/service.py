@@ -19,7 +19,7 @@ from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.serialize.registry import remotely_callable
 
 MOST_ROWS = 5_000_000
-"""Records that a worker keeps at most, about 150 bytes each."""
+"""Records that a worker keeps at most, about 350 bytes each."""
 BATCH = 20_000
 """Records in one answer."""
 

@@ -17,6 +17,7 @@ from torchweft.observe.metrics.measures import Metric, measures_of
 from torchweft.observe.metrics.prometheus import Endpoint, family_of
 from torchweft.protocol.observing.latency import bucket_of
 from torchweft.protocol.observing.report import FunctionCounts
+from torchweft.scraping import Address
 
 LIMIT_S = 20.0
 COUNTS = FunctionCounts('say "f"\\', "out", 3, 1, {str(bucket_of(0.01)): 2}, 0.02)
@@ -36,7 +37,8 @@ def test_names_follow_the_rules_of_opentelemetry() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_prometheus_reads_the_same_numbers(host: str) -> None:
-    endpoint = Endpoint(metrics, host, 0, "test-metrics")
+    endpoint = Endpoint(Address(host, 0))
+    endpoint.serve(metrics, "test-metrics")
     try:
         with urllib.request.urlopen(endpoint.url, timeout=LIMIT_S) as answer:
             text = answer.read().decode()
@@ -67,11 +69,12 @@ def test_prometheus_reads_the_same_numbers(host: str) -> None:
 
 def test_a_port_in_use_is_told() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError):
-        Endpoint(metrics, "127.0.0.1", taken.getsockname()[1], "test-metrics")
+        Endpoint(Address("127.0.0.1", taken.getsockname()[1]))
 
 
 def test_after_its_end_nobody_listens() -> None:
-    endpoint = Endpoint(metrics, "127.0.0.1", 0, "test-metrics")
+    endpoint = Endpoint(Address("127.0.0.1", 0))
+    endpoint.serve(metrics, "test-metrics")
     endpoint.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(endpoint.url, timeout=LIMIT_S)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.made_up_traces import CONTEXT, MAIN, SERVING, call, step, worker
-from tests.trace_reader import Found, check_nesting, read_trace
+from tests.trace_reader import Event, Found, ns, read_events, read_trace
 from torchweft.errors import ObserveError
 from torchweft.observe.tracing import chrome
 from torchweft.observe.tracing.graph import graph_of
@@ -107,18 +108,85 @@ def test_any_work_of_threads_nests(seed: int, path: Path) -> None:
     made_up = random.Random(seed)
     records: list[Record] = []
     for number in range(40):
-        began_s = made_up.randrange(100) / 10
-        ended_s = began_s + made_up.randrange(30) / 10
+        # Some times are equal, and some differ by nanoseconds.
+        began_s = made_up.randrange(100) / 10 + made_up.randrange(4) * 1e-9
+        ended_s = began_s + made_up.randrange(30) / 10 + made_up.randrange(4) * 1e-9
         thread = made_up.choice((MAIN, SERVING, 33))
         records.append(Ran(began_s, ended_s, thread, STEP, f"step {number}", 0, ()))
     found = written(join([(worker(0, records), SAME), (worker(1, []), SAME)]), path)
     assert len(found.of(STEP)) == len(records)
 
 
-def test_the_reader_of_these_tests_sees_slices_that_overlap() -> None:
-    track = {"pid": 1, "tid": 1}
+def test_times_are_exact_in_an_importer_that_cuts_nanoseconds_off() -> None:
+    made_up = random.Random(1)
+    times = [*range(5000), *[made_up.randrange(10**12) for _ in range(5000)]]
+    assert [ns(chrome._us(each)) for each in times] == times
+    assert [ns(round(each / 1000, 3)) for each in times] != times
+
+
+Break = Callable[[list[Event]], object]
+
+
+def one(events: list[Event], **fields: object) -> Event:
+    """Returns the first event with these fields."""
+    return next(each for each in events if fields.items() <= each.items())
+
+
+BREAKS: dict[str, Break] = {
+    "a field is missing": lambda events: one(events, ph="X").pop("dur"),
+    "a field is unknown": lambda events: one(events, ph="X").update(color="red"),
+    "a process has no name": lambda events: events.remove(one(events, name="process_name")),
+    "a track has no name": lambda events: events.remove(one(events, name="thread_name")),
+    "a track has two names": lambda events: events.append(one(events, name="thread_name")),
+    "a name is for no track": lambda events: one(events, name="thread_name").update(tid=77),
+    "a thread has 33 bits": lambda events: one(events, ph="X").update(tid=1 << 32),
+    "a time is a text": lambda events: one(events, ph="X").update(ts="1"),
+    "a time is before the begin": lambda events: one(events, ph="X").update(ts=-1.0),
+    "a slice takes less than no time": lambda events: one(events, ph="X").update(dur=-0.001),
+    "events are not in order": lambda events: events.append(one(events, ph="X")),
+    "an end has another name": lambda events: one(events, ph="e").update(name="other"),
+    "an end is missing": lambda events: events.remove(one(events, ph="e")),
+    "a begin is missing": lambda events: events.remove(one(events, ph="b")),
+    "an id is there twice": lambda events: events.extend(
+        [one(events, ph="b") | {"pid": 2, "ts": 9e9}, one(events, ph="e") | {"pid": 2, "ts": 9e9}]
+    ),
+    "bytes are less than none": lambda events: one(events, ph="C")["args"].update(bytes=-1),
+    "bytes are never read": lambda events: events.append(
+        one(events, ph="C") | {"ts": 9e9, "args": {"bytes": 5}}
+    ),
+    "an arrow does not end": lambda events: one(
+        events, ph="X", flow_in=True, flow_out=False
+    ).update(bind_id=99),
+    "an arrow begins twice": lambda events: one(
+        events, ph="X", flow_in=True, flow_out=False
+    ).update(flow_in=False, flow_out=True),
+    "an arrow leads backwards": lambda events: [
+        each.update(flow_in=each["flow_out"], flow_out=each["flow_in"])
+        for each in events
+        if "bind_id" in each
+    ],
+    "a slice ends two nanoseconds late": lambda events: events.extend(
+        one(events, ph="X") | {"ts": 9e9, "dur": dur} for dur in (1.0, 1.002)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_the_reader_of_these_tests_sees_each_broken_rule(name: str, path: Path) -> None:
+    written(step(), path)
+    content = json.loads(path.read_text())
+    events = content["traceEvents"]
+    read_events(json.loads(json.dumps(events)), {})
+    BREAKS[name](events)
+    with pytest.raises((AssertionError, KeyError)):
+        read_events(json.loads(json.dumps(events)), {})
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', '{"a": NaN}', '{"a": Infinity}'])
+def test_the_reader_of_these_tests_refuses_what_is_no_json(text: str, path: Path) -> None:
+    path.write_text(text)
     with pytest.raises(AssertionError):
-        check_nesting([{**track, "ts": 0, "dur": 10}, {**track, "ts": 5, "dur": 10}])
+        read_trace(path)
 
 
 # What is read from the file

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
-import itertools
+import threading
 import weakref
 from typing import Any
 
@@ -14,8 +14,8 @@ from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.trace import Created, Made, Served, read
 from torchweft.rpc.completion import Call
-from torchweft.rpc.tracing.recorder import Names, watcher_of
-from torchweft.rpc.tracing.rows import unpacked
+from torchweft.rpc.tracing.calls import Names, watcher_of
+from torchweft.rpc.tracing.rows import Rows
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 
@@ -35,7 +35,7 @@ class Caller:
 class Answers:
     """Takes the answers of calls; the row of a call exists before it is answered."""
 
-    def __init__(self, rows: list[Any]) -> None:
+    def __init__(self, rows: Rows) -> None:
         self.rows, self.told = rows, []  # type: ignore[var-annotated]
 
     def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
@@ -46,13 +46,13 @@ class Answers:
 
 
 class Noting:
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self.names = Names()
-        self.watcher = watcher_of(self.rows.append, itertools.count().__next__, self.names)
+    def __init__(self, limit: int = 100) -> None:
+        self.rows = Rows(limit)
+        self.watcher = watcher_of(self.rows, Names())
 
     def records(self) -> list[Any]:
-        return read([unpacked(row, self.names.all) for row in self.rows])
+        self.rows.end()
+        return read(self.rows.take(100))
 
     def served(self) -> tuple[Any, Answers]:
         call = self.watcher.served(Call)(Caller(), REQUEST, 1.0)
@@ -67,7 +67,7 @@ def test_a_call_is_noted_when_it_ends(frame: Frame | None) -> None:
     parent, _ = noting.served()
     call = noting.watcher.pending(PendingCall)(9, "callee", work, 5.0, None, parent)
     call.number, call.frame = 12, frame
-    assert noting.rows == []
+    assert len(noting.rows) == 0
     call.finish()
     assert call.is_done
     (made,) = noting.records()
@@ -75,6 +75,7 @@ def test_a_call_is_noted_when_it_ends(frame: Frame | None) -> None:
     assert (made.callee, made.number, made.function) == (9, 12, f"{__name__}.work")
     assert (made.parent_caller, made.parent_number) == (3, 7)
     assert (made.is_async, made.failed) == (False, True)
+    assert made.thread == threading.get_ident()
     assert made.started_s <= made.ended_s
 
 
@@ -90,7 +91,7 @@ def test_a_served_call_is_noted_before_it_is_answered() -> None:
     assert (served.function, served.context_id, served.failed) == ("m.work", 5, False)
     assert served.ended_s <= served.answered_s
     call("again", None)
-    assert len(noting.rows) == 1
+    assert len(noting.rows) == 0
 
 
 def test_a_call_that_fails_before_its_turn_is_answered_all_the_same() -> None:
@@ -100,6 +101,7 @@ def test_a_call_that_fails_before_its_turn_is_answered_all_the_same() -> None:
     call.fail(error)
     assert answers.told == [(7, error, 0)]
     assert call.has_ended
+    assert len(noting.rows) == 0
 
 
 def test_a_made_value_is_noted_with_its_reference() -> None:
@@ -114,7 +116,33 @@ def test_watchers_may_watch_together() -> None:
     first, second = Noting(), Noting()
     both = second.watcher.pending(first.watcher.pending(PendingCall))
     both(9, "callee", work, 5.0).finish()
-    assert len(first.rows) == len(second.rows) == 1
+    assert len(first.records()) == len(second.records()) == 1
+
+
+def test_the_newest_rows_are_kept_and_the_others_counted() -> None:
+    noting = Noting(limit=3)
+    for number in range(5):
+        call, _ = noting.served()
+        call.begins(-1, 5.0, float(number))
+        call("result", None)
+    assert noting.rows.end() == 2
+    records = read(noting.rows.take(2)) + read(noting.rows.take(2))
+    assert [each.began_s for each in records] == [2.0, 3.0, 4.0]
+    assert all(each.answered_s > each.ended_s for each in records)
+
+
+def test_rows_are_not_tracked_by_the_garbage_collector() -> None:
+    """Kept objects that it tracks would make each collection longer."""
+    noting = Noting()
+    call, _ = noting.served()
+    call.begins(-1, 5.0, 1.0)
+    call("result", None)
+    noting.watcher.pending(PendingCall)(9, "callee", work, 5.0).finish()
+    noting.watcher.note_creation(work, ReferenceId(1, 2, 8))
+    gc.collect()
+    kept = [*noting.rows._rows, *noting.rows._ends]
+    assert len(kept) == 4
+    assert not any(map(gc.is_tracked, kept))
 
 
 def test_names_keep_no_captured_value_alive() -> None:
@@ -124,8 +152,9 @@ def test_names_keep_no_captured_value_alive() -> None:
     watched = weakref.ref(value)
     names = Names()
     made = [lambda value=value: value, functools.partial(work, value), [value].append]
-    numbers = [names.number_of(each) for each in made]
-    assert numbers == [names.number_of(each) for each in made] == [0, 1, 2]
+    found = [names.name_of(each) for each in made]
+    assert found == [names.name_of(each) for each in made]
+    assert len({*found}) == 3
     del value, made
     gc.collect()
     assert watched() is None
