@@ -1,16 +1,18 @@
 """Accepts and authenticates the connections that other workers dial to one worker.
 
-Unauthenticated connections are limited in number, by ``Strangers``, and in time. An unauthenticated
-peer learns only that its proof failed.
+Unauthenticated connections are limited in number, by ``Strangers``, and in time. Those of members
+are told from those of strangers by their vouchers. An unauthenticated peer learns only that its
+proof failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torchweft import knobs
@@ -30,6 +32,7 @@ from torchweft.transport.link import shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import secure_server
+from torchweft.transport.voucher import look_for_number
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
@@ -74,12 +77,23 @@ class Acceptor:
         }
         self._dial = dial
         self._lock = threading.Lock()
-        self._strangers: Strangers[socket.socket] = Strangers(knobs.STRANGER_LIMIT.get())
+        self._strangers: Strangers[socket.socket] = Strangers(
+            knobs.STRANGER_LIMIT.get(),
+            lambda connection: look_for_number(connection, connector.key, connector.worker),
+        )
 
-    def accept(self, connection: socket.socket) -> None:
-        """Takes a new connection: has it greeted now or later, or closes it."""
+    def accept(self, connections: Iterable[socket.socket]) -> None:
+        """Takes new connections: has each greeted now or later, or closes it.
+
+        Args:
+            connections: Accepts all connections that are ready, one at a time.
+        """
         with self._lock:
-            self._act(self._strangers.came(connection))
+            try:
+                for connection in connections:
+                    self._act(self._strangers.came(connection))
+            finally:
+                self._act(self._strangers.serve())
 
     def close(self) -> None:
         """Closes unauthenticated connections and refuses later ones."""
@@ -111,10 +125,15 @@ class Acceptor:
         addresses.tune(connection)
         if not connector.has_secret:
             check_user(connection)
-        if connection.family != socket.AF_UNIX and connector.tls is not None:
-            connection = secure_server(connection, connector.tls, connector.timeout_s)
+        tls = None if connection.family == socket.AF_UNIX else connector.tls
+        if tls is not None:
+            self._await_first_bytes(connection, deadline_s)
+            remaining_s = max(deadline_s - time.monotonic(), 0.01)
+            connection = secure_server(connection, tls, remaining_s)
         try:
             handshake = Handshake.accept(connection, connector.key, deadline_s, self._observers_key)
+            if tls is None:
+                self._await_first_bytes(connection, deadline_s)
             return connection, handshake, handshake.receive(Kind.HELLO)
         except NotProven:
             with connection:
@@ -123,6 +142,14 @@ class Acceptor:
         except BaseException:
             connection.close()
             raise
+
+    def _await_first_bytes(self, connection: socket.socket, deadline_s: float) -> None:
+        """Waits until there is something to read, and looks for a voucher in it."""
+        arrived = select.poll()
+        arrived.register(connection, select.POLLIN)
+        arrived.poll(max(deadline_s - time.monotonic(), 0.0) * 1e3)
+        with self._lock:
+            self._act(self._strangers.heard(connection))
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
         said = Hello.from_facts(greeting.facts)

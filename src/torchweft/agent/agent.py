@@ -17,7 +17,7 @@ import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -47,6 +47,7 @@ from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.served_streams import ServedStreams
 from torchweft.runtime.timers import ReactorChecks, Timers
 from torchweft.secret import Secret, key_of_observers
+from torchweft.transport import addresses
 from torchweft.transport.link import Link
 from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
@@ -280,9 +281,7 @@ class Agent:
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
-            with contextlib.suppress(BlockingIOError):
-                connection, _ = listener.accept()
-                self._acceptor.accept(connection)
+            self._acceptor.accept(_all_ready(listener))
         finally:
             self.reactor.resume_reading(listener.fileno())
 
@@ -426,6 +425,13 @@ class Agent:
         for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()
+
+
+def _all_ready(listener: socket.socket) -> Iterator[socket.socket]:
+    """Accepts the connections that have come, as many as the system keeps ready."""
+    with contextlib.suppress(BlockingIOError):
+        for _ in range(addresses.BACKLOG):
+            yield listener.accept()[0]
 
 
 def _on_verdict(peer: Peer, frame: Frame) -> None:

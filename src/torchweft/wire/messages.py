@@ -77,6 +77,7 @@ class Kind(enum.IntEnum):
     DEVICE_FREED = 28
     REMOTE_MEMORY = 29
     CALL_IN_SPAN = 30
+    VOUCHER = 31
 
 
 ERROR_REPLY = 1
