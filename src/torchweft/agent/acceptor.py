@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torchweft import knobs
@@ -35,6 +35,9 @@ from torchweft.transport.secure import secure_server
 from torchweft.transport.voucher import look_for_number
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
+
+_AT_A_TIME = 32
+"""Connections that are accepted before the thread looks for other events."""
 
 
 class Lookup(Protocol):
@@ -82,18 +85,19 @@ class Acceptor:
             lambda connection: look_for_number(connection, connector.key, connector.worker),
         )
 
-    def accept(self, connections: Iterable[socket.socket]) -> None:
-        """Takes new connections: has each greeted now or later, or closes it.
+    def accept(self, listener: socket.socket) -> None:
+        """Takes some of the connections that are ready: has each greeted, or closes it.
 
-        Args:
-            connections: Accepts all connections that are ready, one at a time.
+        Returns soon: to be called again while ``listener``, which does not wait, has more.
         """
         with self._lock:
-            try:
-                for connection in connections:
-                    self._act(self._strangers.came(connection))
-            finally:
-                self._act(self._strangers.serve())
+            for _ in range(_AT_A_TIME):
+                try:
+                    connection, _ = listener.accept()
+                except BlockingIOError:
+                    self._act(self._strangers.all_came())
+                    return
+                self._act(self._strangers.came(connection))
 
     def close(self) -> None:
         """Closes unauthenticated connections and refuses later ones."""
@@ -106,6 +110,8 @@ class Acceptor:
 
     def greet(self, stranger: socket.socket) -> None:
         """Performs the handshake and keeps the connection if the peer belongs to the group."""
+        with self._lock:
+            self._act(self._strangers.began(stranger))
         try:
             connection, handshake, greeting = self._greet(stranger)
         except Exception:

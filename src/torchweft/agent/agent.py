@@ -11,13 +11,12 @@ module that defines such an object also makes its key, a ``Slot`` of its type.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -47,7 +46,6 @@ from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.served_streams import ServedStreams
 from torchweft.runtime.timers import ReactorChecks, Timers
 from torchweft.secret import Secret, key_of_observers
-from torchweft.transport import addresses
 from torchweft.transport.link import Link
 from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
@@ -281,7 +279,7 @@ class Agent:
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
-            self._acceptor.accept(_all_ready(listener))
+            self._acceptor.accept(listener)
         finally:
             self.reactor.resume_reading(listener.fileno())
 
@@ -425,13 +423,6 @@ class Agent:
         for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()
-
-
-def _all_ready(listener: socket.socket) -> Iterator[socket.socket]:
-    """Accepts the connections that have come, as many as the system keeps ready."""
-    with contextlib.suppress(BlockingIOError):
-        for _ in range(addresses.BACKLOG):
-            yield listener.accept()[0]
 
 
 def _on_verdict(peer: Peer, frame: Frame) -> None:

@@ -32,8 +32,6 @@ class TcpAddress(NamedTuple):
         return f"{_SCHEMES[self.is_secure]}:{self.host}:{self.port}"
 
 
-BACKLOG = 1024
-"""Connections that the system keeps ready for a listener."""
 _SCHEMES = ("tcp", "tls")
 LOOPBACK = "127.0.0.1"
 _ANY_PORT = 9
@@ -63,7 +61,7 @@ def listen_unix() -> tuple[socket.socket, UnixAddress]:
     address = UnixAddress(f"weft-{secrets.token_hex(16)}")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(f"\0{address.name}")
-    listener.listen(BACKLOG)
+    listener.listen(1024)
     return listener, address
 
 
@@ -122,7 +120,7 @@ def listen_tcp(host: str, *, is_secure: bool = False) -> tuple[socket.socket, Tc
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         listener.bind((host, 0))
-        listener.listen(BACKLOG)
+        listener.listen(1024)
     except OSError as error:
         listener.close()
         raise ConfigurationError(

@@ -433,10 +433,11 @@ def test_who_closes_turns_away_who_has_not_said_who_it_is(pair: list[Member]) ->
         second.close()
         assert time.monotonic() - began_s < AT_ONCE_S - 1
         assert is_hung_up_on(stranger)
-    late, other = socket.socketpair()
-    with other:
-        second.agent._acceptor.accept([late])
-        assert late.fileno() == -1
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        with socket.create_connection(listener.getsockname(), LIMIT_S) as late:
+            second.agent._acceptor.accept(listener)
+            assert is_hung_up_on(late)
 
 
 def test_another_key_opens_nothing(pair: list[Member]) -> None:

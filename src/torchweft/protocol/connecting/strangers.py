@@ -9,9 +9,9 @@ place. All others are strangers'. A voucher counts once, so that a copy of it is
 
 The latest stranger is the first to get a thread. If connections come faster than threads become
 free, the oldest waiting ones go unserved. Served in their order, each would get its thread just
-before it had to go, and no observer, nor a member whose voucher is late, would get in. Threads
-begin only when all connections that are ready have come: the faster strangers come, the fewer of
-them cost more than to be closed.
+before it had to go, and no observer, nor a member whose voucher is late, would get in. The next
+stranger is served only when all connections that are ready have come, and when the thread of the
+one before has begun. So the faster strangers come, the more of them cost no more than to be closed.
 """
 
 from __future__ import annotations
@@ -61,6 +61,9 @@ class Strangers(Generic[C]):
         self._look = look
         self._members: set[C] = set()
         """Connections with a voucher; each occupies a thread."""
+        self._are_more_ready = False
+        self._beginning: C | None = None
+        """The stranger's connection whose thread has yet to begin."""
         self._open: dict[C, None] = {}
         """Other connections that have not been told to go, the oldest first."""
         self._silent: set[C] = set()
@@ -74,12 +77,13 @@ class Strangers(Generic[C]):
         self._is_closed = False
 
     def came(self, connection: C) -> Admissions[C]:
-        """Takes a new connection; ``serve`` must follow when no more connections are ready."""
+        """Takes a new connection; ``all_came`` must follow when no more connections are ready."""
         if self._is_closed:
             return [(Admission.CLOSE, connection)]
         if self._brings_voucher(connection):
             self._members.add(connection)
             return [(Admission.BEGIN, connection)]
+        self._are_more_ready = True
         done: Admissions[C] = []
         while len(self._open) >= self._limit:
             oldest = next(iter(self._open))
@@ -92,14 +96,16 @@ class Strangers(Generic[C]):
         self._waiting.append(connection)
         return done
 
-    def serve(self) -> Admissions[C]:
-        """Begins to serve strangers, the latest first, as far as threads are free."""
-        begun: Admissions[C] = []
-        while self._waiting and len(self._served) < self._limit:
-            connection = self._waiting.pop()
-            self._served.add(connection)
-            begun.append((Admission.BEGIN, connection))
-        return begun
+    def all_came(self) -> Admissions[C]:
+        """Notes that no more connections are ready."""
+        self._are_more_ready = False
+        return self._serve()
+
+    def began(self, connection: C) -> Admissions[C]:
+        """Notes that the thread of a connection has begun."""
+        if connection == self._beginning:
+            self._beginning = None
+        return self._serve()
 
     def heard(self, connection: C) -> Admissions[C]:
         """Notes that the first bytes of a connection are there, which its thread reads next."""
@@ -108,7 +114,7 @@ class Strangers(Generic[C]):
         self._silent.remove(connection)
         if not self._brings_voucher(connection):
             return []
-        return [*self._take_for_member(connection), *self.serve()]
+        return [*self._take_for_member(connection), *self._serve()]
 
     def ended(self, connection: C) -> Admissions[C]:
         """Notes that the thread of a connection has authenticated it, or is about to close it."""
@@ -116,13 +122,22 @@ class Strangers(Generic[C]):
         self._served.discard(connection)
         self._silent.discard(connection)
         self._open.pop(connection, None)
-        return self.serve()
+        return self._serve()
 
     def close(self) -> Admissions[C]:
         """Lets all connections go, and later ones as well."""
         self._is_closed = True
         members = [(Admission.TURN_OUT, connection) for connection in self._members]
         return members + [self._let_go(connection) for connection in list(self._open)]
+
+    def _serve(self) -> Admissions[C]:
+        """Begins to serve the latest of the strangers that wait, if it is time to."""
+        is_busy = self._are_more_ready or self._beginning is not None
+        if is_busy or not self._waiting or len(self._served) >= self._limit:
+            return []
+        self._beginning = self._waiting.pop()
+        self._served.add(self._beginning)
+        return [(Admission.BEGIN, self._beginning)]
 
     def _brings_voucher(self, connection: C) -> bool:
         """Whether a connection has a place among the members; if so, its voucher is used up."""
