@@ -303,6 +303,8 @@ def between(who: str, to: Callable[[Victim], int]) -> Attack:
             begun_s = time.monotonic()
             challenge = connection.recv(4096)
             ours.sendall(challenge)
+            voucher_bytes = len(frame_with(new_voucher(victim.key, victim.id)))
+            connection.sendall(ours.recv(voucher_bytes, socket.MSG_WAITALL))
             connection.sendall(ours.recv(1 << 17))
             answer = connection.recv(4096)
             ours.sendall(answer) if answer else ours.close()
