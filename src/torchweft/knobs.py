@@ -327,8 +327,8 @@ QUEUE_LIMIT_CALLS = Knob("QUEUE_LIMIT_CALLS", 1 << 16)
 QUEUE_LIMIT_BYTES = Knob("QUEUE_LIMIT_BYTES", 1 << 30)
 """Bytes that the waiting calls of one worker may have together."""
 STRANGER_LIMIT = Knob("STRANGER_LIMIT", 64)
-"""Connections that have not proved yet that they belong to the group; beyond it, the oldest one is
-closed."""
+"""Connections that have not proved yet that they belong to the group; beyond it, the oldest one
+without a member's voucher is closed."""
 ALLOWED_MODULES = Knob("ALLOWED_MODULES", "")
 """Modules, with commas between them, whose functions and classes other workers may use; empty for
 all. For workers whose options name none."""

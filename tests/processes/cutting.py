@@ -60,10 +60,10 @@ def dial_through(port: int | None) -> None:
 _dial = addresses.dial
 
 
-def _dialler_through(port: int) -> Callable[[Address, float], socket.socket]:
-    def dial(address: Address, timeout_s: float) -> socket.socket:
+def _dialler_through(port: int) -> Callable[..., socket.socket]:
+    def dial(address: Address, timeout_s: float, *, speaks_first: bool = False) -> socket.socket:
         if not isinstance(address, TcpAddress):
-            return _dial(address, timeout_s)
+            return _dial(address, timeout_s, speaks_first=speaks_first)
         connection = _dial(TcpAddress("127.0.0.1", port), timeout_s)
         connection.sendall(f"{address.host} {address.port}\n".encode())
         return connection

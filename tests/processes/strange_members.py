@@ -79,10 +79,10 @@ def threads() -> int:
 
 
 def dial_at(address: str, worker: int) -> str:
-    """Makes this worker dial ``worker`` at an address; returns the outcome."""
+    """Makes this worker dial ``worker`` at an address, once; returns the outcome."""
     ghost = Peer(Registration("ghost", worker, (address,)), main_by_name=False, is_self=False)
     try:
-        current()._connector.introduce(ghost, LIMIT_S)
+        current()._connector._introduce_once(ghost, time.monotonic() + LIMIT_S)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "introduced"

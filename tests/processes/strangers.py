@@ -22,6 +22,7 @@ from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import LIMIT_BYTES, NONCE_BYTES, PROOF_BYTES, Greeting, Handshake
 from torchweft.transport.secure import TlsOptions, secure_client
+from torchweft.transport.voucher import frame_with, new_voucher
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -302,6 +303,8 @@ def between(who: str, to: Callable[[Victim], int]) -> Attack:
             begun_s = time.monotonic()
             challenge = connection.recv(4096)
             ours.sendall(challenge)
+            voucher_bytes = len(frame_with(new_voucher(victim.key, victim.id)))
+            connection.sendall(ours.recv(voucher_bytes, socket.MSG_WAITALL))
             connection.sendall(ours.recv(1 << 17))
             answer = connection.recv(4096)
             ours.sendall(answer) if answer else ours.close()
@@ -319,6 +322,15 @@ def another_run(victim: Victim) -> Secret:
 def with_pickle(victim: Victim) -> Got:
     """Sends a call with a pickle in place of a greeting."""
     return send(frame(Kind.HELLO, b"\0" * 64 + pickled_call()) + pickled_call())(victim)
+
+
+def copy_voucher(victim: Victim) -> Got:
+    """Sends the voucher of a connection that is over once more."""
+    said = frame_with(new_voucher(victim.key, victim.id))
+    with connected(victim) as connection:
+        connection.sendall(said)
+        assert connection.recv(4096)
+    return send(said)(victim)
 
 
 CLIENT_HELLO = bytes.fromhex("160301007a0100007603031d")
@@ -391,6 +403,13 @@ STRANGERS = [
         between("other", lambda _: 77),
         (CHALLENGE, f'"{GONE}"'),
         AT_ONCE,
+    ),
+    Row("a member's voucher, again", copy_voucher, (CHALLENGE,), AT_THE_LIMIT),
+    Row(
+        "a voucher without the secret",
+        lambda victim: send(frame_with(new_voucher(ANOTHER_SECRET, victim.id)))(victim),
+        (CHALLENGE,),
+        AT_THE_LIMIT,
     ),
     Row("a call with a pickle before a greeting", send(pickled_call()), (CHALLENGE,), AT_ONCE),
     Row("a pickle in place of a greeting", with_pickle, (CHALLENGE, REFUSAL), AT_ONCE),

@@ -34,7 +34,8 @@ means](index.md).
 
 A *challenge* is a random number. A worker that hangs up "when the time for a greeting is up" does
 so after `WEFT_CONNECT_TIMEOUT_S`, 10 s by default. At most `WEFT_STRANGER_LIMIT` (64) connections
-wait like that; beyond the limit the oldest one is closed.
+wait like that; beyond the limit the oldest one is closed. Members are told from strangers by a
+*voucher* in their first bytes.
 
 """
 

@@ -132,8 +132,8 @@ def test_of_too_many_strangers_the_oldest_goes(
     connections = [addresses.dial(address, 5.0) for _ in range(2 * STRANGER_LIMIT)]
     try:
         connections[0].settimeout(20.0)
-        assert len(connections[0].recv(4096)) > 1  # the challenge
-        assert connections[0].recv(1) == b""
+        while connections[0].recv(4096):  # It may have got its challenge before.
+            pass
     finally:
         for connection in connections:
             connection.close()

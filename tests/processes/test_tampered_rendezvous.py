@@ -27,6 +27,7 @@ from torchweft.errors import ProtocolError, RendezvousError, WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Handshake
+from torchweft.transport.voucher import frame_with, new_voucher
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 LIMIT_S = 10.0
@@ -219,9 +220,14 @@ def test_without_a_secret_another_user_is_not_talked_to(store: Store, kind: str)
         with as_nobody():  # The accepting user owns its end of the connection.
             connection, _ = listener.accept()
         with connection:
-            Handshake.accept(connection, Secret(TOKEN.encode()), time.monotonic() + LIMIT_S)
+            key = Secret(TOKEN.encode())
+            Handshake.accept(connection, key, time.monotonic() + LIMIT_S)
             connection.settimeout(LIMIT_S)
-            assert connection.recv(4096) == b""
+            said = b""
+            while part := connection.recv(4096):
+                said += part
+            # It has sent its voucher before the kernel could name the user, and nothing else.
+            assert len(said) == len(frame_with(new_voucher(key, 0)))
         with pytest.raises(WorkerLost, match=f"user {NOBODY} is at the other end"):
             called.result(LIMIT_S)
 

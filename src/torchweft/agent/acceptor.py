@@ -1,12 +1,14 @@
 """Accepts and authenticates the connections that other workers dial to one worker.
 
-Unauthenticated connections are limited in number, by ``Strangers``, and in time. An unauthenticated
-peer learns only that its proof failed.
+Unauthenticated connections are limited in number, by ``Strangers``, and in time. Those of members
+are told from those of strangers by their vouchers. An unauthenticated peer learns only that its
+proof failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
@@ -30,8 +32,12 @@ from torchweft.transport.link import shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import secure_server
+from torchweft.transport.voucher import look_for_number
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
+
+_AT_A_TIME = 32
+"""Connections that are accepted before the thread looks for other events."""
 
 
 class Lookup(Protocol):
@@ -74,12 +80,24 @@ class Acceptor:
         }
         self._dial = dial
         self._lock = threading.Lock()
-        self._strangers: Strangers[socket.socket] = Strangers(knobs.STRANGER_LIMIT.get())
+        self._strangers: Strangers[socket.socket] = Strangers(
+            knobs.STRANGER_LIMIT.get(),
+            lambda connection: look_for_number(connection, connector.key, connector.worker),
+        )
 
-    def accept(self, connection: socket.socket) -> None:
-        """Takes a new connection: has it greeted now or later, or closes it."""
+    def accept(self, listener: socket.socket) -> None:
+        """Takes some of the connections that are ready: has each greeted, or closes it.
+
+        Returns soon: to be called again while ``listener``, which does not wait, has more.
+        """
         with self._lock:
-            self._act(self._strangers.came(connection))
+            for _ in range(_AT_A_TIME):
+                try:
+                    connection, _ = listener.accept()
+                except BlockingIOError:
+                    self._act(self._strangers.all_came())
+                    return
+                self._act(self._strangers.came(connection))
 
     def close(self) -> None:
         """Closes unauthenticated connections and refuses later ones."""
@@ -92,6 +110,8 @@ class Acceptor:
 
     def greet(self, stranger: socket.socket) -> None:
         """Performs the handshake and keeps the connection if the peer belongs to the group."""
+        with self._lock:
+            self._act(self._strangers.began(stranger))
         try:
             connection, handshake, greeting = self._greet(stranger)
         except Exception:
@@ -111,10 +131,15 @@ class Acceptor:
         addresses.tune(connection)
         if not connector.has_secret:
             check_user(connection)
-        if connection.family != socket.AF_UNIX and connector.tls is not None:
-            connection = secure_server(connection, connector.tls, connector.timeout_s)
+        tls = None if connection.family == socket.AF_UNIX else connector.tls
+        if tls is not None:
+            self._await_first_bytes(connection, deadline_s)
+            remaining_s = max(deadline_s - time.monotonic(), 0.01)
+            connection = secure_server(connection, tls, remaining_s)
         try:
             handshake = Handshake.accept(connection, connector.key, deadline_s, self._observers_key)
+            if tls is None:
+                self._await_first_bytes(connection, deadline_s)
             return connection, handshake, handshake.receive(Kind.HELLO)
         except NotProven:
             with connection:
@@ -123,6 +148,14 @@ class Acceptor:
         except BaseException:
             connection.close()
             raise
+
+    def _await_first_bytes(self, connection: socket.socket, deadline_s: float) -> None:
+        """Waits until there is something to read, and looks for a voucher in it."""
+        arrived = select.poll()
+        arrived.register(connection, select.POLLIN)
+        arrived.poll(max(deadline_s - time.monotonic(), 0.0) * 1e3)
+        with self._lock:
+            self._act(self._strangers.heard(connection))
 
     def _take(self, connection: socket.socket, handshake: Handshake, greeting: Greeting) -> None:
         said = Hello.from_facts(greeting.facts)

@@ -11,7 +11,6 @@ module that defines such an object also makes its key, a ``Slot`` of its type.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import socket
@@ -280,9 +279,7 @@ class Agent:
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:
-            with contextlib.suppress(BlockingIOError):
-                connection, _ = listener.accept()
-                self._acceptor.accept(connection)
+            self._acceptor.accept(listener)
         finally:
             self.reactor.resume_reading(listener.fileno())
 

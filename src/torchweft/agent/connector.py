@@ -33,6 +33,7 @@ from torchweft.protocol.connecting import (
     Reaching,
     Resume,
     Terms,
+    Wait,
 )
 from torchweft.protocol.connecting.failures import (
     HandshakeTimeout,
@@ -43,6 +44,7 @@ from torchweft.protocol.connecting.failures import (
     failure_of,
     no_connection,
 )
+from torchweft.protocol.connecting.first_dial import FirstDial
 from torchweft.protocol.connecting.hello import position_in
 from torchweft.protocol.membership.registration import Registration
 from torchweft.secret import Secret
@@ -52,6 +54,7 @@ from torchweft.transport.link import Link, LinkClosed, shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import TlsOptions, secure_client
+from torchweft.transport.voucher import frame_with, new_voucher
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -118,11 +121,11 @@ class Connector:
         """The first connections that are being made, by peer."""
         self._greeting: set[socket.socket] = set()
         """The further connections that are being made."""
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def close(self) -> None:
         """Stops lending memory to new peers, and aborts connections that are being dialled."""
-        self._is_closed = True
+        self._closed.set()
         for connection in [*self._dialling.values(), *self._greeting]:
             shut(connection)
         self.memory.close()
@@ -163,7 +166,7 @@ class Connector:
             error = None
             if isinstance(step, Busy):
                 raise HandshakeTimeout(step.cause) from cause
-            if isinstance(step, Lose) or self._is_closed:
+            if isinstance(step, Lose) or self._closed.is_set():
                 raise no_connection(peer.name, peer.registration.addresses, step) from cause
             if isinstance(step, Dial):
                 error = self._try_to_dial(peer, step)
@@ -283,12 +286,27 @@ class Connector:
     def introduce(self, peer: Peer, timeout_s: float) -> None:
         """Introduces this worker to a member of an open group. Blocks at most the timeout.
 
+        Dials again if the connection breaks. A member that does not answer is given up after
+        ``WEFT_CONNECT_TIMEOUT_S``.
+
         Raises:
             DuplicateName: The member has the name or rank of this worker.
             OSError: The member does not answer, or another worker does.
             ProtocolError: The answer does not come from a worker of the group.
         """
-        deadline_s = time.monotonic() + min(timeout_s, self.timeout_s)
+        now_s = time.monotonic()
+        tries = FirstDial(now_s, now_s + min(timeout_s, self.timeout_s), self.timeout_s)
+        while True:
+            try:
+                self._introduce_once(peer, tries.limit_s(time.monotonic()))
+                return
+            except (OSError, ProtocolError) as error:
+                now_s = time.monotonic()
+                step = tries.failed(now_s, failure_of(error), str(error))
+                if not isinstance(step, Wait) or self._closed.wait(step.until_s - now_s):
+                    raise
+
+    def _introduce_once(self, peer: Peer, deadline_s: float) -> None:
         with self._greeted(peer, deadline_s) as (connection, handshake):
             try:
                 self._ask(handshake, Hello(Purpose.INTRODUCTION, peer.id))
@@ -335,7 +353,7 @@ class Connector:
 
     def _check_open(self) -> None:
         """Raises if closed; called once ``close`` can find a connection that it may have missed."""
-        if self._is_closed:
+        if self._closed.is_set():
             raise ConnectionAbortedError("this worker has shut down")
 
     def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
@@ -372,24 +390,28 @@ class Connector:
                 address = addresses.parse(text)
                 is_secure = getattr(address, "is_secure", None)  # Not of a Unix socket.
                 if reaching.may_dial(text, is_secure, is_far=addresses.is_far(address)):
-                    return self._open_at(address, deadline_s)
+                    return self._open_at(address, peer.id, deadline_s)
             except (OSError, ProtocolError, ConfigurationError) as error:
                 if not reaching.goes_on_after(text, error):
                     raise
         raise error_of(reaching.failure, reaching.cause)
 
-    def _open_at(self, address: addresses.Address, deadline_s: float) -> socket.socket:
+    def _open_at(self, address: addresses.Address, to: int, deadline_s: float) -> socket.socket:
+        """Connects to a worker's address, and sends a voucher at once."""
         remaining_s = deadline_s - time.monotonic()
         if remaining_s <= 0:
             raise OSError("there was no time left to dial")
         try:
-            connection = addresses.dial(address, remaining_s)
+            connection = addresses.dial(address, remaining_s, speaks_first=True)
         except TimeoutError:
             raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
-        if self.tls is None or isinstance(address, addresses.UnixAddress):
-            return connection
+        voucher = new_voucher(self.key, to)
         try:
-            return secure_client(connection, self.tls, max(deadline_s - time.monotonic(), 0.01))
+            if self.tls is None or isinstance(address, addresses.UnixAddress):
+                connection.sendall(frame_with(voucher))
+                return connection
+            remaining_s = max(deadline_s - time.monotonic(), 0.01)
+            return secure_client(connection, self.tls, remaining_s, voucher)
         except BaseException as error:
             connection.close()
             if isinstance(error.__cause__, ConnectionError):

@@ -1,9 +1,10 @@
 """The handshake: each side of a new connection identifies itself and proves that it may join.
 
 The acceptor begins with a *challenge*, a random number. The dialler answers with its own random
-number. Every greeting carries a proof: a keyed hash (HMAC-SHA256) of both numbers, the direction,
-the kind, its place in the order and its text. So each side proves to the other, afresh on each
-connection, that it has the key: a proof recorded on another connection is worthless.
+number; its *voucher* may come before that. Every greeting carries a proof: a keyed hash
+(HMAC-SHA256) of both numbers, the direction, the kind, its place in the order and its text. So each
+side proves to the other, afresh on each connection, that it has the key: a proof recorded on
+another connection is worthless.
 
 The texts are JSON, and are parsed only after their proof has been checked; nothing is unpickled.
 What a stranger can send is limited in size and in time.
@@ -21,10 +22,11 @@ from typing import Any
 
 from torchweft.errors import ProtocolError
 from torchweft.secret import Secret
+from torchweft.transport.voucher import FRAME_LIMIT_BYTES as VOUCHER_LIMIT_BYTES
 from torchweft.wire.frames import HEADER, encode_frame
 from torchweft.wire.messages import Kind
 
-VERSION = 4
+VERSION = 5
 LIMIT_BYTES = 1 << 16
 """Largest greeting accepted."""
 NONCE_BYTES = 32
@@ -88,6 +90,7 @@ class Handshake:
         self._counts = [0, 0]
         self._challenge = b""
         self._answer = b""
+        self._may_skip_voucher = True
 
     @classmethod
     def dial(cls, connection: socket.socket, key: Secret, deadline_s: float) -> Handshake:
@@ -192,6 +195,12 @@ class Handshake:
         received_kind, _, buffers, size, _ = HEADER.unpack(header)
         if received_kind == Kind.GOODBYE and not buffers and not size:
             raise NotProven("it does not take this worker's proof: another secret, or another run")
+        if kind == Kind.HELLO and received_kind == Kind.VOUCHER and self._may_skip_voucher:
+            # Whoever accepted the connection has looked at it.
+            self._may_skip_voucher = False
+            if not buffers and size <= VOUCHER_LIMIT_BYTES:
+                self._receive_exactly(size)
+                return self._receive_frame(kind, limit_bytes, descriptors)
         if received_kind != kind or buffers or size > limit_bytes:
             raise ProtocolError("the other side does not speak Weft's protocol")
         return self._receive_exactly(size)

@@ -81,6 +81,7 @@ class Kind(enum.IntEnum):
     REMOTE_MEMORY = 29
     CALL_IN_SPAN = 30
     PASS_SPAN = 31
+    VOUCHER = 32
 
 
 ERROR_REPLY = 1

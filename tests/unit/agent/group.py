@@ -17,6 +17,7 @@ from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.membership.registration import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
+from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, encode_call_front
 
@@ -77,6 +78,7 @@ def group_of(
     over: str = "unix",
     patience: Patience | None = None,
     tokens: tuple[str, ...] = (),
+    tls: TlsOptions | None = None,
 ) -> Iterator[list[Member]]:
     """Yields a group that the caller has to start; closes all members at the end.
 
@@ -86,8 +88,12 @@ def group_of(
         over: The transport: ``"unix"``, or ``"tcp"``, over which members have sessions.
         patience: See ``Agent``.
         tokens: Each member's token of the run; the same for all by default.
+        tls: How TCP connections are secured; None for no TLS.
     """
-    listeners = [listen_tcp("127.0.0.1") if over == "tcp" else listen_unix() for _ in range(size)]
+    listeners = [
+        listen_tcp("127.0.0.1", is_secure=tls is not None) if over == "tcp" else listen_unix()
+        for _ in range(size)
+    ]
     registrations = [
         Registration(f"worker{rank}", rank, (str(address),), main="tests")
         for rank, (_, address) in enumerate(listeners)
@@ -96,7 +102,7 @@ def group_of(
     for rank, (listener, address) in enumerate(listeners):
         others = [each for each in registrations if each.id != rank]
         known = Members(registrations[rank], others, is_open=False)
-        protection = Protection.of_run(tokens[rank] if tokens else TOKEN)
+        protection = Protection.of_run(tokens[rank] if tokens else TOKEN, tls=tls)
         agent = Agent(protection, known, [listener], threads, math.inf, patience)
         members.append(Member(agent, listener, address))
     try:

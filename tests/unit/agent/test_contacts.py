@@ -375,7 +375,7 @@ def test_two_that_leave_at_once_do_not_wait_for_each_other(
         assert time.monotonic() - began_s < AT_ONCE_S - 1
 
 
-def unreachable(*_: object) -> socket.socket:
+def unreachable(*_: object, **__: object) -> socket.socket:
     raise OSError(errno.EHOSTUNREACH, "No route to host")
 
 
@@ -397,9 +397,11 @@ def test_a_network_that_comes_back_in_time_is_no_loss(
 ) -> None:
     tries: list[int] = []
 
-    def flaky(address: addresses.Address, timeout_s: float) -> socket.socket:
+    def flaky(address: addresses.Address, timeout_s: float, *, speaks_first: bool) -> socket.socket:
         tries.append(1)
-        return dial(address, timeout_s) if len(tries) > 4 else unreachable()
+        if len(tries) > 4:
+            return dial(address, timeout_s, speaks_first=speaks_first)
+        return unreachable()
 
     dial = addresses.dial
     monkeypatch.setattr(addresses, "dial", flaky)

@@ -239,7 +239,7 @@ class Tracer:
         within = getattr(calls[0], "context", None) if len(calls) == 1 else None
         within = Context() if within is None else within
         name = name_of(function)
-        attributes = {"rpc.method": name, "weft.batch.calls": len(calls)}
+        attributes: dict[str, Any] = {"rpc.method": name, "weft.batch.calls": len(calls)}
         span = self._tracer.start_span(
             f"batch {name}", within, SpanKind.INTERNAL, attributes, links
         )

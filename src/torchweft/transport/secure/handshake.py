@@ -32,7 +32,7 @@ _ACCEPTED = b"\1"
 
 
 def secure_client(
-    connection: socket.socket, options: TlsOptions, timeout_s: float
+    connection: socket.socket, options: TlsOptions, timeout_s: float, server_name: str = ""
 ) -> socket.socket:
     """Performs the handshake as the dialler.
 
@@ -40,6 +40,8 @@ def secure_client(
         connection: A connected TCP socket. The result owns it; after an error, the caller does.
         options: Certificate and authorities.
         timeout_s: Bound of the whole handshake, in seconds.
+        server_name: Sent unencrypted in the first message; empty for none. It does not select the
+            certificate, nor is that checked against it.
 
     Returns:
         The connection, accepted by the other side, with the socket's previous timeout: a
@@ -50,7 +52,7 @@ def secure_client(
         TimeoutError: The handshake took too long.
         ConfigurationError: A file is missing or wrong.
     """
-    stream = TlsStream(options.client_context(), is_server=False)
+    stream = TlsStream(options.client_context(), is_server=False, server_name=server_name)
     handshake = _Handshake(connection, stream, options.name, timeout_s)
     return cast(socket.socket, handshake.run(_await_acceptance))
 

@@ -38,9 +38,10 @@ class TlsStream:
     Args:
         context: This side's OpenSSL context.
         is_server: Whether this side is the acceptor.
+        server_name: The name in the dialler's first message; empty for none.
     """
 
-    def __init__(self, context: ssl.SSLContext, *, is_server: bool) -> None:
+    def __init__(self, context: ssl.SSLContext, *, is_server: bool, server_name: str = "") -> None:
         self.has_ended = False
         """Whether the peer has announced that it sends nothing more."""
         self.is_dry = True
@@ -50,7 +51,7 @@ class TlsStream:
         self._lock = allocate_lock()
         self._arrived = ssl.MemoryBIO()
         self._leaving = ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arrived, self._leaving, server_side=is_server)
+        self._tls = context.wrap_bio(self._arrived, self._leaving, is_server, server_name or None)
         self._failure = ""
         self._has_said_farewell = False
 
