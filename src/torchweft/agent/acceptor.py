@@ -95,9 +95,10 @@ class Acceptor:
                 try:
                     connection, _ = listener.accept()
                 except BlockingIOError:
-                    self._act(self._strangers.all_came())
-                    return
+                    break
                 self._act(self._strangers.came(connection))
+            if not _is_readable(listener, 0.0):  # Otherwise this is called again.
+                self._act(self._strangers.all_came())
 
     def close(self) -> None:
         """Closes unauthenticated connections and refuses later ones."""
@@ -151,9 +152,7 @@ class Acceptor:
 
     def _await_first_bytes(self, connection: socket.socket, deadline_s: float) -> None:
         """Waits until there is something to read, and looks for a voucher in it."""
-        arrived = select.poll()
-        arrived.register(connection, select.POLLIN)
-        arrived.poll(max(deadline_s - time.monotonic(), 0.0) * 1e3)
+        _is_readable(connection, max(deadline_s - time.monotonic(), 0.0))
         with self._lock:
             self._act(self._strangers.heard(connection))
 
@@ -292,3 +291,10 @@ class Acceptor:
 def _registration_in(facts: dict[str, Any]) -> Registration | None:
     told = facts.get(REGISTRATION)
     return None if told is None else Registration.decode(told)
+
+
+def _is_readable(connection: socket.socket, limit_s: float) -> bool:
+    """Waits, for a limited time, until there is something to read, or a connection to accept."""
+    arrived = select.poll()
+    arrived.register(connection, select.POLLIN)
+    return bool(arrived.poll(limit_s * 1e3))

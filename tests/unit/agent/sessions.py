@@ -73,6 +73,13 @@ class Pair:
         is_one = self.terms[0].attempt == self.terms[1].attempt
         return is_one and not one.is_broken and not other.is_broken
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether, in addition, no further connection is being made or about to be."""
+        agents = self.dialler.agent, self.acceptor.agent
+        making = [each._connector._dialling or each._connector._greeting for each in agents]
+        return self.is_sound and not any(making) and not any(each.reactor.busy for each in agents)
+
     def lost(self) -> list[str]:
         peers = self.dialler.peer(self.acceptor), self.acceptor.peer(self.dialler)
         return [peer.lost.cause for peer in peers if peer.lost is not None]

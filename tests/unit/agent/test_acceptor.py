@@ -280,6 +280,15 @@ def test_a_worker_that_shuts_down_introduces_itself_no_more(
         assert isinstance(introduced.exception(AT_ONCE_S), ConnectionError)
 
 
+def test_a_stranger_is_greeted_if_no_more_connections_follow_the_last_of_a_round(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchweft.agent.acceptor._AT_A_TIME", 1)
+    for _ in range(3):
+        with dial(pair[0]) as stranger:
+            assert stranger.recv(1)  # the begin of its challenge
+
+
 def test_members_get_in_during_a_flood(pair: list[Member]) -> None:
     first, second = pair
     flood: list[socket.socket] = []

@@ -195,9 +195,9 @@ def probe(pair: Pair, terms: Terms) -> None:
 def test_a_question_about_an_earlier_connection_disturbs_nobody(pair: Pair) -> None:
     one, _ = pair.links
     pair.dialler.cut(pair.acceptor)
-    wait_until(lambda: one.resumption_count and pair.is_sound)
+    wait_until(lambda: one.resumption_count and pair.is_settled)
     probe(pair, pair.terms[1])
-    wait_until(lambda: one.resumption_count >= 2 and pair.is_sound)
+    wait_until(lambda: one.resumption_count >= 2 and pair.is_settled)
     count, latest = one.resumption_count, pair.terms[1]
     probe(pair, latest._replace(attempt=latest.attempt - 1))
     pair.check()
