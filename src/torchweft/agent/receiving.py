@@ -142,7 +142,7 @@ class Receiver:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
                 return
             call = take_up(peer, frame, monotonic())
-            for end in self._early_ends:
+            for end in self._early_ends:  # A call of this worker to itself has no bytes there.
                 take = self._early.get(bytes(frame.control[REMAINING_BYTES:end]))
                 if take is not None and take(call, frame):
                     return

@@ -69,17 +69,19 @@ program alive but code, which has no captured values."""
 
 def key_of(function: Any) -> Key:
     """Returns the key of a called function; quickly for plain functions and names."""
-    kept = _kept_of(function)
+    kept = kept_of(function)
     return kept if isinstance(kept, (bytes, str)) else id(kept)
 
 
-def _kept_of(function: Any) -> object:
+def kept_of(function: Any) -> object:
     """Returns what is kept of a function, so that its id is not used again."""
     kind = type(function)
     if kind is FunctionType:
-        return function.__code__
+        # All functions that one decorator wraps have the code of its wrapper.
+        wrapped = getattr(function, "__wrapped__", None)
+        return function.__code__ if wrapped is None else kept_of(wrapped)
     if kind is MethodType:
-        return _kept_of(function.__func__)
+        return kept_of(function.__func__)
     if kind is BuiltinFunctionType and isinstance(function.__self__, (ModuleType, type)):
         return function
     return function if kind is bytes else name_of(function)
@@ -120,7 +122,7 @@ class Tally:
             if len(self.entries) >= MOST_FUNCTIONS:
                 key = name = OTHERS
             self._names[key] = name
-            self._kept.append(_kept_of(function) if key != OTHERS else None)
+            self._kept.append(kept_of(function) if key != OTHERS else None)
             times = self._times.setdefault(key, _Times(array("d"), array("d"), array("d")))
             entry = self.entries[key] = _Noting(*(each.append for each in times))
             return entry

@@ -13,6 +13,8 @@ from torchweft.agent.calls import PendingCall
 from torchweft.protocol.observing.latency import percentile
 from torchweft.rpc import counting
 from torchweft.rpc.counting import OTHERS, Tally, counted_pending, key_of, name_of
+from torchweft.rpc.functions import batched
+from torchweft.rpc.tracing.calls import Names
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 
@@ -95,6 +97,24 @@ def test_counting_keeps_no_captured_value_alive() -> None:
     gc.collect()
     assert watched() is None
     assert sum(each.calls for each in tally.counts()) == 3
+
+
+def test_functions_with_the_same_decorator_are_told_apart() -> None:
+    @batched
+    def first() -> None: ...
+
+    @batched
+    def second() -> None: ...
+
+    class Owner:
+        @batched
+        def method(self) -> None: ...
+
+    assert len({key_of(each) for each in (first, second, Owner.method)}) == 3
+    assert key_of(Owner().method) == key_of(Owner.method)
+    names = Names()
+    found = [names.name_of(each).split(".")[-1] for each in (first, second, first)]
+    assert found == ["first", "second", "first"]
 
 
 def test_two_lambdas_of_one_line_are_two_functions() -> None:

@@ -12,7 +12,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.trace import CREATED, MADE, SERVED
 from torchweft.rpc.completion import Call
-from torchweft.rpc.counting import key_of, name_of
+from torchweft.rpc.counting import kept_of, key_of, name_of
 from torchweft.rpc.tracing.rows import Rows
 from torchweft.rpc.watching import Watcher
 from torchweft.wire.messages import ERROR_REPLY
@@ -39,8 +39,7 @@ class Names:
         if name is None:
             name = name_of(function)
             if len(self._kept) < _MOST_NAMES and not isinstance(key, str):
-                # Kept, so that its id is not used again. Code has no captured values.
-                self._kept.append(getattr(function, "__code__", function))
+                self._kept.append(kept_of(function))
                 self.by_key[key] = name
         return name
 
