@@ -29,6 +29,7 @@ from torchweft.transport.handshake import (
     Handshake,
     NotProven,
 )
+from torchweft.transport.voucher import number_in
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -68,6 +69,7 @@ def _handshake(fake: _Socket, *, is_dialler: bool) -> Handshake:
 
 def _stranger_dials(stream: bytes) -> None:
     """A stranger dials a worker, and sends any bytes."""
+    assert number_in(stream, _KEY, 1) is None
     fake = _Socket(stream, 1000)
     handshake = _handshake(fake, is_dialler=False)
     assert len(fake.sent) == _CHALLENGE_BYTES
