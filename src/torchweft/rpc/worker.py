@@ -581,28 +581,35 @@ class Worker:
         Args:
             rows: Served calls whose callers wait for an answer, and the answers.
         """
-        frames: dict[Peer, list[Buffer]] = {}
-        sent = []
+        answers: dict[Peer, tuple[list[Any], list[Buffer]]] = {}
         for call, row in rows:
             peer, context_id = call.peer, call.context_id
-            if (context_id and context_id != NO_GRAD) or peer.device_maps.moves_host_of_answers:
+            if (
+                (context_id and context_id != NO_GRAD)
+                or peer.device_maps.moves_host_of_answers
+                or call.was_cancelled
+                or call.has_ended
+            ):
                 call(row, None)
                 continue
-            sent.append(call)
-            if call.was_cancelled or call.has_ended:
-                continue
-            frame = encode_row_reply(call.number, context_id, *row)
-            found = frames.get(peer)
+            found = answers.get(peer)
             if found is None:
-                frames[peer] = [frame]
-            else:
-                found.append(frame)
-        for peer, found in frames.items():
-            try:
-                self.agent.answers.send_all(peer, found)
-            except (ConnectionError, NotInitialized):
-                _log.debug("%d results go nowhere: one of the two has left", len(found))
-        for call in sent:
+                found = answers[peer] = ([], [])
+            found[0].append(call)
+            found[1].append(encode_row_reply(call.number, context_id, *row))
+        for peer, (calls, frames) in answers.items():
+            self._send_rows(peer, calls, frames)
+
+    def _send_rows(self, peer: Peer, calls: list[Any], frames: list[Buffer]) -> None:
+        """Sends the answers to calls of one worker, which end with that."""
+        try:
+            self.agent.answers.send_all(peer, frames)
+        except (ConnectionError, NotInitialized):
+            _log.debug("%d results go nowhere: one of the two has left", len(frames))
+        except BaseException as error:
+            for call in calls:
+                self.reply_error(peer, call.number, error)
+        for call in calls:
             call.end()
 
     def _packed_result(

@@ -7,11 +7,12 @@ conventions for RPC.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from opentelemetry import context as contexts
@@ -243,15 +244,8 @@ class Tracer:
         span = self._tracer.start_span(
             f"batch {name}", within, SpanKind.INTERNAL, attributes, links
         )
-        token = contexts.attach(trace.set_span_in_context(span, within))
-        try:
+        with _inside(span, within):
             return run()
-        except BaseException as error:
-            _fail(span, error)
-            raise
-        finally:
-            contexts.detach(token)
-            span.end()
 
     # Backward passes and optimizers
 
@@ -272,15 +266,8 @@ class Tracer:
         span = self._tracer.start_span(
             "backward", within, SpanKind.INTERNAL, {"weft.autograd.context": context_id}
         )
-        token = contexts.attach(trace.set_span_in_context(span, within))
-        try:
+        with _inside(span, within):
             run(context_id, *args, **kwargs)
-        except BaseException as error:
-            _fail(span, error)
-            raise
-        finally:
-            contexts.detach(token)
-            span.end()
 
     def _parts(self, base: type[LocalPass]) -> type[LocalPass]:
         tracer, of_context, passes = self._tracer, self._of_context, self._passes
@@ -401,6 +388,20 @@ def _current(otherwise: Context | None) -> Context:
     if otherwise is None or trace.get_current_span(found).get_span_context().is_valid:
         return found
     return otherwise
+
+
+@contextlib.contextmanager
+def _inside(span: Span, within: Context) -> Iterator[None]:
+    """Runs a block in a span, which ends with it and notes its error."""
+    token = contexts.attach(trace.set_span_in_context(span, within))
+    try:
+        yield
+    except BaseException as error:
+        _fail(span, error)
+        raise
+    finally:
+        contexts.detach(token)
+        span.end()
 
 
 def _fail(span: Span, error: BaseException) -> None:

@@ -392,3 +392,38 @@ def test_results_that_have_to_be_encoded_each(pair: Pair, encodings: list[int]) 
     found = call(3)
     assert [each["beside"].image.tolist() for each in found] == [[1.0, 1.0]] * 2
     assert len(encodings) >= 6
+
+
+def test_answers_that_cannot_be_sent_together(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise MemoryError("no room for answers")
+
+    monkeypatch.setattr(pair.callee.agent.answers, "send_all", fail)
+    for _ in range(2):
+        made = [pair.start(pairs, torch.ones(3)) for _ in range(2)]
+        for each in made:
+            with pytest.raises(MemoryError, match="no room"):
+                each.wait()
+    wait_until(lambda: not pair.peer_of_callee.served, "the end of all calls")
+
+
+class Moody:
+    is_moody = False
+
+    @batched(largest=2, smallest=2, longest_wait=LIMIT_S)
+    def scale(self, values: Tensor, factors: Tensor) -> Tensor:
+        return values * factors[:, None]
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "scale" and Moody.is_moody:
+            raise ValueError("not today")
+        return super().__getattribute__(name)
+
+
+def test_an_object_whose_attributes_fail(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = pair.create(Moody)
+    for _ in range(2):
+        assert _scale(pair, model, 1.0, 2.0) == [[2.0, 2.0], [4.0, 4.0]]
+    monkeypatch.setattr(Moody, "is_moody", True)
+    with pytest.raises(ValueError, match="not today"):
+        _scale(pair, model, 1.0, 2.0)
