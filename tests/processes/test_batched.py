@@ -127,7 +127,7 @@ def test_an_error_of_the_function_reaches_all_callers_of_the_batch(group: Cluste
     server = rpc.remote("worker0", Server)
     made = [server.rpc_async().failing(torch.tensor(each)) for each in (1, 2)]
     for each in made:
-        with pytest.raises(LookupError, match=r"no \[1, 2\]") as caught:
+        with pytest.raises(LookupError, match=r"no \[(1, 2|2, 1)\]") as caught:
             each.wait()
         if sys.version_info >= (3, 11):
             notes = "".join(caught.value.__notes__)

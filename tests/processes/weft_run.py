@@ -13,7 +13,7 @@ from pathlib import Path
 PROMPT_S = 2.0
 """How soon everything must have ended after a Ctrl-C."""
 
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -29,6 +29,8 @@ from torchweft.pipeline.wiring import BATCH
 from torchweft.rpc import Future, RRef, as_completed, get_worker_info, rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
 
+WAIT_S = 60.0
+"""How long stages wait for one another by default, and calls of a pipeline at least."""
 _END_S = 5.0
 _numbers = itertools.count(1)
 
@@ -47,7 +49,7 @@ class Settings(NamedTuple):
         loss: The loss function.
         checkpoint: When activations are dropped and computed again.
         is_mean: Whether the loss of a batch is the mean over its micro-batches.
-        limit_s: How long to wait for an answer, or for a value of another stage.
+        limit_s: How long a stage waits for a value of another stage.
         maker: Makes the optimizers that an asynchronous schedule steps.
         check_finite: Whether stages look for NaN and infinity.
         share_memory: Whether values between stages are computed into shared memory.
@@ -60,6 +62,11 @@ class Settings(NamedTuple):
     maker: OptimizerMaker | None
     check_finite: bool
     share_memory: bool
+
+    @property
+    def answer_s(self) -> float:
+        """How long to wait for a worker that sets up its stages, or reads or writes their state."""
+        return max(self.limit_s, WAIT_S)
 
 
 class Layout(NamedTuple):
@@ -176,9 +183,9 @@ class Deployment:
         )
         if self.endless:
             streamed = stream_host.StreamAssignment(*given, self.endless, settings.is_mean)
-            return rpc_async(info, stream_host.set_up, args=(streamed,), timeout=settings.limit_s)
+            return rpc_async(info, stream_host.set_up, args=(streamed,), timeout=settings.answer_s)
         assignment = Assignment(*given)
-        return rpc_async(info, host.set_up, args=(assignment,), timeout=settings.limit_s)
+        return rpc_async(info, host.set_up, args=(assignment,), timeout=settings.answer_s)
 
     def _equalize(self, copies: Copies) -> None:
         """Gives all copies of a weight the value of the first, where each worker made its own."""
@@ -209,7 +216,7 @@ class Deployment:
 
     def call_each(self, function: Callable[..., Any], args: Iterable[Sequence[Any]]) -> list[Any]:
         """Calls a function on all workers, with arguments for each; returns the results by row."""
-        limit_s = self._settings.limit_s
+        limit_s = self._settings.answer_s
         futures = [
             rpc_async(info, function, args=tuple(given), timeout=limit_s)
             for info, given in zip(self.infos, args, strict=True)

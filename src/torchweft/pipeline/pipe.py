@@ -20,15 +20,13 @@ from torchweft.pipeline import host, moving, stream_host, weights
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
-from torchweft.pipeline.deployment import Deployment, Layout, Schedules, Settings
+from torchweft.pipeline.deployment import WAIT_S, Deployment, Layout, Schedules, Settings
 from torchweft.pipeline.optimizer import PipeOptimizer
 from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.schedules import Table
 from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
-
-_WAIT_S = 60.0
 
 
 class Pipe:
@@ -53,7 +51,8 @@ class Pipe:
         checkpoint: Whether activations are dropped after the forward and computed again before the
             backward: for no micro-batch, for all, or for all but the last.
         reduction: Whether the loss of a batch is the mean or the sum of its micro-batches' losses.
-        timeout: Seconds that a stage waits for one value of another stage.
+        timeout: Seconds that a stage waits for one value of another stage; 60 by default, 0 for
+            ever. Workers have at least 60 to set up their stages, and to read or write their state.
         example: A batch; with it, the shapes between the stages are checked before all else.
         optimizer: For an asynchronous schedule: called on each worker with a list of its weights,
             returns the optimizer that ``run`` steps there.
@@ -109,7 +108,7 @@ class Pipe:
     ) -> None:
         _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         _check_choice("reduction", reduction, ("mean", "sum"))
-        limit_s = limit_of(timeout, _WAIT_S)
+        limit_s = limit_of(timeout, WAIT_S)
         self._settings = Settings(
             loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
         )
@@ -367,7 +366,7 @@ class Pipe:
         old, schedule = self._deployment, schedule or self._schedule
         new = self._replacement(stages, workers or old.workers, schedule, wiring, ties, example)
         with self._placed(new):
-            moving.move(old, new, self._settings.limit_s)
+            moving.move(old, new, self._settings.answer_s)
         self._deployment, self._schedule = new, schedule
         old.close()
 
@@ -490,7 +489,7 @@ class Pipe:
     ) -> snapshots.Snapshot:
         tree, options = self._tree(deployment, state)
         snapshot = snapshots.restore(directory, tree, step=step)
-        moving.spread(deployment, self._settings.limit_s)
+        moving.spread(deployment, self._settings.answer_s)
         if self._optimizer is not None:
             self._optimizer.adopt(options, deployment)
         return snapshot
