@@ -137,14 +137,16 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
     assert roots == {"all"}
     assert len({each.trace for each in spans}) == 1
     by_id = {each.id: each for each in spans}
-    # A stream asks for values ahead, and waits for no answer at its end: some calls are not served.
+    # A stream asks for values ahead, and waits for no answer at its end: one side may lack the last.
     of_stream = [
         each
         for each in spans
         if each.name.startswith(STREAMS) or each.name == "numbers of a reference"
     ]
     assert sum(each.kind is CLIENT for each in of_stream) >= 4
-    assert all(by_id[each.parent] in of_stream for each in of_stream if each.kind is SERVER)
+    assert all(
+        by_id.get(each.parent, each) in of_stream for each in of_stream if each.kind is SERVER
+    )
     others = [each for each in spans if each not in of_stream]
     served = [each for each in others if each.kind is SERVER]
     made_calls = [each for each in others if each.kind is CLIENT]
