@@ -137,7 +137,7 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
     assert roots == {"all"}
     assert len({each.trace for each in spans}) == 1
     by_id = {each.id: each for each in spans}
-    # A stream asks for values ahead, and waits for no answer at its end: one side may lack the last.
+    # A stream asks for values ahead: one of the sides may lack the last calls.
     of_stream = [
         each
         for each in spans
