@@ -100,7 +100,7 @@ def parts() -> list[Part]:
     worker, peer = agent.slots[WORKER], agent.find("worker0")
     tensor = torch.ones(2)
     rpc.rpc_sync("worker0", echo, args=(tensor,))
-    request = worker.request(peer, echo, (tensor,), {}, 60.0)
+    request = worker.encoder.request(peer, echo, (tensor,), {}, 60.0)
     sent = b"".join(bytes(piece) for piece in request.message(1))  # type: ignore[arg-type]
     inlined = inline.encode([tensor])
     assert inlined is not None

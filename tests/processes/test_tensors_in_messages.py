@@ -167,19 +167,18 @@ def add_one(tensor: Tensor) -> Tensor:
     return tensor.add_(1)
 
 
-def test_more_than_the_limit_are_refused_on_either_side(group: Cluster) -> None:
+def test_more_than_the_limit_are_refused_on_either_side(
+    group: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = current().slots[WORKER]
-    limit = worker._tensor_limit
     many = [torch.ones(1) for _ in range(3)]
-    try:
-        worker._tensor_limit = 2
-        with pytest.raises(SerializationError, match="this worker sends at most 2"):
-            rpc.rpc_sync("worker0", back, (many,))
-        with pytest.raises(SerializationError, match="accepts at most 2"):
-            rpc.rpc_sync("worker0", many_ones, (3,))
-        assert len(rpc.rpc_sync("worker0", many_ones, (2,))) == 2
-    finally:
-        worker._tensor_limit = limit
+    monkeypatch.setattr(worker.encoder, "_tensor_limit", 2)
+    monkeypatch.setattr(worker.decoder, "_tensor_limit", 2)
+    with pytest.raises(SerializationError, match="this worker sends at most 2"):
+        rpc.rpc_sync("worker0", back, (many,))
+    with pytest.raises(SerializationError, match="accepts at most 2"):
+        rpc.rpc_sync("worker0", many_ones, (3,))
+    assert len(rpc.rpc_sync("worker0", many_ones, (2,))) == 2
 
 
 def many_ones(count: int) -> list[Tensor]:

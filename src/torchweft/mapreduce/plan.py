@@ -132,7 +132,7 @@ def make_plan(
     if content is not None:
         own_content = content
     elif me in peers:
-        own_content = worker.pack_for([me], (function, []))
+        own_content = worker.encoder.pack_for([me], (function, []))
         if own_content.externals:
             own_content = None
     return Plan(
@@ -174,12 +174,14 @@ def _shared(
     if is_named and not common.values and not are_in_turn:
         return nothing, None
     try:
-        packed = worker.pack_for(peers, (function, common.values))
+        packed = worker.encoder.pack_for(peers, (function, common.values))
         if packed.externals:
             # Each reference is counted when it is sent, so it is sent with each part.
-            holders = {id(each) for each in common.values if worker.pack_for(peers, each).externals}
+            holders = {
+                id(each) for each in common.values if worker.encoder.pack_for(peers, each).externals
+            }
             common = find_common(arguments, holders)
-            packed = worker.pack_for(peers, (function, common.values))
+            packed = worker.encoder.pack_for(peers, (function, common.values))
     except SerializationError:
         return nothing, None  # The call of a part raises a better error.
     return (nothing, None) if packed.externals else (common, packed)

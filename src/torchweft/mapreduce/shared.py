@@ -194,7 +194,7 @@ def _own_arguments(args: Any, kwargs: Any) -> tuple[Any, Any]:
     worker = current_worker()
     if worker.copies_own:
         return args, kwargs
-    packed = worker.pack_for([worker.agent.me], (args, kwargs))
+    packed = worker.encoder.pack_for([worker.agent.me], (args, kwargs))
     copies: Any = unpack(packed.payload, _copies(packed.tensors), packed.externals)
     args, kwargs = copies
     return args, kwargs

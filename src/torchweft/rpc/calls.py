@@ -116,7 +116,7 @@ def call_and_wait(
     parent = current_call.get()
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
-    request = worker.request(peer, function, args, kwargs, limit_s)
+    request = worker.encoder.request(peer, function, args, kwargs, limit_s)
     call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
     try:
         worker.agent.calls.ask_and_wait(peer, call, request)
@@ -148,7 +148,7 @@ def start(
     parent = current_call.get()
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
-    request = worker.request(peer, function, args, kwargs, limit_s)
+    request = worker.encoder.request(peer, function, args, kwargs, limit_s)
     call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
     call.kept = args  # References among them must outlive the call.
     future: Future[Any] = Future(worker, call)
@@ -186,7 +186,7 @@ def create(
     maker = subject[-1] if subject else getattr(function, "__qualname__", "")
     handle = worker.reference_type.from_created(references, reference, maker)
     try:
-        request = worker.request(peer, function, args, kwargs, math.inf, reference.number)
+        request = worker.encoder.request(peer, function, args, kwargs, math.inf, reference.number)
         try:
             worker.agent.sender.send(peer, request.message(0))
         except Exception:

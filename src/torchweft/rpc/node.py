@@ -186,7 +186,7 @@ class Node:
         if finalize is not None:
             finalize.cancel()
         self.agent.links.farewell = farewell
-        self.worker.has_left = True
+        self.worker.replies.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)
         log_records.set_origin(None)

@@ -88,7 +88,7 @@ class Ports:
             if inlined is not None and not inlined[1]:
                 self._worker.agent.sender.send(peer, [encode_post(port, head, inlined[0])])
                 return
-        request = self._worker.request(peer, b"", (head, *values), {}, math.inf)
+        request = self._worker.encoder.request(peer, b"", (head, *values), {}, math.inf)
         try:
             self._worker.agent.sender.send(peer, request.post(port))
         except Exception:
@@ -117,7 +117,7 @@ class Ports:
             return own_head, inline.decode(control, position)[0]
         if type(control) is LocalMessage:
             _, _, _, head = control.head
-            values = worker.open_own(control, head[0])
+            values = worker.decoder.open_own(control, head[0])
         else:
             _, _, _, head = decode_call(control)
             message = None
@@ -126,9 +126,9 @@ class Ports:
                 try:
                     worker.tensor_messages.fetch(peer, message)
                 except Exception:
-                    worker.refuse(peer, head)
+                    worker.decoder.refuse(peer, head)
                     raise
-            values = worker.open(peer, control, head, message)
+            values = worker.decoder.open(peer, control, head, message)
         if not isinstance(values, (tuple, list)) or not values or type(values[0]) is not bytes:
             raise ProtocolError("a message for a port has no head before its values")
         return values[0], values[1:]
@@ -146,7 +146,7 @@ class Ports:
         _, _, _, head = decode_call(control)
         if frame.flags & TABLES:
             worker.tensor_messages.discard(peer, worker.tensor_messages.read(frame))
-        worker.refuse(peer, head)
+        worker.decoder.refuse(peer, head)
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         take = self._takes.get(frame.id)

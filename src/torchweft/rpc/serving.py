@@ -201,9 +201,9 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     try:
         find: Callable[[bytes], Any] = resolve if is_local else worker.reader.resolve
         if is_local:
-            content = worker.open_own(control, context_id)
+            content = worker.decoder.open_own(control, context_id)
         else:
-            content = worker.open(peer, control, head, message, False, codes)
+            content = worker.decoder.open(peer, control, head, message, False, codes)
         del control, message  # Free them with the arguments.
         if name and flags & POSITIONAL and type(content) is tuple:
             function = find(name)
@@ -268,7 +268,7 @@ def _fetch(worker: Worker, peer: Peer, call: Call, head: ValueHead, message: Ten
     try:
         worker.tensor_messages.fetch(peer, message)
     except Exception as error:
-        worker.refuse(peer, head)
+        worker.decoder.refuse(peer, head)
         call(None, error)
         return False
     return True
@@ -278,7 +278,7 @@ def _give_back(worker: Worker, peer: Peer, head: ValueHead, message: TensorMessa
     """Releases the tensors, references and graph of a call that will not run."""
     if message is not None:
         worker.tensor_messages.discard(peer, message)
-    worker.refuse(peer, head)
+    worker.decoder.refuse(peer, head)
 
 
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:

@@ -45,7 +45,7 @@ class Carrier(NamedTuple):
     """Has calls carry a context, and runs those that are served in it.
 
     Attributes:
-        request: Takes the place of ``Worker.request``; its first argument is that method.
+        request: Takes the place of ``Encoder.request``; its first argument is that method.
         result_of: Takes the place of ``Worker.result_of`` in the same way.
         run: Takes the place of ``Engine.run``, which leads a backward pass.
         take_context: Called with a call that was read, and the context that it carries, before
@@ -122,7 +122,7 @@ class Watching:
         """Puts functions in front of methods of the worker's parts, or takes them away."""
         worker, engine = self._worker, self._worker.engine
         for part, name in (
-            (worker, "request"),
+            (worker.encoder, "request"),
             (worker, "result_of"),
             (engine, "run"),
             (engine.envelopes, "encode"),

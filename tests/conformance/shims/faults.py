@@ -106,7 +106,7 @@ class Faults:
         self.created: weakref.WeakValueDictionary[ReferenceId, _CreatedRRef]
         self.created = weakref.WeakValueDictionary()
         self._scripted: set[ReferenceId] = set()
-        self._make_request = worker.request
+        self._make_request = worker.encoder.request
         self._ask, self._send, self._post = agent.calls.ask, agent.sender.send, agent.sender.post
         self._close, self._write = agent.close, agent.first_contacts.write
         self._replace()
@@ -114,9 +114,9 @@ class Faults:
     def _replace(self) -> None:
         worker, agent = self._worker, self._agent
         agent.slots[_FAULTS] = self
-        worker.reference_type = _CreatedRRef
+        worker.reference_type = worker.decoder.reference_type = _CreatedRRef
         for holder, method in (
-            (worker, self.request),
+            (worker.encoder, self.request),
             (agent.calls, self.ask),
             (agent.sender, self.send),
             (agent.sender, self.post),
@@ -141,7 +141,7 @@ class Faults:
         timeout_s: float,
         creation: int = NO_CREATION,
     ) -> Any:
-        """Does as ``Worker.request``; marks the request if the plan concerns it."""
+        """Does as ``Encoder.request``; marks the request if the plan concerns it."""
         request = self._make_request(peer, function, args, kwargs, timeout_s, creation)
         name = self._name_of(peer, function, args, creation)
         if name is None or not self._plan.concerns(name):

@@ -28,7 +28,7 @@ def alone() -> Iterator[None]:
 
 def pack(function: Any, values: list[Any]) -> Packed:
     agent = current()
-    return agent.slots[WORKER].pack_for([agent.me], (function, values))
+    return agent.slots[WORKER].encoder.pack_for([agent.me], (function, values))
 
 
 def made(function: Any, *values: Any) -> rpc.RRef[Shared]:

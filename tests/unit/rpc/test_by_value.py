@@ -306,7 +306,7 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
     monkeypatch.setitem(sys.modules, "only_there", module)
     function = lambda: module.__name__  # noqa: E731
     with monkeypatch.context() as context:
-        request = local.caller.request(local.peer, function, (), {}, LIMIT_S)
+        request = local.caller.encoder.request(local.peer, function, (), {}, LIMIT_S)
         context.delitem(sys.modules, "only_there")
         assert request.entries
         call = PendingCall(local.peer.id, local.peer.name, function, LIMIT_S)

@@ -123,14 +123,15 @@ def test_a_reference_is_fetched_as_by_a_call(pair: Pair, arrived: list[int | Non
 def test_an_answer_that_was_encoded_before_is_mapped(pair: Pair, arrived: list[int | None]) -> None:
     result = take_apart({"rows": torch.arange(6.0).view(2, 3), "version": 7})
     callers = {pair.peer_of_callee}
-    rows = encoded_rows_of(result, lambda value: pair.callee.pack_result_for(callers, value))
+    encoder = pair.callee.encoder
+    rows = encoded_rows_of(result, lambda value: encoder.pack_result_for(callers, value))
     assert rows is not None
-    *content, inlined = pair.callee._packed_result(pair.peer_of_callee, rows[1])
+    *content, inlined = pair.callee.encoder.packed_result(pair.peer_of_callee, rows[1])
     assert inlined is None
     assert content[1][0].tolist() == [3.0, 4.0, 5.0]
     # For another worker it stays as it is.
     pair.peer_of_callee.device_maps = device_maps.IDENTITY
-    found = pair.callee._packed_result(pair.peer_of_callee, rows[1])
+    found = pair.callee.encoder.packed_result(pair.peer_of_callee, rows[1])
     assert (found[0], found[3]) == (rows[1].payload, (rows[1].content, False))
 
 
@@ -333,16 +334,16 @@ def test_own_messages_follow_the_map_for_the_own_name(pair: Pair) -> None:
     leaf = torch.ones(2, requires_grad=True)
     computed = leaf * 2
     message = own_message(leaf, computed)
-    assert worker.open_own(message, 5)[1] is computed
+    assert worker.decoder.open_own(message, 5)[1] is computed
     worker.agent.me.device_maps = DeviceMaps(
         "worker0", {HOST: torch.device("meta")}, {HOST: torch.device("meta")}
     )
-    placed = worker.open_own(message, 5)
+    placed = worker.decoder.open_own(message, 5)
     assert [each.is_meta for each in placed] == [True] * 2
     assert placed[0].grad_fn is not None
     assert placed[1].grad_fn.next_functions[0][0] is computed.grad_fn
     # The answer comes back, and what does not move is passed on as it is.
-    back = worker.open_own(message, 5, is_answer=True)
+    back = worker.decoder.open_own(message, 5, is_answer=True)
     assert back[0] is leaf
     assert back[1] is computed
 

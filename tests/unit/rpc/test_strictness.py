@@ -307,7 +307,7 @@ def test_an_argument_that_cannot_be_sent_is_named_by_its_place(world: World, loc
             ((1,), {"key": {"a": cannot}}, "kwargs['key']['a']"),
         ):
             with pytest.raises(SerializationError) as caught:
-                world.worker.request(peer, program.identity, args, kwargs, 1.0)
+                world.worker.encoder.request(peer, program.identity, args, kwargs, 1.0)
             assert str(caught.value).startswith(f"{place} ")
             assert "value[" not in "".join(traceback.format_exception(caught.value))
 

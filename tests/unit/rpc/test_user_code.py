@@ -331,13 +331,17 @@ def test_a_log_that_raises_harms_nobody(
 
 
 def test_what_shows_failures_may_raise(pair: Pair) -> None:
+    shown = []
+
     def show(peer: object, error: BaseException) -> None:
+        shown.append(error)
         raise SystemExit("in a log")
 
-    pair.callee.on_failure = show
+    pair.callee.replies.on_failure = show
     for _ in range(TIMES):
         with pytest.raises(ValueError, match="the function's own"):
             pair.sync(raises_text, ValueError, "the function's own")
+    assert len(shown) == TIMES
     pair.check_serves(THREADS)
 
 

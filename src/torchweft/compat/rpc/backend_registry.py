@@ -155,7 +155,7 @@ def _tensorpipe_init(
     # Whatever size the environment names.
     join_group(name, rank, world_size or None, options)
     worker = current_worker()
-    worker.on_failure = log_failure
+    worker.replies.on_failure = log_failure
     worker.as_raised_here = as_runtime_error
     return TensorPipeAgent(rpc_backend_options)
 

@@ -102,7 +102,7 @@ class Gathering:
 
     def read(self, peer: Peer, message: Any) -> Any:
         """Returns the arguments in a message; see ``Unread``."""
-        content = self._worker.open(peer, message, decode_call(message)[3], None)
+        content = self._worker.decoder.open(peer, message, decode_call(message)[3], None)
         return self.args_in(content)
 
     def is_outdated(self) -> bool:
@@ -179,7 +179,7 @@ class OfMethod(Gathering):
         self._is_same = is_same
         self._value = weakref.ref(method.__self__, lambda _: self.end())
         args = tuple([torch.zeros(1) for _ in range(width)])
-        packed = worker.pack_for([peer], (tuple(reference), self._name, args, {}, None))
+        packed = worker.encoder.pack_for([peer], (tuple(reference), self._name, args, {}, None))
         super().__init__(worker, key, CALL_METHOD, packed.payload, method.__func__, width, queue)
 
     def bound(self) -> tuple[Any, ...] | None:

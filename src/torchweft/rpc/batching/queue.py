@@ -233,7 +233,7 @@ class BatchQueue:
                 else:
                     call(result, error)
             if rows:
-                rows[0][0].worker.answer_rows(rows)
+                rows[0][0].worker.replies.reply_rows(rows)
 
     def _end_all_left(self, batch: list[Entry], wanted: list[Entry]) -> None:
         """Ends the calls of a batch for whose results nobody waits."""

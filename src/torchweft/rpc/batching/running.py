@@ -321,7 +321,7 @@ def _rows_to_send(result: Parts, entries: list[Entry]) -> list[Outcome]:
 
     def pack(value: Any) -> Packed:
         callers = {entry.call.peer for entry in entries}
-        packed: Packed = first.worker.pack_result_for(callers, value)
+        packed: Packed = first.worker.encoder.pack_result_for(callers, value)
         return packed
 
     first: Any = entries[0].call

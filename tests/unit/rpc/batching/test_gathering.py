@@ -17,9 +17,10 @@ from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft.errors import BatchError, CallCancelled, QueueFull, ReferenceGone, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.rpc import serving
+from torchweft.rpc.decoding import Decoder
+from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.worker import Worker
 from torchweft.serialize import inline
 
 _may_go_on = threading.Event()
@@ -36,14 +37,14 @@ def pair() -> Iterator[Pair]:
 def reads(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collects an entry for each call whose arguments the callee reads by themselves."""
     found: list[int] = []
-    read = Worker.open
+    read = Decoder.open
 
-    def counted(worker: Worker, *args: object, **options: object) -> object:
-        if worker is pair.callee:
+    def counted(decoder: Decoder, *args: object, **options: object) -> object:
+        if decoder is pair.callee.decoder:
             found.append(1)
-        return read(worker, *args, **options)  # type: ignore[arg-type]
+        return read(decoder, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Worker, "open", counted)
+    monkeypatch.setattr(Decoder, "open", counted)
     return found
 
 
@@ -351,13 +352,13 @@ class Sample:
 def encodings(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Collects an entry for each answer that the callee encodes by itself."""
     found: list[int] = []
-    encode = Worker._packed_result
+    encode = Encoder.packed_result
 
-    def counted(worker: Worker, peer: Any, result: Any) -> Any:
+    def counted(encoder: Encoder, peer: Any, result: Any) -> Any:
         found.append(1)
-        return encode(worker, peer, result)
+        return encode(encoder, peer, result)
 
-    monkeypatch.setattr(Worker, "_packed_result", counted)
+    monkeypatch.setattr(Encoder, "packed_result", counted)
     return found
 
 

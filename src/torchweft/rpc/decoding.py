@@ -1,0 +1,243 @@
+"""Decodes the messages that one worker receives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from torchweft import knobs
+from torchweft.agent.agent import Agent
+from torchweft.agent.peers import Peer
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
+from torchweft.autograd.contexts import Context, Contexts
+from torchweft.autograd.outside import NO_GRAD, Arrivals, OutsideRecords
+from torchweft.errors import AutogradError, ReferenceGone
+from torchweft.ids import ReferenceId
+from torchweft.rpc.handles import Handle
+from torchweft.rpc.requests import own_copy
+from torchweft.runtime import device_streams
+from torchweft.serialize import inline
+from torchweft.serialize.by_value import Code
+from torchweft.serialize.objects import unpack
+from torchweft.serialize.reading import Reader
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
+from torchweft.serialize.tensors import too_many
+from torchweft.serialize.values import PICKLE, decode
+from torchweft.wire.frames import Buffer
+from torchweft.wire.messages import HandedReference, ValueHead
+
+
+class Decoder:
+    """Makes values of messages: places tensors in their graphs, and takes references over.
+
+    Args:
+        agent: The worker's agent.
+        reader: Decodes messages of other workers; messages to itself are trusted.
+        references: Counts references that arrive.
+        reference_type: Class of the references that it makes.
+        contexts: Record the tensors that arrive in autograd contexts.
+        outside: Keeps the graphs of tensors that are sent outside of contexts.
+        arrivals: Places tensors that arrive outside of contexts.
+        copies_own: Whether tensors in calls of the worker to itself are copied.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        reader: Reader,
+        references: ReferenceKeeper,
+        reference_type: type[Handle],
+        contexts: Contexts,
+        outside: OutsideRecords,
+        arrivals: Arrivals,
+        copies_own: bool,
+    ) -> None:
+        self._agent = agent
+        self._references = references
+        self.reference_type = reference_type
+        self._contexts = contexts
+        self._outside = outside
+        self._arrivals = arrivals
+        self._copies_own = copies_own
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
+        # Looked up once: every message needs them.
+        self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
+        self._take_home = self._come_home
+
+    def open(
+        self,
+        peer: Peer,
+        control: Buffer,
+        head: ValueHead,
+        message: TensorMessage | None,
+        is_answer: bool = False,
+        codes: Sequence[Code] = (),
+    ) -> Any:
+        """Returns the value in a message of another worker, with references and tensors in place.
+
+        Args:
+            peer: The sender.
+            control: The message.
+            head: Its head.
+            message: Its tensors, all fetched, if they came by tables.
+            is_answer: Whether it is the result of a call.
+            codes: The code that it names.
+        """
+        context_id, message_id, references, start, end = head
+        externals: Sequence[object] = ()
+        if references:
+            externals = [self._receive(handed, peer) for handed in references]
+        context = self._context_of(context_id, peer) if context_id else None
+        tensors: Sequence[Tensor] = ()
+        if message is not None:
+            tensors = self._receive_tensors(peer, message, context, head, is_answer)
+        elif end < len(control):
+            try:
+                received, flags = inline.decode(control, end)
+                if len(received) > self._tensor_limit:
+                    raise too_many(len(received), self._tensor_limit, self._agent.info.name)
+            except BaseException:
+                self.give_back(peer, context_id, message_id)
+                raise
+            tensors = received
+            if flags:
+                tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
+        if start == end:  # As ``unpack`` does; most results are one tensor or None.
+            return tensors[0] if tensors else None
+        payload = control[start:end]
+        if payload[0] == PICKLE:
+            return self._unpack(payload, tensors, externals, codes=codes)
+        return decode(payload, tensors, externals, self._resolve_value, self._take_home)
+
+    def open_own(self, message: LocalMessage, context_id: int, is_answer: bool = False) -> Any:
+        """Returns the value in a message of this worker to itself; see ``open``."""
+        tensors = message.tensors
+        device_streams.use(message.mark, tensors)
+        if self._agent.me.device_maps.is_any:
+            tensors = self._place_own(tensors, context_id, is_answer)
+        elif self._copies_own:
+            keeps = self._arrivals.keeps_graphs
+            tensors = [own_copy(each, context_id, keeps) for each in tensors]
+        return unpack(message.payload, tensors, message.externals)
+
+    def _place_own(
+        self, tensors: Sequence[Tensor], context_id: int, is_answer: bool
+    ) -> list[Tensor]:
+        """Returns tensors of a message to this worker itself on the devices of its own map."""
+        maps, keeps = self._agent.me.device_maps, self._arrivals.keeps_graphs
+        place = maps.back if is_answer else maps.forward
+        placed = []
+        for tensor in tensors:
+            device = place(tensor.device)
+            if self._copies_own or device != tensor.device:
+                tensor = own_copy(tensor, context_id, keeps, device)
+            placed.append(tensor)
+        return placed
+
+    def _context_of(self, context_id: int, peer: Peer) -> Context | None:
+        """Returns the context of a message, whose release ``peer`` will be told of.
+
+        Returns None, and does not raise, if the context was released: the call may have
+        other effects.
+        """
+        if context_id == NO_GRAD:
+            return None
+        try:
+            context = self._contexts.get_or_create(context_id)
+            context.add_known_worker(peer.id)
+        except AutogradError:
+            return None
+        return context
+
+    def _come_home(self, reference: ReferenceId) -> Handle:
+        """Returns a reference to a value of this worker that the sender has kept meanwhile."""
+        if not self._references.came_home(reference):
+            raise _reference_gone(reference)
+        return self.reference_type.from_received(self._references, reference)
+
+    def _receive(self, handed: HandedReference, sender: Peer) -> Handle:
+        if not self._references.received(handed, sender):
+            raise _reference_gone(handed.reference)
+        return self.reference_type.from_received(self._references, handed.reference)
+
+    def _receive_tensors(
+        self,
+        peer: Peer,
+        message: TensorMessage,
+        context: Context | None,
+        head: ValueHead,
+        is_answer: bool,
+    ) -> list[Tensor]:
+        context_id, message_id, *_ = head
+        if context is not None and message_id:
+            tensors = message.tensors(detached=True)
+            flags = message.flags()
+            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
+        try:
+            tensors = message.tensors(detached=False)
+            if message.some_are_computed:
+                self._place_computed(peer, tensors, message.flags(), head, is_answer)
+            return tensors
+        except BaseException:
+            self.give_back(peer, context_id, message_id)
+            raise
+
+    def _place_inlined(
+        self,
+        peer: Peer,
+        tensors: list[Tensor],
+        flags: list[int],
+        context: Context | None,
+        head: ValueHead,
+        is_answer: bool,
+    ) -> list[Tensor]:
+        """Does the same for tensors that stand in the message."""
+        message_id = head[1]
+        if context is not None and message_id:
+            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
+        for place, flag in enumerate(flags):
+            if flag & PARAMETER:
+                tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
+            elif flag & REQUIRES_GRAD:
+                tensors[place].requires_grad_()
+        self._place_computed(peer, tensors, flags, head, is_answer)
+        return tensors
+
+    def _place_computed(
+        self,
+        peer: Peer,
+        tensors: list[Tensor],
+        flags: list[int],
+        head: ValueHead,
+        is_answer: bool,
+    ) -> None:
+        """Marks tensors with a graph at the sender, in a message outside of contexts."""
+        computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
+        for place in computed:
+            if flags[place] & SHARED:  # As in a context: separate graphs need separate memory.
+                tensors[place] = tensors[place].detach().clone()
+        if computed:
+            context_id, message_id, *_ = head
+            self._arrivals.place(
+                tensors, computed, peer.name, peer.id, context_id, message_id, is_answer
+            )
+
+    def refuse(self, peer: Peer, head: ValueHead) -> None:
+        """Releases the references and the graph that an unread message holds at its sender."""
+        context_id, message_id, references, *_ = head
+        for handed in references:
+            self._references.refused(handed, peer)
+        self.give_back(peer, context_id, message_id)
+
+    def give_back(self, peer: Peer, context_id: int, message_id: int) -> None:
+        """Makes the sender of a message that was not received release its graph."""
+        if message_id and not context_id:  # Records of a context end with it.
+            self._outside.give_back(peer.id, message_id)
+
+
+def _reference_gone(reference: ReferenceId) -> ReferenceGone:
+    return ReferenceGone(f"{reference} arrived after this worker had dropped its references")

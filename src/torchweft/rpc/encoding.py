@@ -1,0 +1,323 @@
+"""Encodes the calls and results of one worker as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchweft import knobs
+from torchweft.agent.agent import Agent
+from torchweft.agent.code_keeping import CodeKeeper
+from torchweft.agent.peers import Peer
+from torchweft.agent.references import ReferenceKeeper
+from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.autograd.contexts import Contexts, current_id
+from torchweft.autograd.outside import NO_GRAD, Arrivals, OutsideRecords
+from torchweft.errors import AutogradError, SerializationError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.kept_code import SentCode
+from torchweft.protocol.membership.registration import why_not_by_value
+from torchweft.rpc.by_value import pack_function
+from torchweft.rpc.handles import Handle
+from torchweft.rpc.requests import Request, TableRequest, names_of
+from torchweft.serialize import inline
+from torchweft.serialize.by_value import Code
+from torchweft.serialize.functions import name_of
+from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
+from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
+from torchweft.serialize.reducers import is_dense
+from torchweft.serialize.tensors import too_many
+from torchweft.serialize.values import ATOMS, encode_atom, encode_simple, no_home
+from torchweft.wire.messages import NO_CREATION, POSITIONAL, HandedReference, encode_call, with_code
+
+
+class Encoder:
+    """Packs values for each receiver as it can read them, and hands on what they refer to.
+
+    Args:
+        agent: The worker's agent.
+        tensor_messages: Encodes tensors that do not stand in their message.
+        references: Counts references that are handed on.
+        contexts: Record the tensors that are sent in autograd contexts.
+        outside: Records those that are sent outside of contexts.
+        arrivals: Says whether graphs outside of contexts are kept.
+        codes: Keeps the functions by value that others have.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        tensor_messages: TensorMessages,
+        references: ReferenceKeeper,
+        contexts: Contexts,
+        outside: OutsideRecords,
+        arrivals: Arrivals,
+        codes: CodeKeeper,
+    ) -> None:
+        self._agent = agent
+        self._tensor_messages = tensor_messages
+        self._references = references
+        self._contexts = contexts
+        self._outside = outside
+        self._arrivals = arrivals
+        self._codes = codes
+        self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
+        self._packers: dict[int, Callable[..., Packed]] = {}
+        self._obstacles: dict[int, str] = {}
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
+        agent.members.on_joined(self._learn_to_encode)
+
+    def _learn_to_encode(self, peer: Peer) -> None:
+        by_name = peer.main_by_name
+        if peer.registration.is_strict and not peer.is_self:
+            self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
+        else:
+            obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
+            self._obstacles[peer.id] = obstacle
+            peer.keeps_code = not (obstacle or peer.is_self)
+            self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+
+        def home_of(value: Any) -> ReferenceId | None:
+            if not isinstance(value, Handle) or value.id.owner != peer.id:
+                return None
+            value.check_travels()
+            return value.id
+
+        self._home_of[peer.id] = home_of
+
+    def request(
+        self,
+        peer: Peer,
+        function: Callable[..., Any] | bytes,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        timeout_s: float,
+        creation: int = NO_CREATION,
+    ) -> Request:
+        """Encodes a call as a request; values that it hands on are kept alive from now on.
+
+        Args:
+            peer: The callee.
+            function: The callable, or its name.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            timeout_s: The caller's time limit, in seconds, as the callee is told it.
+            creation: Number of the reference that the result is for.
+
+        Raises:
+            SerializationError: The callable or an argument cannot be serialized, or a tensor is on
+                a device without an entry in the device map.
+        """
+        name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
+        tensors: list[Tensor] = []
+        externals: Sequence[object] = ()
+        inlined: Inlined | None = NO_TENSORS
+        entries: Sequence[SentCode] = ()
+        flags = POSITIONAL
+        payload: bytes | None = None
+        if name is not None and not kwargs and not peer.is_self:
+            # No caller waits for a remote() call or keeps its references: hand them on.
+            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            payload = encode_simple(args, tensors, peer.main_by_name, home_of)
+            if tensors and payload is not None:
+                inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
+                if inlined is None and not all(map(is_dense, tensors)):
+                    payload = None
+        if payload is None:
+            (payload, tensors, externals), flags, entries = self._pack_arguments(
+                peer, name, args, kwargs, function, creation
+            )
+            inlined = inline.encode(tensors) if tensors else NO_TENSORS
+            if peer.is_self or (tensors and peer.device_maps.moves_host_of_calls):
+                inlined = None
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
+        if inlined is None and not peer.device_maps.is_identity:
+            # Not when it is sent: that may be later, once there is a connection.
+            peer.device_maps.check(tensors, is_back=False)
+        context_id, message_id = current_id(), 0
+        if not torch.is_grad_enabled():
+            # Neither the arguments nor the result of a call under no_grad are part of a graph.
+            context_id = 0 if peer.is_self else self._arrivals.no_grad_id
+        elif context_id or inlined is None or inlined[1]:
+            context_id, message_id = self.record_send(context_id, tensors, peer)
+        handed = self.hand_on(externals, peer) if externals else ()
+        if inlined is None:
+            head = (timeout_s, creation, context_id, message_id, name or b"")
+            packed = Packed(payload, tensors, list(externals))
+            parts = self._tensor_messages
+            return TableRequest(self.take_back, peer, handed, parts, flags, head, packed, entries)
+        frame = encode_call(
+            flags,
+            timeout_s,
+            creation,
+            context_id,
+            message_id,
+            name or b"",
+            handed,
+            payload,
+            inlined[0],
+        )
+        if not entries:
+            return Request(self.take_back, peer, handed, message_id, frame)
+        frame = with_code(frame, names_of(entries))
+        request = Request(self.take_back, peer, handed, message_id, frame)
+        request.entries = entries
+        return request
+
+    def _pack_arguments(
+        self,
+        peer: Peer,
+        name: bytes | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        function: Any,
+        creation: int,
+    ) -> tuple[Packed, int, Sequence[SentCode]]:
+        """Returns arguments that are not simple, the flags of the call, and the code it names."""
+        packer = self._packers[peer.id]
+        if name is None and peer.keeps_code:
+            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            return pack_function(self._codes, peer, packer, function, args, kwargs, home_of)
+        # A message without the name of a function is for a port, and names no code.
+        codes: list[Code] | None = [] if name and peer.keeps_code else None
+        content: Sequence[Any] = (args, kwargs, function)
+        flags = 0
+        if name is not None:
+            content, flags = ((args, kwargs), 0) if kwargs else (args, POSITIONAL)
+        packed = None
+        try:
+            packed = packer(content, codes=codes)
+        except SerializationError:
+            if flags != POSITIONAL:
+                raise
+        if packed is None:  # Fails again, and names the place among the arguments.
+            return packer((args, {})), 0, ()
+        entries = self._codes.lend(peer, codes) if codes else ()
+        return (packer(content), flags, ()) if entries is None else (packed, flags, entries)
+
+    def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
+        """Packs a value once so that each of ``peers`` can read it, now or later.
+
+        Do not keep a packed value that contains references: each is counted when it is sent.
+
+        Args:
+            peers: The receivers.
+            value: Any value for ``pack``, or for ``pack_plain`` if a receiver is strict.
+
+        Raises:
+            SerializationError: A part of the value cannot be serialized.
+        """
+        others = [peer for peer in peers if not peer.is_self]
+        by_name = all(peer.main_by_name for peer in peers)
+        if any(peer.registration.is_strict for peer in others):
+            return pack_plain(value, main_by_name=by_name)
+        obstacle = next(filter(None, [self._obstacles[peer.id] for peer in others]), "")
+        return pack(value, main_by_name=by_name, not_by_value=obstacle)
+
+    def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
+        """Does the same in the form in which results of calls are packed."""
+        if type(value) is tuple:
+            tensors: list[Tensor] = []
+            payload = encode_simple(value, tensors, all(peer.main_by_name for peer in peers))
+            if payload is not None:
+                return Packed(payload, tensors, [])
+        return self.pack_for(peers, value)
+
+    def packed_result(
+        self, peer: Peer, result: Any
+    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
+        """Returns the parts of ``Packed``, and the tensors if they stand in the message."""
+        kind = type(result)
+        if peer.is_self:
+            return (*self._packers[peer.id](result), None)
+        if peer.device_maps.moves_host_of_answers:
+            return self._packed_for_tables(peer, result)
+        if kind is Tensor and not result.__dict__:
+            # Most results are a tensor, None, or a tuple of tensors and numbers.
+            inlined = inline.encode((result,))
+            if inlined is not None or is_dense(result):
+                return b"", [result], (), inlined
+        elif result is None:
+            return b"", [], (), NO_TENSORS
+        elif kind is EncodedValue:
+            return result.payload, [], (), (result.content, False)
+        elif kind in ATOMS:
+            payload = encode_atom(result)
+            if payload is not None:
+                return payload, [], (), NO_TENSORS
+        elif kind is tuple:
+            tensors: list[Tensor] = []
+            payload = encode_simple(result, tensors, peer.main_by_name)
+            if payload is not None:
+                self._check_count(tensors)
+                inlined = inline.encode(tensors) if tensors else NO_TENSORS
+                if inlined is not None or all(map(is_dense, tensors)):
+                    return payload, tensors, (), inlined
+        packed = self._packers[peer.id](result)
+        self._check_count(packed.tensors)
+        return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
+
+    def _packed_for_tables(
+        self, peer: Peer, result: Any
+    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
+        """Does the same for a worker where tensors on the CPU arrive on another device."""
+        if type(result) is EncodedValue:
+            tensors, _ = inline.decode(result.content, 0)
+            result = unpack(result.payload, tensors, ())
+        packed = self._packers[peer.id](result)
+        self._check_count(packed.tensors)
+        return (*packed, None if packed.tensors else NO_TENSORS)
+
+    def _check_count(self, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
+
+    def record_send(
+        self, context_id: int, tensors: Sequence[Tensor], peer: Peer, is_answer: bool = False
+    ) -> tuple[int, int]:
+        """Returns a message's context id and its message id; 0 where there is none."""
+        # A message to oneself carries tensors by reference, so they stay in their graph.
+        if context_id == NO_GRAD or peer.is_self:
+            return context_id, 0
+        if context_id:
+            try:
+                context = self._contexts.get_or_create(context_id)
+                return context_id, context.record_send(tensors, peer.id, is_answer)
+            except AutogradError:
+                pass  # The call has outlived its context: send it without.
+        for tensor in tensors:
+            if tensor.requires_grad and not tensor.is_leaf:
+                return 0, self._record_outside(tensors, peer, is_answer)
+        return 0, 0
+
+    def _record_outside(self, tensors: Sequence[Tensor], peer: Peer, is_answer: bool) -> int:
+        if not self._arrivals.keeps_graphs:
+            return 0
+        outside = self._outside
+        computed = [each for each in tensors if each.requires_grad and not each.is_leaf]
+        message_id = outside.record_send(computed, peer.id, is_answer)
+        if peer.lost is not None:  # Race: its records may have been dropped before.
+            outside.take_back(message_id)
+        return message_id
+
+    def hand_on(self, externals: Sequence[object], peer: Peer) -> tuple[HandedReference, ...]:
+        """Counts the references in a message for ``peer``, which keep their values alive."""
+        handed = []
+        for reference in externals:
+            assert isinstance(reference, Handle)
+            reference.check_travels()
+            if not peer.is_self:
+                handed.append(self._references.hand_on(reference.id, peer))
+        return tuple(handed)
+
+    def take_back(self, peer: Peer, handed: Sequence[HandedReference], message_id: int) -> None:
+        """Takes back the references and the graph of a message that could not be sent."""
+        for each in handed:
+            self._references.undeliverable(each, peer)
+        if message_id:
+            self._outside.take_back(message_id)

@@ -1,0 +1,158 @@
+"""Answers the calls that one worker serves: results, rows of results of batches, errors."""
+
+from __future__ import annotations
+
+import logging
+from asyncio import CancelledError
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torchweft.agent.agent import Agent
+from torchweft.agent.peers import Peer
+from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
+from torchweft.autograd.outside import NO_GRAD
+from torchweft.errors import NotInitialized
+from torchweft.protocol.connecting import Outgoing
+from torchweft.rpc.encoding import Encoder
+from torchweft.rpc.requests import reply_by_tables
+from torchweft.runtime.reports import log_exception
+from torchweft.serialize.exceptions import pack_error
+from torchweft.serialize.inline import EncodedValue
+from torchweft.serialize.objects import Packed
+from torchweft.wire.frames import Buffer
+from torchweft.wire.messages import (
+    ERROR_REPLY,
+    HandedReference,
+    Kind,
+    encode_reply,
+    encode_row_reply,
+)
+
+_log = logging.getLogger("torchweft")
+
+
+class Replies:
+    """Sends the outcomes of served calls to their callers.
+
+    Args:
+        agent: The worker's agent.
+        encoder: Encodes results.
+        tensor_messages: Encodes tensors that do not stand in their message.
+    """
+
+    def __init__(self, agent: Agent, encoder: Encoder, tensor_messages: TensorMessages) -> None:
+        self._agent = agent
+        self._encoder = encoder
+        self._tensor_messages = tensor_messages
+        self.has_left = False
+        """Whether this process has left its group, though it may still serve for a moment."""
+        self.on_failure: Callable[[Peer, BaseException], None] | None = None
+        """Called with the caller and the error of every call that failed here."""
+
+    def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
+        """Sends the result of a call, or an error if the result cannot be serialized."""
+        handed: Sequence[HandedReference] = ()
+        message_id = 0
+        try:
+            payload, tensors, externals, inlined = self._encoder.packed_result(peer, result)
+            if context_id or inlined is None or inlined[1]:
+                context_id, message_id = self._encoder.record_send(context_id, tensors, peer, True)
+            if externals:
+                handed = self._encoder.hand_on(externals, peer)
+            if inlined is not None:
+                answer = encode_reply(
+                    number, 0, context_id, message_id, handed, payload, inlined[0]
+                )
+            else:
+                packed = Packed(payload, tensors, list(externals))
+                message = reply_by_tables(
+                    self._tensor_messages, peer, number, context_id, message_id, packed, handed
+                )
+        except BaseException as error:  # The result's own code may even exit.
+            self._encoder.take_back(peer, handed, message_id)
+            self.reply_error(peer, number, error)
+            return
+        try:
+            if inlined is not None:
+                self._agent.answers.send(peer, answer)
+            else:
+                self._agent.sender.send(peer, message)
+        except (ConnectionError, NotInitialized):
+            self._encoder.take_back(peer, handed, message_id)
+            _log.debug("the result of call %d goes nowhere: one of the two has left", number)
+        except BaseException as error:
+            self._encoder.take_back(peer, handed, message_id)
+            self.reply_error(peer, number, error)
+
+    def reply_rows(self, rows: Sequence[tuple[Any, EncodedValue]]) -> None:
+        """Ends calls of other workers, each with its part of one result, in one loop.
+
+        Must be called in a block of ``Answers.together``.
+
+        Args:
+            rows: Served calls whose callers wait for an answer, and the answers.
+        """
+        answers: dict[Peer, tuple[list[Any], list[Buffer]]] = {}
+        for call, row in rows:
+            peer, context_id = call.peer, call.context_id
+            if (
+                (context_id and context_id != NO_GRAD)
+                or peer.device_maps.moves_host_of_answers
+                or call.was_cancelled
+                or call.has_ended
+            ):
+                call(row, None)
+                continue
+            found = answers.get(peer)
+            if found is None:
+                found = answers[peer] = ([], [])
+            found[0].append(call)
+            found[1].append(encode_row_reply(call.number, context_id, *row))
+        for peer, (calls, frames) in answers.items():
+            self._send_rows(peer, calls, frames)
+
+    def _send_rows(self, peer: Peer, calls: list[Any], frames: list[Buffer]) -> None:
+        """Sends the answers to calls of one worker, which end with that."""
+        try:
+            self._agent.answers.send_all(peer, frames)
+        except (ConnectionError, NotInitialized):
+            _log.debug("%d results go nowhere: one of the two has left", len(frames))
+        except BaseException as error:
+            for call in calls:
+                self.reply_error(peer, call.number, error)
+        for call in calls:
+            call.end()
+
+    def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
+        """Sends the error of a call."""
+        if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
+            return  # The caller is told soon that this worker is lost.
+        self.note_failure(peer, error)
+        payload = self.pack_error(peer, error)
+        message: Outgoing
+        if peer.is_self:
+            local = LocalMessage((0, 0, (), 0, 0), payload, (), ())
+            message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
+        else:
+            message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+        try:
+            self._agent.sender.send(peer, message)
+        except (ConnectionError, NotInitialized):
+            _log.debug("the error of call %d goes nowhere: caller or this worker has left", number)
+
+    def pack_error(self, peer: Peer, error: BaseException) -> bytes:
+        """Packs an error in a form that ``peer`` can read."""
+        return pack_error(
+            error,
+            self._agent.info.name,
+            main_by_name=peer.main_by_name,
+            is_plain=peer.registration.is_strict and not peer.is_self,
+        )
+
+    def note_failure(self, peer: Peer, error: BaseException) -> None:
+        """Passes the error of a call to ``on_failure``; never raises."""
+        if self.on_failure is not None:
+            try:
+                self.on_failure(peer, error)
+            except BaseException:  # Showing the error runs its own code.
+                log_exception("the error of a call of worker %r could not be shown", peer.name)
