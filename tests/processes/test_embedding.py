@@ -272,10 +272,15 @@ def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
         (rows - 1, values),
         (rows, values[:, 1:]),
         (rows, values.float()),
-        (rows, torch.tensor([2]), rows, None, values),
-        (rows, torch.tensor([1]), rows + 1, None, values),
-        (rows, torch.tensor([1, 0]), rows, None, values),
-        (rows, torch.tensor([1]), rows, values[0], values),
+        (torch.tensor([0, 2, 0]), 1, None, values),
+        (torch.tensor([0, -1, 0]), 1, None, values),
+        (torch.tensor([0, 1, 1]), 1, None, values),
+        (torch.tensor([0, 1, -1]), 1, None, values),
+        (torch.tensor([0, 1, 0]), 2, None, values),
+        (torch.tensor([0, 1, 0]), -1, None, values),
+        (torch.tensor([0, 1, 0]), 1, values[0], values),
+        (torch.tensor([0, 1, 0]), 1, None, values[:, 1:]),
+        (torch.tensor([0.0, 1.0, 0.0]), 1, None, values),
         (rows, rows, values),
     ]:
         pushes = [(stack, 1, [part])]
@@ -284,6 +289,33 @@ def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
         assert "words" in caught.value.table.split(", ")
     optimizer.step()  # The step was not counted: this one is expected.
     assert torch.equal(tables.weights("words"), before)
+    tables.close()
+
+
+def test_a_server_refuses_bags_that_do_not_fit() -> None:
+    tables, _ = own_tables("bags")
+    stack = next(
+        number
+        for number, each in enumerate(tables.plan.layout.stacks)
+        if each.members[0].config.name == "words"
+    )
+    numbers, weights = torch.tensor([0, 1, 2]), torch.ones(3, dtype=torch.float64)
+    for request in [
+        (numbers, 1, 2, None),
+        (numbers, 4, 0, None),
+        (numbers, 2, 0, None),
+        (numbers, -3, -1, None),
+        (numbers, -1, 0, None),
+        (torch.tensor([0, 1, 3, -1]), 2, 0, None),
+        (numbers.float(), 1, 3, None),
+        (numbers.view(1, 3), 1, 3, None),
+        (numbers + 10**6, 1, 3, None),
+        (numbers, 1, 3, weights[:2]),
+        (numbers, 1, 3, weights.float()),
+    ]:
+        with pytest.raises(InputError, match="server 'worker2' was") as caught:
+            rpc.rpc_sync("worker2", host.pull, ("bags", -1, 0, [(stack, *request)]))
+        assert "words" in caught.value.table.split(", ")
     tables.close()
 
 

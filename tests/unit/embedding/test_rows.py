@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from torchweft.embedding.rows import Bags, pool, pooled, put, sort, sum_rows, summed, take
+from torchweft.embedding.rows import Bags, Entries, pool, pooled, put, sort, sum_rows, summed, take
 
 
 def test_sorting_keeps_the_order_of_equal_numbers() -> None:
@@ -99,7 +99,7 @@ def dense(parts: list[Any]) -> Tensor:
         if not entries:
             total.index_add_(0, rows, values)
             continue
-        counts, numbers, weights = entries
+        (rows, counts, numbers), weights = Entries.of((rows, *entries, values)), entries[1]
         chosen = values[numbers.long()]
         if weights is not None:
             chosen = chosen * weights[:, None]
@@ -108,14 +108,21 @@ def dense(parts: list[Any]) -> Tensor:
 
 
 VALUES = (torch.tensor([1, 4, 9]), torch.randn(3, 2))
-ENTRIES = (
+NUMBERS = Entries(
     torch.tensor([0, 4, 7]),
     torch.tensor([2, 1, 3]),
     torch.tensor([0, 1, 1, 2, 0, 1]),
-    None,
-    torch.randn(3, 2),
 )
-WEIGHTED = (*ENTRIES[:3], torch.rand(6), ENTRIES[4])
+ENTRIES = (NUMBERS.numbers(torch.int64), 3, None, torch.randn(3, 2))
+WEIGHTED = (*ENTRIES[:2], torch.rand(6), ENTRIES[3])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_numbers_of_entries_are_one_tensor(dtype: torch.dtype) -> None:
+    numbers = NUMBERS.numbers(dtype)
+    assert (numbers.dtype, len(numbers)) == (dtype, 12)
+    found = Entries.of((numbers, 3))
+    assert [each.tolist() for each in found] == [each.tolist() for each in NUMBERS]
 
 
 @pytest.mark.parametrize("size", [1, 2, 100])
