@@ -112,8 +112,8 @@ def pooled(rows: Tensor, bags: Bags) -> Tensor:
 Part = tuple[Any, ...]
 """Gradients of rows, of one of two kinds.
 
-Values: rows ``(n,)``, each once, and their gradients ``(n, dim)``. Entries: what ``Entries.numbers``
-returns, the number of rows, factors of the entries or None, and values ``(m, dim)``.
+Values: rows ``(n,)``, each once, and their gradients ``(n, dim)``. Entries: the result of
+``Entries.numbers``, the number of rows, factors of the entries or None, and values ``(m, dim)``.
 """
 
 

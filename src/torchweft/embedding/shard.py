@@ -141,7 +141,7 @@ class Shard:
         """Returns the sums of bags of rows, ``(bags, dim)``.
 
         Args:
-            numbers: The rows, of one bag after the other; then the lengths of bags, if these differ.
+            numbers: The rows, of one bag after the other; then the lengths of bags, if they differ.
             bags: The number of bags.
             length: The length of each bag; 0 if they differ.
             weights: A factor for each row, or None.

@@ -15,9 +15,9 @@ from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, handing
 from torchweft.embedding.groups import Aggregate
+from torchweft.embedding.options import check_options
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
-from torchweft.embedding.tables import check_options
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
