@@ -18,6 +18,7 @@ from tests.processes.embedding_functions import (
     draw_batch,
     open_tables,
     outputs_loss,
+    refuse_to_change,
     set_rule_of_server,
     staleness_of,
     train,
@@ -316,6 +317,28 @@ def test_a_server_refuses_bags_that_do_not_fit() -> None:
         with pytest.raises(InputError, match="server 'worker2' was") as caught:
             rpc.rpc_sync("worker2", host.pull, ("bags", -1, 0, [(stack, *request)]))
         assert "words" in caught.value.table.split(", ")
+    tables.close()
+
+
+def test_a_server_that_could_not_apply_a_step_refuses_everything_after_it() -> None:
+    tables, optimizer = own_tables("unapplied", {"words": TableWise("worker2")})
+    ids = {"words": torch.tensor([[1, 2]])}
+    tables(ids)["words"].sum().backward()
+    optimizer.step()
+    rpc.rpc_sync("worker2", refuse_to_change, ("unapplied",))
+    tables(ids)["words"].sum().backward()
+    optimizer.step()  # It is answered when it was checked, before it is applied.
+    text = r"'worker2' has failed in the middle of a step.*no memory for the step.*restore a snapsh"
+    for ask in (
+        lambda: tables(ids),
+        optimizer.step,
+        lambda: tables.weights("words"),
+        lambda: tables.set_weights("words", torch.zeros(40, 6, dtype=torch.float64)),
+        tables.staleness,
+    ):
+        with pytest.raises(StepError, match=text) as caught:
+            ask()
+        assert (caught.value.server, caught.value.step, caught.value.expected) == ("worker2", 1, 1)
     tables.close()
 
 

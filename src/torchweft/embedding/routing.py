@@ -25,7 +25,7 @@ _SERVER_BITS: Final = 33
 _LARGEST: Final = torch.iinfo(torch.int32).max
 _MARKS_PER_KEY: Final = 32
 """Up to so many rows for each id, different ids are counted by marks: faster than by a sort."""
-_FIRST_LOOK: Final = 2
+_FIRST_LOOK: Final = 3
 """How many ids are looked at first, for each that must differ."""
 
 
