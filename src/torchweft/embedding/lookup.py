@@ -79,8 +79,7 @@ class PulledRows(Pulled):
     ) -> None:
         super().__init__(number, router, looked)
         self._routed = routed
-        self._rows = routed.ordered
-        self.rows = Fetch(number, router, self._rows.keys.unique, self._rows.cuts)
+        self.rows = Fetch(number, router, routed.distinct.keys, routed.distinct.cuts)
 
     def requests(self) -> Mapping[str, Request]:
         """Returns the rows to ask of each server that has some."""
@@ -128,19 +127,19 @@ class PulledRows(Pulled):
         weights = None
         if any(flat.weights is not None for flat in flats):
             weights = torch.cat([weights_of(flat, self.stack.dtype) for flat in flats])
-        return Bags(self._rows.keys.inverse(), offsets_of(flats), weights)
+        return Bags(self._routed.ordered.keys.inverse(), offsets_of(flats), weights)
 
     @functools.cached_property
     def _transpose(self) -> Bags:
         """Which bags each row is in."""
-        keys, weights = self._rows.keys, self._bags.weights
+        keys, weights = self._routed.ordered.keys, self._bags.weights
         numbers = numbers_of([each.flat for each in self.looked], keys.order)
         weights = None if weights is None else weights.index_select(0, keys.order)
         return Bags(numbers, keys.starts, weights)
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns rows and gradients for each server that has some."""
-        keys, cuts = self._rows.keys.unique, self._rows.cuts
+        keys, cuts = self.rows.keys, self.rows.cuts
         kept = self._trained(keys)
         pushes = {}
         for k, server in enumerate(self.stack.servers):

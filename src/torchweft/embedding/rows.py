@@ -38,23 +38,38 @@ class Sorted(NamedTuple):
 
 
 _POSITION_BITS: Final = 32
+_HAS_VECTOR_SORT: Final = int(np.__version__.partition(".")[0]) >= 2
+"""Whether numpy sorts by vector instructions: several times faster than otherwise, or than torch."""
+
+
+def distinct(numbers: Tensor) -> Tensor:
+    """Returns numbers ``(n,)`` on the CPU, int32 or int64, each once, rising."""
+    if not _HAS_VECTOR_SORT:
+        return sort(numbers).unique
+    ordered = np.sort(numbers.numpy())
+    return torch.from_numpy(ordered[_begins(ordered)])
+
+
+def _begins(ordered: Any) -> Any:
+    """Returns which of some sorted numbers differ from those before them."""
+    begins = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
+    return begins
 
 
 def sort(numbers: Tensor) -> Sorted:
     """Sorts numbers ``(n,)`` on the CPU, int32 or int64; the order of equal ones is kept."""
-    if numbers.dtype != torch.int32:
+    if numbers.dtype != torch.int32 or not _HAS_VECTOR_SORT:
         ordered, order = torch.sort(numbers, stable=True)
         unique, counts = torch.unique_consecutive(ordered, return_counts=True)
         return Sorted(unique, order, counts.cumsum(0).sub_(counts))
-    # Number and position in one: numpy sorts them by vectors, in a part of the time of torch.
+    # Number and position in one, as the vector sort returns no positions.
     pairs = numbers.numpy().astype(np.int64)
     pairs <<= _POSITION_BITS
     pairs |= np.arange(len(pairs))
     pairs.sort()
     values = (pairs >> _POSITION_BITS).astype(np.int32)
-    begins = np.ones(len(pairs), np.bool_)
-    np.not_equal(values[1:], values[:-1], out=begins[1:])
-    starts = np.flatnonzero(begins)
+    starts = np.flatnonzero(_begins(values))
     pairs &= (1 << _POSITION_BITS) - 1
     found = (values[starts], pairs, starts)
     return Sorted(*(torch.from_numpy(each) for each in found))

@@ -171,6 +171,9 @@ def test_marks_tell_what_a_sort_tells(count: int, place: Any) -> None:
     expected = [len(flat.ids.unique()) for _, _, flat in flats]
     ordered = router.route(flats).ordered
     assert ordered.counts == expected == router.route(flats).counts
+    keys, *others = router.route(flats).distinct
+    assert torch.equal(keys, ordered.keys.unique)
+    assert others == list(ordered[1:])
     assert (router.marks(router.route(flats).found) is None) == (count == 3)
     # One lookup after the other uses the same marks.
     first = router.route(flats[:1]).counts
