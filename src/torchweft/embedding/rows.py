@@ -39,7 +39,7 @@ class Sorted(NamedTuple):
 
 _POSITION_BITS: Final = 32
 _HAS_VECTOR_SORT: Final = int(np.__version__.partition(".")[0]) >= 2
-"""Whether numpy sorts by vector instructions: several times faster than otherwise, or than torch."""
+"""Whether numpy sorts by vector instructions, where there are any: faster than torch."""
 
 
 def distinct(numbers: Tensor) -> Tensor:
