@@ -265,6 +265,16 @@ def set_rule_of_server(name: str, rule: Rule | None) -> None:
     host_of(name).rule = rule
 
 
+def refuse_to_change(name: str) -> None:
+    """Has this worker fail when it changes rows."""
+
+    def change(*_: object) -> None:
+        raise MemoryError("no memory for the step")
+
+    for shard in host_of(name).shards.values():
+        shard._change = change  # type: ignore[method-assign]
+
+
 def end_process() -> None:
     """Ends this worker without a word to the others."""
     os._exit(7)

@@ -11,11 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional
 
 from tests.processes.embedding_functions import LocalRowWise
 from torchweft import autograd, rpc
-from torchweft.embedding import SGD, Adagrad, RowWise, RowWiseAdagrad, Rule, SparseAdam, host
+from torchweft.embedding import (
+    SGD,
+    Adagrad,
+    RowWise,
+    RowWiseAdagrad,
+    Rule,
+    SparseAdam,
+    TableWise,
+    host,
+)
 from torchweft.errors import WorkerLost
 from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
 
@@ -326,6 +336,24 @@ def close_model() -> None:
     _open.pop("model").model.close()
 
 
+def raised_by_step(me: int, hook: Any) -> tuple[str, str]:
+    """Returns the type and the text of the error of a backward pass with a hook."""
+    model = HybridModel(
+        make_net(me),
+        ["worker2"],
+        places={"words": TableWise("worker2")},
+        find_unused_parameters=True,
+        comm_hook=hook,
+    )
+    try:
+        loss_of(model, draw(me, 0)).backward()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        model.close()
+    return "", ""
+
+
 def raised_by_model(me: int, arguments: dict[str, Any], seed: int = 0) -> tuple[str, str]:
     """Returns the type and the text of the error of making a model."""
     given = dict(arguments)
@@ -348,6 +376,28 @@ def spread(ids: Tensor) -> Tensor:
     return ids * 1_000_003 - 2**40
 
 
+def reduce_as_ddp(state: Any, bucket: Any) -> Any:
+    """Averages a bucket as DDP does, and counts it."""
+    if state is not None:
+        state.append(bucket.index())
+    return allreduce_hook(None, bucket)
+
+
+def reduce_nothing(state: Any, bucket: Any) -> Any:
+    return bucket.buffer()
+
+
+def raise_in_reduction(state: Any, bucket: Any) -> Any:
+    raise ArithmeticError("in the hook")
+
+
+def forget_gradients(state: Any, bucket: Any) -> Any:
+    """Leaves dense gradients out of the step: zeros."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer().zero_())
+    return future
+
+
 def train_with(
     me: int, steps: int, max_norm: float | None = None, ahead: int | None = None, **options: Any
 ) -> tuple[dict[str, Tensor], list[float], dict[int, int], dict[str, int]]:
@@ -357,6 +407,7 @@ def train_with(
         The state, norms or losses, the staleness, and the hits of the cache by table.
     """
     is_dynamic = "dynamic" in options
+    counted = options.get("comm_state")
     model = HybridModel(
         make_net(me), ["worker2"], find_unused_parameters=True, timeout=30, **options
     )
@@ -378,6 +429,7 @@ def train_with(
                 found[-1] = float(optimizer.clip_grad_norm_(max_norm))
             optimizer.step()
     state = model.full_state_dict()
+    assert counted is None or len(counted) >= steps  # At least a bucket in each backward pass.
     torch.distributed.barrier()
     assert model.tables is not None
     staleness = model.tables.staleness()

@@ -18,6 +18,7 @@ from tests.processes.embedding_functions import (
     draw_batch,
     open_tables,
     outputs_loss,
+    refuse_to_change,
     set_rule_of_server,
     staleness_of,
     train,
@@ -272,10 +273,15 @@ def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
         (rows - 1, values),
         (rows, values[:, 1:]),
         (rows, values.float()),
-        (rows, torch.tensor([2]), rows, None, values),
-        (rows, torch.tensor([1]), rows + 1, None, values),
-        (rows, torch.tensor([1, 0]), rows, None, values),
-        (rows, torch.tensor([1]), rows, values[0], values),
+        (torch.tensor([0, 2, 0]), 1, None, values),
+        (torch.tensor([0, -1, 0]), 1, None, values),
+        (torch.tensor([0, 1, 1]), 1, None, values),
+        (torch.tensor([0, 1, -1]), 1, None, values),
+        (torch.tensor([0, 1, 0]), 2, None, values),
+        (torch.tensor([0, 1, 0]), -1, None, values),
+        (torch.tensor([0, 1, 0]), 1, values[0], values),
+        (torch.tensor([0, 1, 0]), 1, None, values[:, 1:]),
+        (torch.tensor([0.0, 1.0, 0.0]), 1, None, values),
         (rows, rows, values),
     ]:
         pushes = [(stack, 1, [part])]
@@ -284,6 +290,55 @@ def test_a_server_refuses_gradients_that_do_not_fit_before_they_count() -> None:
         assert "words" in caught.value.table.split(", ")
     optimizer.step()  # The step was not counted: this one is expected.
     assert torch.equal(tables.weights("words"), before)
+    tables.close()
+
+
+def test_a_server_refuses_bags_that_do_not_fit() -> None:
+    tables, _ = own_tables("bags")
+    stack = next(
+        number
+        for number, each in enumerate(tables.plan.layout.stacks)
+        if each.members[0].config.name == "words"
+    )
+    numbers, weights = torch.tensor([0, 1, 2]), torch.ones(3, dtype=torch.float64)
+    for request in [
+        (numbers, 1, 2, None),
+        (numbers, 4, 0, None),
+        (numbers, 2, 0, None),
+        (numbers, -3, -1, None),
+        (numbers, -1, 0, None),
+        (torch.tensor([0, 1, 3, -1]), 2, 0, None),
+        (numbers.float(), 1, 3, None),
+        (numbers.view(1, 3), 1, 3, None),
+        (numbers + 10**6, 1, 3, None),
+        (numbers, 1, 3, weights[:2]),
+        (numbers, 1, 3, weights.float()),
+    ]:
+        with pytest.raises(InputError, match="server 'worker2' was") as caught:
+            rpc.rpc_sync("worker2", host.pull, ("bags", -1, 0, [(stack, *request)]))
+        assert "words" in caught.value.table.split(", ")
+    tables.close()
+
+
+def test_a_server_that_could_not_apply_a_step_refuses_everything_after_it() -> None:
+    tables, optimizer = own_tables("unapplied", {"words": TableWise("worker2")})
+    ids = {"words": torch.tensor([[1, 2]])}
+    tables(ids)["words"].sum().backward()
+    optimizer.step()
+    rpc.rpc_sync("worker2", refuse_to_change, ("unapplied",))
+    tables(ids)["words"].sum().backward()
+    optimizer.step()  # It is answered when it was checked, before it is applied.
+    text = r"'worker2' has failed in the middle of a step.*no memory for the step.*restore a snapsh"
+    for ask in (
+        lambda: tables(ids),
+        optimizer.step,
+        lambda: tables.weights("words"),
+        lambda: tables.set_weights("words", torch.zeros(40, 6, dtype=torch.float64)),
+        tables.staleness,
+    ):
+        with pytest.raises(StepError, match=text) as caught:
+            ask()
+        assert (caught.value.server, caught.value.step, caught.value.expected) == ("worker2", 1, 1)
     tables.close()
 
 
@@ -391,6 +446,7 @@ def count_leaves() -> int:
 
 
 def test_a_lookup_whose_gradient_is_never_computed_leaves_nothing_behind() -> None:
+    gc.collect()  # Errors of other tests hold leaves in circles.
     tables, optimizer = own_tables("evaluated")
     ids = {"seen": torch.tensor([[1, 2, 3]])}
     with torch.no_grad():

@@ -365,14 +365,14 @@ def test_trainers_agree_on_when_ids_get_rows() -> None:
 @pytest.mark.parametrize(
     ("stack", "parts", "error"),
     [
-        ((torch.arange(3), torch.tensor([3]), None), None, "asked for sums of 'users'"),
+        ((torch.arange(3), 1, 3, None), None, "asked for sums of 'users'"),
         ((torch.arange(3, dtype=torch.int32),), None, "ids of 'users' of torch.int32"),
         (None, [(torch.arange(3).float(), torch.zeros(3, 3).double())], "of torch.float32"),
         (None, [(torch.arange(2), torch.zeros(3, 3).double())], r"gradients \[3, 3\]"),
         (None, [(torch.arange(21), torch.zeros(21, 3).double())], "21 ids"),
         (
             None,
-            [(torch.arange(1), torch.ones(1), torch.ones(1), None, torch.zeros(1, 3))],
+            [(torch.tensor([0, 1, 0]), 1, None, torch.zeros(1, 3))],
             "gradients of bags",
         ),
     ],

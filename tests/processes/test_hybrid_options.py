@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.processes import hybrid_functions
 from tests.processes.ddp_functions import join
 from tests.processes.hybrid_functions import WORDS, make_net, spread, train_alone, train_with
 from torchweft import rpc
@@ -138,3 +139,78 @@ def test_a_table_with_dynamic_ids_trains_as_one_whose_rows_have_these_numbers() 
     means = torch.tensor([own for _, own, _, _ in trained]).mean(0)
     assert means.tolist() == pytest.approx(losses, abs=1e-6)
     assert make_net().words.weight.shape[0] == WORDS
+
+
+def test_a_hook_of_the_program_reduces_gradients() -> None:
+    expected = train_all()
+    for options in ({}, {"comm_state": []}):
+        found = train_all(comm_hook=hybrid_functions.reduce_as_ddp, **options)
+        check_equal(found, expected[0][0], 0.0)
+    before = make_net(0).state_dict()
+    found = train_all(comm_hook=hybrid_functions.forget_gradients)
+    assert all(torch.equal(state["head.weight"], before["head.weight"]) for state, *_ in found)
+    assert not any(
+        torch.equal(state["words.weight"], before["words.weight"]) for state, *_ in found
+    )
+
+
+@pytest.mark.parametrize(
+    ("hook", "expected"),
+    [
+        (hybrid_functions.raise_in_reduction, ("ArithmeticError", "in the hook")),
+        (
+            hybrid_functions.reduce_nothing,
+            (
+                "ArgumentTypeError",
+                f"comm_hook {hybrid_functions.__name__}.reduce_nothing returned a Tensor; return",
+            ),
+        ),
+    ],
+    ids=["raises", "returns no future"],
+)
+def test_an_error_of_a_hook_is_that_of_the_backward_pass(hook: Any, expected: Any) -> None:
+    futures = [
+        rpc.rpc_async(name, hybrid_functions.raised_by_step, args=(rank, hook))
+        for rank, name in enumerate(TRAINERS)
+    ]
+    for future in futures:
+        kind, text = future.wait()
+        assert kind == expected[0]
+        assert expected[1] in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"comm_hook": 3}, ("ArgumentTypeError", "comm_hook is an int; pass a function")),
+        ({"comm_state": []}, ("ConfigurationError", "comm_state is passed without comm_hook")),
+        (
+            {
+                "comm_hook": hybrid_functions.reduce_as_ddp,
+                "comm_state": [],
+                "replicas": ["tower", "head"],
+            },
+            ("ConfigurationError", "comm_state is one for the replicas"),
+        ),
+    ],
+    ids=["no function", "no hook", "one state for several replicas"],
+)
+def test_hooks_that_cannot_be_used_are_refused(arguments: Any, expected: Any) -> None:
+    for kind, text in raised_by_all([arguments, arguments]):
+        assert kind == expected[0]
+        assert expected[1] in text
+
+
+def test_trainers_have_the_same_hook() -> None:
+    hooks = [hybrid_functions.reduce_as_ddp, hybrid_functions.forget_gradients]
+    for kind, text in raised_by_all([{"comm_hook": each} for each in hooks]):
+        assert kind == "TrainersDiffer"
+        assert "comm_hook is" in text
+
+
+def raised_by_all(arguments: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    futures = [
+        rpc.rpc_async(name, hybrid_functions.raised_by_model, args=(rank, arguments[rank]))
+        for rank, name in enumerate(TRAINERS)
+    ]
+    return [future.wait() for future in futures]

@@ -268,7 +268,7 @@ def fewest(parts: Sequence[Gradient]) -> Sequence[Gradient]:
 
 
 def _size(part: Gradient) -> int:
-    return sum(each.nbytes for each in part if each is not None)
+    return sum(each.nbytes for each in part if isinstance(each, torch.Tensor))
 
 
 # Functions that members call; by name.

@@ -99,7 +99,7 @@ class DynamicShard(Shard):
         places = torch.from_numpy(self._held.live(rows.numpy(), self._steps_made))
         return (self.changed[places.clamp(min=0)] > version) | (places < 0)
 
-    def pool(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
+    def pool(self, numbers: Tensor, bags: int, length: int, weights: Tensor | None) -> Tensor:
         """Refuses: trainers pool the rows of dynamic tables.
 
         Raises:

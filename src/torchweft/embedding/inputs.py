@@ -137,7 +137,10 @@ class Checker:
             self._refuse(f"{what} is a {type(tensor).__name__}, not a tensor")
         if tensor.dtype not in _INTEGERS or tensor.layout is not torch.strided:
             self._refuse(f"{what} has {tensor.dtype}; use a dense tensor of torch.int64 or int32")
-        return tensor.detach().to(device="cpu", dtype=torch.int64)
+        # Most ids are so: each operation of torch takes as long as some hundred ids.
+        if tensor.dtype is torch.int64 and tensor.device.type == "cpu":
+            return tensor
+        return tensor.to(device="cpu", dtype=torch.int64)
 
     def _weights(self, jagged: Jagged) -> Tensor | None:
         weights = jagged.per_sample_weights

@@ -19,13 +19,14 @@ from torchweft.embedding.pulled import (
     Pulled,
     Request,
     averaged,
+    fixed_length,
     lengths_of,
     numbers_of,
     offsets_of,
     weights_of,
 )
 from torchweft.embedding.routing import Routed, Router
-from torchweft.embedding.rows import Bags, pool, pooled
+from torchweft.embedding.rows import Bags, Entries, pool, pooled
 
 
 class Fetch:
@@ -78,8 +79,7 @@ class PulledRows(Pulled):
     ) -> None:
         super().__init__(number, router, looked)
         self._routed = routed
-        self._rows = routed.ordered
-        self.rows = Fetch(number, router, self._rows.keys.unique, self._rows.cuts)
+        self.rows = Fetch(number, router, routed.distinct.keys, routed.distinct.cuts)
 
     def requests(self) -> Mapping[str, Request]:
         """Returns the rows to ask of each server that has some."""
@@ -117,6 +117,7 @@ class PulledRows(Pulled):
     def get_ready(self) -> None:
         """Computes what does not need the values, while these are on their way."""
         super().get_ready()
+        _ = self._bags
         if torch.is_grad_enabled() and not self.stack.takes_max:
             _ = self._transpose
 
@@ -126,19 +127,19 @@ class PulledRows(Pulled):
         weights = None
         if any(flat.weights is not None for flat in flats):
             weights = torch.cat([weights_of(flat, self.stack.dtype) for flat in flats])
-        return Bags(self._rows.keys.inverse(), offsets_of(flats), weights)
+        return Bags(self._routed.ordered.keys.inverse(), offsets_of(flats), weights)
 
     @functools.cached_property
     def _transpose(self) -> Bags:
         """Which bags each row is in."""
-        order, weights = self._rows.keys.order, self._bags.weights
-        numbers = numbers_of([each.flat for each in self.looked], order)
-        weights = None if weights is None else weights.index_select(0, order)
-        return Bags(numbers, self._rows.keys.starts, weights)
+        keys, weights = self._routed.ordered.keys, self._bags.weights
+        numbers = numbers_of([each.flat for each in self.looked], keys.order)
+        weights = None if weights is None else weights.index_select(0, keys.order)
+        return Bags(numbers, keys.starts, weights)
 
     def pushes(self, gradient: Tensor) -> Mapping[str, tuple[Any, ...]]:
         """Returns rows and gradients for each server that has some."""
-        keys, cuts = self._rows.keys.unique, self._rows.cuts
+        keys, cuts = self.rows.keys, self.rows.cuts
         kept = self._trained(keys)
         pushes = {}
         for k, server in enumerate(self.stack.servers):
@@ -198,26 +199,37 @@ class PulledSums(Pulled):
         return found
 
     def requests(self) -> Mapping[str, Request]:
-        """Returns the bags to sum for each server."""
+        """Returns the bags to sum for each server: rows, lengths, and weights of rows.
+
+        Lengths are a number that all bags have, or follow the rows in their tensor.
+        """
         requests = {}
         for server, ids, lengths in self._striped() if self.stack.stripes > 1 else self._whole():
             rows = self._router.rows(self._routed.found[ids], server)
             weights = None if self._weights is None else self._weights[ids]
-            name = self.stack.servers[server]
-            requests[name] = (self.number, rows, lengths.to(self._router.dtype), weights)
+            bags, length = len(self._bags[server]), self._length
+            if lengths is not None:
+                rows, length = torch.cat([rows, lengths.to(rows.dtype)]), 0
+            requests[self.stack.servers[server]] = (self.number, rows, bags, length, weights)
         return requests
 
-    def _whole(self) -> Iterator[tuple[int, slice, Tensor]]:
-        """Yields servers, which ids are theirs, and the lengths of their bags."""
-        lengths, first = lengths_of(self._flats), 0
+    @functools.cached_property
+    def _length(self) -> int:
+        """The length of all bags, if that is the same on each server; else 0."""
+        return fixed_length(self._flats) if self.stack.stripes == 1 else 0
+
+    def _whole(self) -> Iterator[tuple[int, slice, Tensor | None]]:
+        """Yields servers, which ids are theirs, and the lengths of their bags if they differ."""
+        lengths, first = None if self._length else lengths_of(self._flats), 0
         ids = dict.fromkeys(self._bags, 0)
         for each in self.looked:
             ids[each.member.server] += each.flat.n_ids
         for server, bags in self._bags.items():
-            yield server, slice(first, first + ids[server]), lengths[bags.start : bags.stop]
+            own = None if lengths is None else lengths[bags.start : bags.stop]
+            yield server, slice(first, first + ids[server]), own
             first += ids[server]
 
-    def _striped(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+    def _striped(self) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         servers = self._routed.found.div(self.stack.stride, rounding_mode="floor")
         numbers = numbers_of(self._flats)
         for server, bags in self._bags.items():
@@ -254,9 +266,9 @@ class PulledSums(Pulled):
 
     def get_ready(self) -> None:
         """Computes what does not need the values, while these are on their way."""
-        super().get_ready()
         if torch.is_grad_enabled():
-            _ = self._entries
+            _ = self._entries  # First: then rows are counted already.
+        super().get_ready()
 
     @functools.cached_property
     def _entries(self) -> dict[int, tuple[Any, ...]]:
@@ -271,10 +283,10 @@ class PulledSums(Pulled):
                 continue
             begin, end = keys.place(low), keys.place(high)
             counts = torch.diff(keys.starts[low:high], append=torch.tensor([end], device="cpu"))
+            rows, own = self._router.rows(keys.unique[low:high], server), entries[begin:end]
             found[server] = (
-                self._router.rows(keys.unique[low:high], server),
-                counts.to(dtype),
-                (entries[begin:end] - bags.start).to(dtype),
+                Entries(rows, counts, own - bags.start if bags.start else own).numbers(dtype),
+                high - low,
                 None if weights is None else weights[begin:end],
             )
         return found
@@ -283,14 +295,14 @@ class PulledSums(Pulled):
         found = []
         for number, member, flat in self.looked:
             rows = self._routed.counts[number]
-            sizes = sums_bytes(self._router, flat, rows)
+            sizes = sums_bytes(self._router, flat, rows, has_lengths=not self._length)
             found.append(Moved(member.config.name, flat.n_ids, rows, *sizes))
         return found
 
 
 def routed_of(router: Router, looked: Sequence[Looked]) -> Routed:
     """Returns the rows that tables of one stack need."""
-    return router.route([(each.member, each.flat) for each in looked])
+    return router.route(looked)
 
 
 def prepare(number: int, router: Router, looked: Sequence[Looked]) -> list[Pulled]:
@@ -298,26 +310,33 @@ def prepare(number: int, router: Router, looked: Sequence[Looked]) -> list[Pulle
     # The bags of a server follow one another.
     looked = sorted(looked, key=lambda each: each.member.server)
     routed = routed_of(router, looked)
-    sums = [each for each in looked if _is_pooled_there(router, each, routed)]
+    sums = _pooled_there(router, looked, routed)
     if not sums:
         return [PulledRows(number, router, looked, routed)]
     if len(sums) == len(looked):
         return [PulledSums(number, router, looked, routed)]
-    taken = {each.number for each in sums}
-    rest = [each for each in looked if each.number not in taken]
-    kinds = ((PulledSums, sums), (PulledRows, rest))
+    there = [each for each in looked if each.number in sums]
+    rest = [each for each in looked if each.number not in sums]
+    kinds = ((PulledSums, there), (PulledRows, rest))
     return [kind(number, router, own, routed_of(router, own)) for kind, own in kinds]
 
 
-def _is_pooled_there(router: Router, looked: Looked, routed: Routed) -> bool:
-    """Whether the servers pool a table, since sums move fewer bytes than rows."""
-    flat, stack = looked.flat, router.stack
-    if stack.takes_max or stack.is_dynamic or flat.offsets is None or flat.length == 1:
-        return False  # There are no fewer bags than rows in the last two cases.
-    if flat.weights is not None and flat.weights.requires_grad:
-        return False
-    rows = routed.counts[looked.number]
-    return sum(sums_bytes(router, flat, rows)) < sum(rows_bytes(router, rows))
+def _pooled_there(router: Router, looked: Sequence[Looked], routed: Routed) -> set[int]:
+    """Returns the tables that the servers pool, since sums move fewer bytes than rows."""
+    stack = router.stack
+    if stack.takes_max or stack.is_dynamic:
+        return set()
+    limits = {}
+    for number, _, flat in looked:
+        if flat.offsets is None or flat.length == 1:
+            continue  # There are no fewer bags than rows.
+        if flat.weights is not None and flat.weights.requires_grad:
+            continue
+        # Both are linear in the number of rows, and sums have less for each.
+        fixed = sum(sums_bytes(router, flat, 0))
+        each = sum(rows_bytes(router, 1)) - (sum(sums_bytes(router, flat, 1)) - fixed)
+        limits[number] = fixed // each
+    return routed.beyond(limits) if limits else set()
 
 
 def rows_bytes(router: Router, rows: int) -> tuple[int, int]:
@@ -326,10 +345,22 @@ def rows_bytes(router: Router, rows: int) -> tuple[int, int]:
     return rows * (number + router.pulled_bytes), rows * (number + router.pushed_bytes)
 
 
-def sums_bytes(router: Router, flat: Flat, rows: int) -> tuple[int, int]:
-    """Returns what a pull of sums moves, and a push of their gradients."""
+def sums_bytes(
+    router: Router, flat: Flat, rows: int, *, has_lengths: bool | None = None
+) -> tuple[int, int]:
+    """Returns what a pull of sums moves, and a push of their gradients.
+
+    Args:
+        router: The router of the stack.
+        flat: The ids of the table.
+        rows: The number of their rows.
+        has_lengths: Whether the lengths of bags are sent; by default, if the form of these ids
+            does not tell them.
+    """
     stack, number = router.stack, router.dtype.itemsize
+    if has_lengths is None:
+        has_lengths = stack.stripes > 1 or not flat.length
     entries = flat.n_ids * (number + (0 if flat.weights is None else stack.dtype.itemsize))
     bags = stack.stripes * flat.bags
-    pulled = entries + bags * (number + router.pulled_bytes)
+    pulled = entries + bags * ((number if has_lengths else 0) + router.pulled_bytes)
     return pulled, entries + 2 * number * rows + bags * router.pushed_bytes

@@ -116,6 +116,8 @@ class Lookups:
             parts = [self._prepared(flats) for flats in each]
             pulling = Pulling(_joined(parts), self._form)
             futures = self._client.start_pull(pulling.requests)
+            for pulled in pulling.wanted:
+                pulled.get_ready()
             return Ahead(self, each, parts, pulling, futures)
         wanted = self._reserved_each(each, waiting)
         try:

@@ -153,7 +153,7 @@ class Pulled(abc.ABC):
         _ = self.moved
 
 
-def _fixed_length(flats: Sequence[Flat]) -> int:
+def fixed_length(flats: Sequence[Flat]) -> int:
     """Returns the length of all bags if it is the same by form, else 0."""
     length = flats[0].length
     return length if all(flat.length == length for flat in flats) else 0
@@ -164,7 +164,7 @@ def offsets_of(flats: Sequence[Flat]) -> Tensor | None:
 
     None if each id is a bag of its own.
     """
-    length = _fixed_length(flats)
+    length = fixed_length(flats)
     if length == 1:
         return None
     if length:
@@ -179,7 +179,7 @@ def offsets_of(flats: Sequence[Flat]) -> Tensor | None:
 
 def lengths_of(flats: Sequence[Flat]) -> Tensor:
     """Returns the lengths of the bags of several tables, one table after the other."""
-    length = _fixed_length(flats)
+    length = fixed_length(flats)
     if length:
         return torch.full((sum(flat.bags for flat in flats),), length, device="cpu")
     return torch.cat([flat.lengths() for flat in flats])
@@ -187,7 +187,7 @@ def lengths_of(flats: Sequence[Flat]) -> Tensor:
 
 def numbers_of(flats: Sequence[Flat], order: Tensor | None = None) -> Tensor:
     """Returns the numbers of the bags of ids, the ids in some order."""
-    length = _fixed_length(flats)
+    length = fixed_length(flats)
     if length:
         ids = (
             torch.arange(sum(flat.n_ids for flat in flats), device="cpu")

@@ -1,10 +1,15 @@
-"""Which rows of which servers the ids of a stack stand for."""
+"""Which rows of which servers the ids of a stack stand for.
+
+Where servers pool, the order of the keys is needed for the push alone: it is computed while they
+answer the pull, or never. Before that, different keys are counted by marks, one for each row of the
+stack, if these are few beside the ids.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -13,13 +18,15 @@ from torch import Tensor
 from torchweft.embedding.initial import mixed, shifted
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.plan import Member, Stack
-from torchweft.embedding.rows import Sorted, sort
+from torchweft.embedding.rows import Sorted, distinct, sort
 from torchweft.embedding.wire import Wire, row_bytes
 
 _SERVER_BITS: Final = 33
 _LARGEST: Final = torch.iinfo(torch.int32).max
 _MARKS_PER_KEY: Final = 32
-"""Up to so many rows for each id, different ids are counted by marks in a third of the time."""
+"""Up to so many rows for each id, different ids are counted by marks: faster than by a sort."""
+_FIRST_LOOK: Final = 3
+"""How many ids are looked at first, for each that must differ."""
 
 
 class Ordered(NamedTuple):
@@ -36,34 +43,91 @@ class Ordered(NamedTuple):
     counts: list[int]
 
 
-class Routed:
-    """The rows that a lookup needs.
+class Distinct(NamedTuple):
+    """Rows, each once, as ``Ordered`` has them.
 
-    Args:
-        found: The key of each id.
-        order: Orders keys.
-        count: Returns how many different keys each member has, if that is faster than ordering.
+    Attributes:
+        keys: Each key once.
+        cuts: Where in the keys each server's begin, and their number at the end.
+        counts: How many rows of each member there are, by its number.
     """
 
-    def __init__(
-        self,
-        found: Tensor,
-        order: Callable[[Tensor], Ordered],
-        count: Callable[[Tensor], list[int] | None] = lambda _: None,
-    ) -> None:
+    keys: Tensor
+    cuts: list[int]
+    counts: list[int]
+
+
+class Span(NamedTuple):
+    """Which keys of a lookup are of a member: those from ``begin`` to ``end``."""
+
+    member: int
+    begin: int
+    end: int
+
+
+class Routed:
+    """The rows that a lookup needs. Everything but the keys is computed when it is first needed.
+
+    Args:
+        router: Its router.
+        found: The key of each id.
+        spans: Which keys are of which member.
+    """
+
+    def __init__(self, router: Router, found: Tensor, spans: Sequence[Span]) -> None:
         self.found = found
-        self._order = order
-        self._count = count
+        self._router = router
+        self._spans = spans
 
     @functools.cached_property
     def ordered(self) -> Ordered:
-        """The rows, each once; sorted when they are first needed."""
-        return self._order(self.found)
+        """The rows, each once, and the order of the keys: sorts."""
+        return self._router.ordered(self.found)
+
+    @functools.cached_property
+    def distinct(self) -> Distinct:
+        """The rows, each once, without the order of the keys: in half of the time."""
+        return self._router.distinct(self)
 
     @functools.cached_property
     def counts(self) -> list[int]:
         """How many rows of each member there are, by its number."""
-        return self._count(self.found) or self.ordered.counts
+        if "distinct" in vars(self):
+            return self.distinct.counts
+        marks = self._marks()
+        if marks is None:
+            return self.ordered.counts
+        marks[self.found.long().numpy()] = True
+        return self._router.counted_marks(marks)
+
+    def beyond(self, limits: Mapping[int, int]) -> set[int]:
+        """Returns the members that have more rows than a limit, by their numbers.
+
+        Only as many ids are looked at as it takes, which often is a part of them.
+        """
+        marks = self._marks()
+        if marks is None:
+            return {member for member, limit in limits.items() if self.counts[member] > limit}
+        found: set[int] = set()
+        left = {span: span.begin for span in self._spans if span.member in limits}
+        looks = _FIRST_LOOK
+        while left:
+            for span, begin in left.items():
+                left[span] = min(span.begin + looks * (limits[span.member] + 1), span.end)
+                marks[self.found[begin : left[span]].long().numpy()] = True
+            counts = self._router.counted_marks(marks)
+            found.update(each.member for each in left if counts[each.member] > limits[each.member])
+            left = {
+                span: end
+                for span, end in left.items()
+                if span.member not in found and end < span.end
+            }
+            looks *= 2
+        return found
+
+    def _marks(self) -> Any:
+        """Returns an array of False by key; None if sorted keys are counted."""
+        return None if "ordered" in vars(self) else self._router.marks(self.found)
 
 
 def server_of(ids: Tensor, servers: int) -> Tensor:
@@ -108,6 +172,7 @@ class Router:
         dtype = torch.int32 if end <= _LARGEST else torch.int64
         self._edges = torch.tensor([*begins, end], dtype=dtype, device="cpu")
         self._bounds = [*begins, end]
+        self._marks: Any = None
 
     def keys(self, member: Member, ids: Tensor) -> Tensor:
         """Returns the key of each id of a table."""
@@ -118,22 +183,54 @@ class Router:
         rows = ids.div(stack.stripes, rounding_mode="floor")
         return servers.mul_(stack.stride).add_(rows).add_(member.base)
 
-    def route(self, flats: Iterable[tuple[Member, Flat]]) -> Routed:
-        """Returns the rows that ids of some tables stand for."""
-        found = torch.cat([self.keys(member, flat.ids) for member, flat in flats])
-        return Routed(found.to(self._edges.dtype), self._ordered, self._marked)
+    def route(self, flats: Iterable[tuple[int, Member, Flat]]) -> Routed:
+        """Returns the rows that ids of some tables stand for.
 
-    def _ordered(self, found: Tensor) -> Ordered:
+        Args:
+            flats: Number, table and ids of each member that is looked up.
+        """
+        given, spans, end = list(flats), [], 0
+        for number, _, flat in given:
+            spans.append(Span(number, end, end + flat.n_ids))
+            end += flat.n_ids
+        found = torch.empty(end, dtype=self._edges.dtype, device="cpu")
+        into = found.numpy()
+        for (_, begin, end), (_, member, flat) in zip(spans, given, strict=True):
+            self._put_keys(into[begin:end], member, flat.ids)
+        return Routed(self, found, spans)
+
+    def _put_keys(self, into: Any, member: Member, ids: Tensor) -> None:
+        stack = self.stack
+        if stack.stripes > 1:
+            into[:] = self.keys(member, ids).numpy()
+            return
+        # The ids are in range: they fit in the smaller type of the keys.
+        into[:] = ids.numpy()
+        into += member.server * stack.stride + member.base
+
+    def ordered(self, found: Tensor) -> Ordered:
+        """Returns keys in their order."""
         keys = sort(found)
         return Ordered(keys, *self.counted(keys.unique))
 
-    def _marked(self, found: Tensor) -> list[int] | None:
-        """Returns how many different keys each member has; None if there are few keys of many."""
+    def distinct(self, routed: Routed) -> Distinct:
+        """Returns the keys of a lookup, each once."""
+        keys = distinct(routed.found)
+        return Distinct(keys, *self.counted(keys))
+
+    def marks(self, found: Tensor) -> Any:
+        """Returns an array of False by key, valid until the next one; None for few of many keys."""
         size = self._bounds[-1]
         if size > _MARKS_PER_KEY * found.shape[0]:
             return None
-        marks = np.zeros(size, np.bool_)
-        marks[found.numpy()] = True
+        if self._marks is None:
+            self._marks = np.zeros(size, np.bool_)
+        else:
+            self._marks.fill(False)
+        return self._marks
+
+    def counted_marks(self, marks: Any) -> list[int]:
+        """Returns how many keys of each member are marked."""
         counts = [0] * len(self.stack.members)
         for member, begin, end in zip(self._members, self._bounds, self._bounds[1:], strict=False):
             counts[member] += int(np.count_nonzero(marks[begin:end]))
@@ -150,8 +247,11 @@ class Router:
         return cuts, counts
 
     def rows(self, keys: Tensor, server: int) -> Tensor:
-        """Returns the rows of a server's tensor, from keys that are all on that server."""
-        return (keys - server * self.stack.stride).to(self.dtype)
+        """Returns the rows of a server's tensor, from keys that are all on that server.
+
+        They may be the keys themselves.
+        """
+        return (keys - server * self.stack.stride if server else keys).to(self.dtype)
 
 
 class DynamicRouter(Router):
@@ -165,11 +265,21 @@ class DynamicRouter(Router):
         """Returns the ids."""
         return ids
 
-    def route(self, flats: Iterable[tuple[Member, Flat]]) -> Routed:
+    def route(self, flats: Iterable[tuple[int, Member, Flat]]) -> Routed:
         """Returns the rows that ids of the table stand for."""
-        return Routed(torch.cat([flat.ids for _, flat in flats]), self._ordered)
+        ((number, _, flat),) = flats
+        return Routed(self, flat.ids, [Span(number, 0, flat.n_ids)])
 
-    def _ordered(self, found: Tensor) -> Ordered:
+    def distinct(self, routed: Routed) -> Distinct:
+        """Returns the keys of a lookup, each once."""
+        keys, cuts, counts = routed.ordered
+        return Distinct(keys.unique, cuts, counts)
+
+    def marks(self, found: Tensor) -> None:
+        """Returns None: there are as many keys as numbers of 64 bits."""
+
+    def ordered(self, found: Tensor) -> Ordered:
+        """Returns keys in the order of servers and ids."""
         by_id = sort(found)
         servers = len(self.stack.servers)
         if servers == 1:

@@ -37,22 +37,42 @@ class Sorted(NamedTuple):
         return torch.empty_like(ranks).scatter_(0, self.order, ranks)
 
 
-_RADIX_FROM: Final = 1 << 15
-"""From so many int32 numbers on, torch sorts by radix, in about a third of the time."""
-_WORTH_PADDING: Final = 1 << 13
-"""From so many on, a radix sort of the numbers with padding is the faster one."""
+_POSITION_BITS: Final = 32
+_HAS_VECTOR_SORT: Final = int(np.__version__.partition(".")[0]) >= 2
+"""Whether numpy sorts by vector instructions, where there are any: faster than torch."""
+
+
+def distinct(numbers: Tensor) -> Tensor:
+    """Returns numbers ``(n,)`` on the CPU, int32 or int64, each once, rising."""
+    if not _HAS_VECTOR_SORT:
+        return sort(numbers).unique
+    ordered = np.sort(numbers.numpy())
+    return torch.from_numpy(ordered[_begins(ordered)])
+
+
+def _begins(ordered: Any) -> Any:
+    """Returns which of some sorted numbers differ from those before them."""
+    begins = np.ones(len(ordered), np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=begins[1:])
+    return begins
 
 
 def sort(numbers: Tensor) -> Sorted:
-    """Sorts numbers ``(n,)``; the order of equal ones is kept."""
-    count = numbers.shape[0]
-    if numbers.dtype == torch.int32 and _WORTH_PADDING <= count < _RADIX_FROM:
-        # The padding has the largest value and the last positions, so it is sorted to the end.
-        padding = (0, _RADIX_FROM - count)
-        numbers = functional.pad(numbers, padding, value=torch.iinfo(torch.int32).max)
-    ordered, order = (each[:count] for each in torch.sort(numbers, stable=True))
-    unique, counts = torch.unique_consecutive(ordered, return_counts=True)
-    return Sorted(unique, order, counts.cumsum(0).sub_(counts))
+    """Sorts numbers ``(n,)`` on the CPU, int32 or int64; the order of equal ones is kept."""
+    if numbers.dtype != torch.int32 or not _HAS_VECTOR_SORT:
+        ordered, order = torch.sort(numbers, stable=True)
+        unique, counts = torch.unique_consecutive(ordered, return_counts=True)
+        return Sorted(unique, order, counts.cumsum(0).sub_(counts))
+    # Number and position in one, as the vector sort returns no positions.
+    pairs = numbers.numpy().astype(np.int64)
+    pairs <<= _POSITION_BITS
+    pairs |= np.arange(len(pairs))
+    pairs.sort()
+    values = (pairs >> _POSITION_BITS).astype(np.int32)
+    starts = np.flatnonzero(_begins(values))
+    pairs &= (1 << _POSITION_BITS) - 1
+    found = (values[starts], pairs, starts)
+    return Sorted(*(torch.from_numpy(each) for each in found))
 
 
 def take(source: Tensor, rows: Tensor, into: Tensor | None = None) -> Tensor:
@@ -93,7 +113,9 @@ class Bags(NamedTuple):
 def pooled(rows: Tensor, bags: Bags) -> Tensor:
     """Returns the sum of the rows of each bag, ``(bags, dim)``."""
     if bags.offsets is None:
-        found = rows.index_select(0, bags.entries)
+        # Memory that is new for each lookup: numpy takes large pages for it, where it can.
+        alone = not rows.requires_grad and rows.is_contiguous()
+        found = take(rows, bags.entries) if alone else rows.index_select(0, bags.entries)
         return found if bags.weights is None else found * bags.weights.unsqueeze(1)
     if not bags.entries.shape[0]:
         return rows.new_zeros(bags.offsets.shape[0], rows.shape[1])
@@ -105,10 +127,37 @@ def pooled(rows: Tensor, bags: Bags) -> Tensor:
 Part = tuple[Any, ...]
 """Gradients of rows, of one of two kinds.
 
-Values: rows ``(n,)``, each once, and their gradients ``(n, dim)``. Entries: rows ``(n,)``, each
-once; how many entries each has ``(n,)``; the entries of one row after the other, which are
-positions of values; their factors, or None; and the values ``(m, dim)``.
+Values: rows ``(n,)``, each once, and their gradients ``(n, dim)``. Entries: the result of
+``Entries.numbers``, the number of rows, factors of the entries or None, and values ``(m, dim)``.
 """
+
+
+class Entries(NamedTuple):
+    """Rows, and which values are summed for each.
+
+    Attributes:
+        rows: The rows ``(n,)``, each once.
+        counts: How many entries each has ``(n,)``.
+        entries: The entries of one row after the other, which are positions of values.
+    """
+
+    rows: Tensor
+    counts: Tensor
+    entries: Tensor
+
+    @classmethod
+    def of(cls, part: Part) -> Entries:
+        """Returns those of gradients of the second kind."""
+        numbers, count = part[0], part[1]
+        return cls(numbers[:count], numbers[count : 2 * count], numbers[2 * count :])
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Returns all of them in one tensor: each tensor of a message takes time of its own."""
+        count = len(self.rows)
+        found = torch.empty(2 * count + len(self.entries), dtype=dtype, device="cpu")
+        for place, part in zip(Entries.of((found, count)), self, strict=True):
+            place.copy_(part)
+        return found
 
 
 def summed(parts: Sequence[Part], size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -125,7 +174,7 @@ def summed(parts: Sequence[Part], size: int) -> Iterator[tuple[Tensor, Tensor]]:
         rows, gradients = parts[0]
         yield from zip(torch.split(rows, size), torch.split(gradients, size), strict=True)
     elif len(parts) == 1:
-        rows, counts, entries, weights, values = parts[0]
+        (rows, counts, entries), (weights, values) = Entries.of(parts[0]), parts[0][2:]
         starts = counts.cumsum(0, dtype=counts.dtype).sub_(counts)
         yield from _sums(rows, Bags(entries, starts, weights), values.contiguous(), size)
     elif parts:
@@ -154,12 +203,14 @@ def _sums(rows: Tensor, bags: Bags, values: Tensor, size: int) -> Iterator[tuple
 def _joined(parts: Sequence[Part]) -> tuple[Tensor, Bags, Tensor]:
     """Returns the rows of several parts, each once; the values of each; and all values."""
     rows, entries, weights, begin = [], [], [], 0
-    has_weights = any(len(part) > 2 and part[3] is not None for part in parts)
+    has_weights = any(len(part) > 2 and part[2] is not None for part in parts)
     for part in parts:
-        own, number, factors = part[0], torch.arange(len(part[0]), device="cpu"), None
         if len(part) > 2:
-            _, counts, number, factors, _ = part
+            (own, counts, number), factors = Entries.of(part), part[2]
             own = own.repeat_interleave(counts, output_size=len(number))
+        else:
+            own, factors = part[0], None
+            number = torch.arange(len(own), device="cpu")
         rows.append(own)
         entries.append(number.long() + begin)
         begin += len(part[-1])
@@ -181,7 +232,7 @@ class _Pool(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, bags: Bags, transpose: Bags) -> Tensor:
         """Pools."""
         ctx.maps = (bags, transpose)
-        return pooled(rows.contiguous(), bags)
+        return pooled(rows.detach().contiguous(), bags)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -13,11 +13,13 @@ from torchweft.channel.memory import advise_huge_pages
 from torchweft.embedding import initial
 from torchweft.embedding.errors import IdOutOfRange, InputError
 from torchweft.embedding.plan import Member, Stack
-from torchweft.embedding.rows import Bags, Part, pooled, put, summed, take
+from torchweft.embedding.rows import Bags, Entries, Part, pooled, put, summed, take
 from torchweft.embedding.rules import Rule
+from torchweft.rpc.current_call import check_types
 
 _INTEGERS: Final = (torch.int32, torch.int64)
-_ENTRY_PARTS: Final = 3
+_VALUE_PARTS: Final = 2
+_ENTRY_PARTS: Final = 4
 CHANGED: Final = "changed"
 """The name of the positions of rows in an increment."""
 _CHUNK_BYTES: Final = 1 << 20
@@ -135,16 +137,32 @@ class Shard:
         self._check(rows)
         return take(self.weights, rows)
 
-    def pool(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> Tensor:
-        """Returns the sums of bags of rows.
+    def pool(self, numbers: Tensor, bags: int, length: int, weights: Tensor | None) -> Tensor:
+        """Returns the sums of bags of rows, ``(bags, dim)``.
+
+        Args:
+            numbers: The rows, of one bag after the other; then the lengths of bags, if they differ.
+            bags: The number of bags.
+            length: The length of each bag; 0 if they differ.
+            weights: A factor for each row, or None.
 
         Raises:
             IdOutOfRange: There is no such row.
             InputError: The lengths or weights do not fit the rows.
         """
+        check_types(bags=(bags, int), length=(length, int))
+        self._check_numbers(numbers)
+        count = length * bags if length else len(numbers) - bags
+        if bags < 0 or length < 0 or count < 0 or (length and count != len(numbers)):
+            raise self._bad_bags(len(numbers))
+        rows, lengths = numbers[:count], numbers[count:]
         self._check(rows)
-        self._check_bags(rows, lengths, weights)
-        starts = lengths.cumsum(0, dtype=lengths.dtype).sub_(lengths)
+        self._check_weights(rows, weights)
+        if length:
+            starts = torch.arange(0, count, length, dtype=rows.dtype, device="cpu")
+        else:
+            self._check_lengths(rows, lengths)
+            starts = lengths.cumsum(0, dtype=lengths.dtype).sub_(lengths)
         return pooled(self.weights, Bags(rows, starts, weights))
 
     def check(self, gradients: Gradients) -> None:
@@ -154,11 +172,19 @@ class Shard:
             IdOutOfRange: There is no such row.
             InputError: The gradients do not fit the rows or the stack.
         """
-        for rows, *entries, values in gradients.parts:
-            self._check(rows)
-            self._check_gradients(values, len(values) if entries else len(rows))
-            if entries:
-                self._check_entries(rows, entries, len(values))
+        for part in gradients.parts:
+            if len(part) == _VALUE_PARTS:
+                rows, values = part
+                self._check(rows)
+                self._check_gradients(values, len(rows))
+            elif len(part) == _ENTRY_PARTS:
+                self._check_entries(part)
+            else:
+                raise InputError(
+                    f"server {self.name!r} was sent gradients of {self._tables()} in "
+                    f"{len(part)} parts; send {_VALUE_PARTS} or {_ENTRY_PARTS}",
+                    **self._named,
+                )
 
     def apply(self, pushed: Sequence[Gradients], lr: float, divisor: int, version: int) -> None:
         """Makes one step of the optimizer with the sum of gradients, in their order.
@@ -224,12 +250,16 @@ class Shard:
 
         return steps_of
 
-    def _check(self, rows: Tensor) -> None:
-        if rows.dtype not in _INTEGERS or rows.dim() != 1:
+    def _check_numbers(self, numbers: Tensor) -> None:
+        if numbers.dtype not in _INTEGERS or numbers.dim() != 1:
             raise InputError(
-                f"server {self.name!r} was sent rows of {rows.dtype} with {rows.dim()} dimensions",
+                f"server {self.name!r} was sent rows of {numbers.dtype} with {numbers.dim()} "
+                "dimensions",
                 **self._named,
             )
+
+    def _check(self, rows: Tensor) -> None:
+        self._check_numbers(rows)
         if not len(rows):
             return
         low, high = (int(each) for each in torch.aminmax(rows))
@@ -244,14 +274,18 @@ class Shard:
                 position=position,
             )
 
-    def _check_bags(self, rows: Tensor, lengths: Tensor, weights: Tensor | None) -> None:
-        fits = lengths.dtype == rows.dtype and lengths.dim() == 1
-        if not fits or (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(rows):
-            raise InputError(
-                f"server {self.name!r} was sent bags of {self._tables()} that do not fit their "
-                f"{len(rows)} ids",
-                **self._named,
-            )
+    def _check_lengths(self, rows: Tensor, lengths: Tensor) -> None:
+        if (len(lengths) and int(lengths.min()) < 0) or int(lengths.sum()) != len(rows):
+            raise self._bad_bags(len(rows))
+
+    def _bad_bags(self, count: int) -> InputError:
+        return InputError(
+            f"server {self.name!r} was sent bags of {self._tables()} that do not fit their {count} "
+            "ids",
+            **self._named,
+        )
+
+    def _check_weights(self, rows: Tensor, weights: Tensor | None) -> None:
         if weights is not None and (
             weights.shape != rows.shape or weights.dtype != self.stack.dtype
         ):
@@ -261,22 +295,29 @@ class Shard:
                 **self._named,
             )
 
-    def _check_entries(self, rows: Tensor, parts: Sequence[Tensor | None], count: int) -> None:
-        fits = len(parts) == _ENTRY_PARTS
-        if fits:
-            counts, entries, weights = parts
-            assert counts is not None
-            assert entries is not None
-            self._check_bags(entries, counts, weights)
-            fits = len(counts) == len(rows)
-            if len(entries):
-                fits &= 0 <= int(entries.min()) <= int(entries.max()) < count
-        if not fits:
+    def _check_entries(self, part: Part) -> None:
+        numbers, count, weights, values = part
+        check_types(count=(count, int))
+        self._check_numbers(numbers)
+        if not 0 <= 2 * count <= len(numbers):
             raise InputError(
                 f"server {self.name!r} was sent gradients of {self._tables()} that do not fit "
-                f"their {len(rows)} rows",
+                f"their {count} rows",
                 **self._named,
             )
+        rows, counts, entries = Entries.of(part)
+        self._check(rows)
+        self._check_gradients(values, len(values))
+        self._check_weights(entries, weights)
+        self._check_lengths(entries, counts)
+        if len(entries):
+            low, high = (int(each) for each in torch.aminmax(entries))
+            if low < 0 or high >= len(values):
+                raise InputError(
+                    f"server {self.name!r} was sent gradients of {len(values)} bags of "
+                    f"{self._tables()}, and entry {low if low < 0 else high} of these",
+                    **self._named,
+                )
 
     def _check_gradients(self, gradients: Tensor, count: int) -> None:
         shape = (count, self.stack.dim)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import weakref
@@ -12,26 +11,25 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchweft import rpc
 from torchweft.arguments import limit_of
 from torchweft.checkpoint import Snapshot
-from torchweft.embedding import host, occupied, saving, telling
+from torchweft.embedding import contents, host, occupied, saving, telling
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.client import Client
 from torchweft.embedding.copies import look_up_copy, make_copy
 from torchweft.embedding.dynamic import Occupancy, check_capacity
-from torchweft.embedding.errors import BadIds, PlanError
 from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.lookups import Lookups
 from torchweft.embedding.optimizer import Pushes, TablesOptimizer
-from torchweft.embedding.pieces import Held, pieces_of
+from torchweft.embedding.options import check_ahead, check_cache, check_options, check_rule
 from torchweft.embedding.plan import Plan, TableConfig
 from torchweft.embedding.pulled import Pulled, Traffic
+from torchweft.embedding.resharding import Resharding
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
-from torchweft.errors import ConfigurationError, WeftError
+from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 from torchweft.rpc.telling import tell
@@ -108,15 +106,9 @@ class Tables(nn.Module):
         self.trainers = (me,) if trainers is None else tuple(trainers)
         check_options(self.trainers, staleness, reduction)
         if cache is not None:
-            _check_cache(cache, staleness, me in self.trainers)
+            check_cache(cache, plan, staleness, is_trainer=me in self.trainers)
         self._wire = wire
         self._cache = cache
-        for stack in plan.layout.stacks:
-            if stack.is_dynamic and cache is not None:
-                raise ConfigurationError(
-                    f"table {stack.members[0].config.name!r} has dynamic ids, and a cache finds "
-                    "rows by numbers; make the tables without a cache, or dynamic tables apart"
-                )
         averages = reduction == "mean"
         hosts = hosts_of(self.trainers) if aggregate == "host" else {}
         groups = groups_of(aggregate, self.trainers, staleness, hosts)
@@ -223,20 +215,8 @@ class Tables(nn.Module):
         Raises:
             ConfigurationError: They cannot.
         """
-        if self._optimizer is None or self._cache is None:
-            return
-        bound, kept = self._client.staleness, self._cache.steps
-        if bound is not None and ahead > bound:
-            raise ConfigurationError(
-                f"tables {self.name!r} have staleness={bound} and a cache, and rows that are "
-                f"pulled {ahead} steps ahead are older; pass at most ahead={bound}, or make the "
-                f"tables with staleness={ahead}, or without a cache"
-            )
-        if bound is None and kept is not None and ahead > kept:
-            raise ConfigurationError(
-                f"the cache of tables {self.name!r} has steps={kept}, and rows that are pulled "
-                f"{ahead} steps ahead are older; pass at most ahead={kept}, or Cache(steps={ahead})"
-            )
+        if self._optimizer is not None and self._cache is not None:
+            check_ahead(self.name, self._cache, self._client.staleness, ahead)
 
     def _look_up_copy(self, config: TableConfig, flat: Flat) -> Tensor:
         return look_up_copy(self.copies[config.name], config, flat)
@@ -274,7 +254,7 @@ class Tables(nn.Module):
                 f"tables {self.name!r} have staleness=0, so no cached row is valid after a step; "
                 "make them with a larger staleness, or without a cache"
             )
-        _check_rule(rule, self.plan)
+        check_rule(rule, self.plan)
         self._client.call_all(host.set_rule, rule)
         # A group sums before it rounds.
         touched, form = self.lookups.touched, self._wire.pushed
@@ -312,67 +292,17 @@ class Tables(nn.Module):
             StepError: Not all trainers are between the same two steps.
             WorkerLost: A server or a trainer is lost.
         """
-        if self._client.trainer < 0:
-            raise ConfigurationError(f"this worker is not among the trainers {self.trainers}")
-        if self.lookups.touched:
-            raise ConfigurationError(
-                f"tables {self.name!r} have gradients that were not pushed; make the step first, "
-                "or drop them by zero_grad()"
-            )
-        if plan.configs != self.plan.configs or plan.copied != self.plan.copied:
-            raise PlanError("the plan has other tables or other copies than these tables")
-        if self._optimizer is not None:
-            _check_rule(self._optimizer.rule, plan)
-        self._agreed(None)  # No trainer is in a step.
+        change = Resharding(self._client, self._collection(), self._options)
+        change.begin(plan, has_gradients=bool(self.lookups.touched))
         self._moves += 1  # Also if it fails: servers may have rows under the name for a while.
         options = self._options._replace(layout=plan.layout)
-        opened: list[Client] = []
-        try:
-            self._agreed(lambda: opened.append(self._opened(options)))
-            old = self._collection()
-            new = old._replace(name=opened[0].name, plan=plan, servers=opened[0].servers)
-            is_first = self._client.trainer == 0
-            self._agreed((lambda: saving.move(old, new)) if is_first else None)
-        except BaseException:
-            for client in opened:
-                with contextlib.suppress(WeftError):
-                    client.close()
-            raise
-        before, (self._client,) = self._client, opened
+        before, self._client = self._client, change.make(plan, options, self._moves, self.limit_s)
         self.plan, self._options, self.name = plan, options, self._client.name
         self._tells()
         lookups = self._looking_up()
         lookups.follow(self.lookups)
         self.lookups = lookups
         before.close()
-
-    def _opened(self, options: host.Options) -> Client:
-        """Makes the collection anew, with another layout."""
-        base, _, _ = self.name.partition("@")
-        client = Client(f"{base}@{self._moves}", options, self.limit_s)
-        if self._optimizer is not None:
-            client.call_all(host.set_rule, self._optimizer.rule)
-        return client
-
-    def _agreed(self, action: Callable[[], None] | None) -> None:
-        """Does this trainer's part of something; raises if any trainer could not. Blocks."""
-        failure: Exception | None = None
-        try:
-            if action is not None:
-                action()
-        except Exception as error:
-            failure = error
-        told = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        outcomes = {get_worker_info().name: told}
-        if len(self.trainers) > 1:
-            outcomes = rpc.all_gather(told, self.trainers, timeout=self.timeout_s)
-        if failure is not None:
-            raise failure
-        for trainer, problem in outcomes.items():
-            if problem:
-                raise ConfigurationError(
-                    f"trainer {trainer!r} could not re-shard {self.name!r}: {problem}"
-                )
 
     # Rows
 
@@ -383,15 +313,11 @@ class Tables(nn.Module):
         Raises:
             BadIds: There is no such table, or its ids are dynamic.
         """
-        config = self._with_numbers(name)
+        config = self._config(name, is_dynamic=False)
         if name in self.copies:
             copy: Tensor = self.copies[name].detach().cpu().clone()
             return copy
-        whole = torch.empty(config.rows, config.dim, dtype=config.dtype, device="cpu")
-        for (_, server, rows, columns), stack, number in self._pieces(name):
-            part = self._client.call(server, host.read, stack, number)
-            whole[rows.start :: rows.step, columns.start : columns.stop] = part
-        return whole
+        return contents.read(self._client, self.plan.layout, config)
 
     @torch.no_grad()
     def set_weights(self, name: str, values: Tensor) -> None:
@@ -405,22 +331,11 @@ class Tables(nn.Module):
             BadIds: There is no such table, its ids are dynamic, or the values do not fit; nothing
                 was changed.
         """
-        config = self._with_numbers(name)
-        shape = (config.rows, config.dim)
-        if tuple(values.shape) != shape or values.dtype != config.dtype:
-            servers = ", ".join(dict.fromkeys(each.piece.server for each in self._pieces(name)))
-            raise BadIds(
-                f"table {name!r}{f' on {servers}' * bool(servers)} has {list(shape)} values of "
-                f"{config.dtype}, and was given {list(values.shape)} of {values.dtype}",
-                table=name,
-                server=servers,
-            )
+        config = self._config(name, is_dynamic=False)
+        contents.check_values(self.plan.layout, config, values)
         if name in self.copies:
             self.copies[name].copy_(values)
-        values = values.cpu()  # Servers keep rows in host memory.
-        for (_, server, rows, columns), stack, number in self._pieces(name):
-            part = values[rows.start :: rows.step, columns.start : columns.stop].contiguous()
-            self._client.call(server, host.write, stack, number, part)
+        contents.write(self._client, self.plan.layout, config, values)
         self.clear_cache()
 
     def rows(self, name: str) -> tuple[Tensor, Tensor]:
@@ -432,28 +347,17 @@ class Tables(nn.Module):
         Raises:
             BadIds: There is no such table, or its ids are not dynamic.
         """
-        if self.lookups.checker(name).config.dynamic is None:
-            raise BadIds(
-                f"the ids of table {name!r} are numbers of rows; read it by weights()", table=name
-            )
+        self._config(name, is_dynamic=True)
         return occupied.joined_rows(self._client.call_all(occupied.rows, name).values())
 
     def occupancy(self) -> dict[str, Occupancy]:
         """Returns how many ids of each dynamic table have rows, on all servers. Blocks."""
         return occupied.joined_occupancy(self._client.call_all(occupied.occupancy).values())
 
-    def _with_numbers(self, name: str) -> TableConfig:
+    def _config(self, name: str, *, is_dynamic: bool) -> TableConfig:
         config = self.lookups.checker(name).config
-        if config.dynamic is not None:
-            raise BadIds(
-                f"table {name!r} has dynamic ids, and so no rows of all ids; read those that it "
-                "has by rows()",
-                table=name,
-            )
+        contents.check_kind(config, is_dynamic=is_dynamic)
         return config
-
-    def _pieces(self, name: str) -> list[Held]:
-        return [each for each in pieces_of(self.plan.layout) if each.piece.table == name]
 
     # Snapshots
 
@@ -587,47 +491,3 @@ class Tables(nn.Module):
         self._tells()
         self.lookups.touched.clear()
         self._client.close()
-
-
-def _check_rule(rule: Rule, plan: Plan) -> None:
-    for stack in plan.layout.stacks:
-        for member in stack.members:
-            if rule.needs_whole_rows and len(member.columns) < member.config.dim:
-                raise PlanError(
-                    f"table {member.config.name!r} is cut by column, and "
-                    f"{type(rule).__name__} needs whole rows; cut it by row, or use Adagrad",
-                    table=member.config.name,
-                )
-
-
-def check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
-    """Checks options of ``Tables``.
-
-    Raises:
-        ConfigurationError: One of them cannot work.
-    """
-    if not trainers or len(set(trainers)) < len(trainers):
-        raise ConfigurationError(f"trainers is {list(trainers)}; name each trainer once")
-    if staleness is not None and (type(staleness) is not int or staleness < 0):
-        raise ConfigurationError(
-            f"staleness is {staleness!r}; pass a number of steps, or None for the asynchronous mode"
-        )
-    if reduction not in ("mean", "sum"):
-        raise ConfigurationError(f"reduction is {reduction!r}; use 'mean' or 'sum'")
-
-
-def _check_cache(cache: Cache, staleness: int | None, is_trainer: bool) -> None:
-    if not is_trainer:
-        raise ConfigurationError(
-            "this worker is not among the trainers, so it has no steps after which cached rows are "
-            "pulled again; make the tables without a cache"
-        )
-    if staleness is None and cache.steps is None:
-        raise ConfigurationError(
-            "in the asynchronous mode a cache needs a limit of its own, such as Cache(steps=8)"
-        )
-    if staleness is not None and cache.steps is not None:
-        raise ConfigurationError(
-            f"a cache has steps={cache.steps}, and the tables staleness={staleness}, which limits "
-            "the cache; leave steps out"
-        )

@@ -15,9 +15,9 @@ from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, handing
 from torchweft.embedding.groups import Aggregate
+from torchweft.embedding.options import check_options
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
-from torchweft.embedding.tables import check_options
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
@@ -26,7 +26,7 @@ from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
 from torchweft.hybrid.offers import Offer, agree, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
-from torchweft.hybrid.reductions import Reductions
+from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
 from torchweft.hybrid.trainers import Trainers
 
 B = TypeVar("B")
@@ -77,10 +77,19 @@ class HybridModel(nn.Module):
         aggregate: Which trainers share pulls and sum their gradients of rows before these go to
             the servers: ``"host"``, or lists of names. See ``torchweft.embedding.Tables``.
         timeout: Seconds for each pull and step; 0 for no limit.
+        comm_hook: Reduces the gradients of dense parameters and copies in place of an all-reduce:
+            a function of a state and a bucket, as for ``register_comm_hook`` of
+            ``DistributedDataParallel``, which takes no second one. Its future has the mean of the
+            gradients over the trainers, or their sum with ``reduction="sum"``. All trainers pass
+            the same hook. It is not called if there is one trainer.
+        comm_state: The first argument of the hook, such as a ``PowerSGDState``. Not for several
+            ``replicas``.
         ddp: Further arguments of ``DistributedDataParallel``.
 
     Raises:
         PlacementError: A parameter cannot be placed so. Nothing was moved.
+        ArgumentTypeError: An argument is of a wrong type. Nothing was moved.
+        ConfigurationError: An option cannot work. Nothing was moved.
         TrainersDiffer: Another trainer has other parameters or arguments. Nothing was moved.
         PlanError: A table cannot be cut so, or a share is none.
         UnknownWorker: There is no such server.
@@ -106,6 +115,8 @@ class HybridModel(nn.Module):
         seed: int = 0,
         aggregate: Aggregate = None,
         timeout: float = UNSET_TIMEOUT,
+        comm_hook: Hook | None = None,
+        comm_state: Any = None,
         **ddp: Any,
     ) -> None:
         super().__init__()
@@ -113,6 +124,7 @@ class HybridModel(nn.Module):
             raise ArgumentTypeError(f"module is {kind_of(module)}; pass an nn.Module")
         self._trainers = Trainers.of(process_group)
         tables: list[Found] = []
+        reducers: list[Reducer | None] = []
         options = {
             "staleness": staleness,
             "reduction": reduction,
@@ -123,6 +135,8 @@ class HybridModel(nn.Module):
 
         def offer() -> Offer:
             check_options(self._trainers.names, staleness, reduction)
+            reducers.append(reducer_of(comm_hook, comm_state, replicas))
+            options["comm_hook"] = None if reducers[0] is None else reducers[0].name
             tables.extend(find_tables(module, places or {}, dynamic))
             return make_offer(
                 module, tables, servers, batches, touched or {}, places or {}, replicas, options
@@ -168,7 +182,7 @@ class HybridModel(nn.Module):
             self.called, self._replicas = replicate(
                 module,
                 list(replicas),
-                Reductions(process_group, workers, averages=self._averages),
+                Reductions(process_group, workers, averages=self._averages, reducer=reducers[0]),
                 process_group=process_group,
                 **ddp,
             )

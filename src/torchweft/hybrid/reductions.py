@@ -9,15 +9,82 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import distributed
 from torch.autograd import Variable
 
+from torchweft.arguments import kind_of
 from torchweft.embedding.named import tell_losses
 from torchweft.embedding.recovery import is_there
-from torchweft.errors import WorkerLost
+from torchweft.errors import ArgumentTypeError, ConfigurationError, WorkerLost
+
+Hook = Callable[[Any, Any], Any]
+"""A communication hook of DDP: takes a state and a bucket of gradients, returns a future."""
+
+
+class Reducer(NamedTuple):
+    """A user's way to reduce gradients.
+
+    Attributes:
+        hook: Reduces the gradients of a bucket.
+        state: The first argument of the hook.
+    """
+
+    hook: Hook
+    state: Any = None
+
+    @property
+    def name(self) -> str:
+        """The name of the hook, by which trainers compare it."""
+        named = self.hook if hasattr(self.hook, "__qualname__") else type(self.hook)
+        return f"{named.__module__}.{named.__qualname__}"
+
+    def __call__(self, bucket: Any) -> Any:
+        """Returns the future of the reduced gradients.
+
+        Raises:
+            ArgumentTypeError: The hook returned something else.
+        """
+        future = self.hook(self.state, bucket)
+        # The base of torch.futures.Future: process groups return it as it is.
+        if not isinstance(future, torch._C.Future):
+            raise ArgumentTypeError(
+                f"comm_hook {self.name} returned {kind_of(future)}; return a "
+                "torch.futures.Future with the reduced gradients of the bucket"
+            )
+        return future
+
+
+def reducer_of(hook: Hook | None, state: Any, replicas: Sequence[str]) -> Reducer | None:
+    """Returns a user's way to reduce gradients; None if there is none.
+
+    Args:
+        hook: The hook.
+        state: Its state.
+        replicas: The modules that are each replicated; none for the whole model.
+
+    Raises:
+        ArgumentTypeError: The hook cannot be called.
+        ConfigurationError: There is a state without a hook, or one state for several replicas.
+    """
+    if hook is None:
+        if state is not None:
+            raise ConfigurationError("comm_state is passed without comm_hook, which would take it")
+        return None
+    if not callable(hook):
+        raise ArgumentTypeError(
+            f"comm_hook is {kind_of(hook)}; pass a function of a state and a bucket, as for "
+            "register_comm_hook of DistributedDataParallel"
+        )
+    if state is not None and len(replicas) > 1:
+        raise ConfigurationError(
+            f"comm_state is one for the replicas {list(replicas)}, and buckets of each have the "
+            "same numbers; pass a comm_hook without a state, or replicate one module"
+        )
+    return Reducer(hook, state)
 
 
 class Reductions:
@@ -27,10 +94,19 @@ class Reductions:
         group: The process group; None for the default one.
         averages: Whether gradients are averaged, rather than summed.
         workers: Names of servers and trainers, whose loss ends a pass.
+        reducer: Reduces the gradients, in place of an all-reduce of them.
     """
 
-    def __init__(self, group: Any, workers: Collection[str], *, averages: bool) -> None:
+    def __init__(
+        self,
+        group: Any,
+        workers: Collection[str],
+        *,
+        averages: bool,
+        reducer: Reducer | None = None,
+    ) -> None:
         self._group = group
+        self._reducer = reducer
         self._factor = 1.0 / distributed.get_world_size(group) if averages else None
         self._workers = frozenset(workers)
         self._changed = threading.Condition()
@@ -40,16 +116,20 @@ class Reductions:
 
     def reduce(self, bucket: Any) -> Any:
         """Reduces the gradients of a bucket; the future has them. A hook of DDP."""
+        self._raise_loss()
+        is_on_cpu = bucket.buffer().device.type == "cpu"
+        future = self._all_reduced(bucket) if self._reducer is None else self._reducer(bucket)
+        if is_on_cpu:
+            # The first one of a pass: an error elsewhere in the former pass makes no difference.
+            self._note(future, is_first=bucket.index() == 0)
+        return future
+
+    def _all_reduced(self, bucket: Any) -> Any:
         gradients = bucket.buffer()
         if self._factor is not None:
             gradients.mul_(self._factor)  # As DDP itself does it, to the same bits.
-        self._raise_loss()
         work = distributed.all_reduce(gradients, group=self._group, async_op=True)
-        future = work.get_future()
-        if gradients.device.type == "cpu":
-            # The first one of a pass: an error elsewhere in the former pass makes no difference.
-            self._note(future, is_first=bucket.index() == 0)
-        return future.then(lambda done: done.value()[0])
+        return work.get_future().then(lambda done: done.value()[0])
 
     def _note(self, future: Any, *, is_first: bool) -> None:
         with self._changed:

@@ -111,7 +111,7 @@ def test_servers_pool_exactly_where_that_moves_fewer_bytes() -> None:
         (pulled,) = prepared([table], [ids], whole)[1]
         (moved,) = pulled.moved
         as_rows = 2 * 4 * length * row
-        as_sums = 2 * 4 * length * 4 + 4 * row + 2 * 4 * length * 4 + 4 * 256
+        as_sums = 2 * 4 * length * 4 + 4 * 256 + 2 * 4 * length * 4 + 4 * 256
         assert isinstance(pulled, PulledSums) == (as_sums < as_rows)
         assert moved.pulled_bytes + moved.pushed_bytes == min(as_rows, as_sums)
 
@@ -158,18 +158,63 @@ def test_a_table_that_is_copied_has_no_stack() -> None:
 
 
 @pytest.mark.parametrize("place", [striped, whole])
-def test_different_rows_are_counted_as_a_sort_counts_them(place: Any) -> None:
+@pytest.mark.parametrize("count", [3, 200])  # Three ids are few beside the rows: these are sorted.
+def test_marks_tell_what_a_sort_tells(count: int, place: Any) -> None:
     tables = [TableConfig("a", 50, 4), TableConfig("b", 900, 4), TableConfig("c", 7, 4)]
     places = {each.name: place(number) for number, each in enumerate(tables)}
     (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
     router = Router(stack)
-    for count in (3, 200):  # The first ids are few beside the rows: these are sorted.
-        flats = [
-            (member, Checker(member.config).flat(skewed(count, member.config.rows).view(1, -1)))
-            for member in stack.members
-        ]
-        routed = router.route(flats)
-        marked = router._marked(routed.found)
-        assert (marked is None) == (count == 3)
-        assert routed.counts == routed.ordered.counts
-        assert routed.counts == [len(flat.ids.unique()) for _, flat in flats]
+    flats = [
+        (number, member, Checker(member.config).flat(skewed(count, member.config.rows).view(1, -1)))
+        for number, member in enumerate(stack.members)
+    ]
+    expected = [len(flat.ids.unique()) for _, _, flat in flats]
+    ordered = router.route(flats).ordered
+    assert ordered.counts == expected == router.route(flats).counts
+    keys, *others = router.route(flats).distinct
+    assert torch.equal(keys, ordered.keys.unique)
+    assert others == list(ordered[1:])
+    assert (router.marks(router.route(flats).found) is None) == (count == 3)
+    # One lookup after the other uses the same marks.
+    first = router.route(flats[:1]).counts
+    assert first == [expected[0], 0, 0]
+
+
+@pytest.mark.parametrize("place", [striped, whole])
+def test_as_many_ids_are_looked_at_as_it_takes(place: Any) -> None:
+    tables = [TableConfig("early", 500, 4), TableConfig("late", 500, 4), TableConfig("few", 500, 4)]
+    places = {each.name: place(number) for number, each in enumerate(tables)}
+    (stack,) = plan_tables(tables, SERVERS, places=places).layout.stacks
+    router = Router(stack)
+    rising, zeros = torch.arange(500), torch.zeros(500, dtype=torch.int64)
+    ids = {"early": torch.cat([rising, zeros]), "late": torch.cat([zeros, rising])}
+    ids["few"] = torch.cat([rising[:30], zeros])
+    flats = [
+        (number, member, Checker(member.config).flat(ids[member.config.name].view(1, -1)))
+        for number, member in enumerate(stack.members)
+    ]
+    names = [member.config.name for member in stack.members]
+    for limit in (0, 1, 7, 28, 29, 30, 250, 498, 499, 500, 1000):
+        found = router.route(flats).beyond(dict.fromkeys(range(3), limit))
+        expected = {name for name in names if len(ids[name].unique()) > limit}
+        assert {names[number] for number in found} == expected
+    assert router.route(flats).beyond({1: 1}) == {1}
+
+
+def test_bags_of_one_length_are_sent_without_lengths() -> None:
+    table = TableConfig("t", 40, 64)
+    ids = skewed(400, 40).view(10, 40)
+    ragged = (ids.view(-1), torch.tensor([0, 1, 1, 399]))
+    for value, expected in ((ids, 40), (ragged, 0)):
+        router, (pulled,) = prepared([table], [value], whole)
+        assert isinstance(pulled, PulledSums)
+        ((server, (_, numbers, bags, length, weights)),) = pulled.requests().items()
+        assert (bags, length, weights) == (10 if expected else 4, expected, None)
+        assert len(numbers) == 400 + (0 if expected else 4)
+        shard = Shard(router.stack, router.stack.servers.index(server), 0)
+        weights = assembled(router, {server: shard}, "t")
+        given = (value, None) if expected else value
+        assert torch.allclose(
+            shard.pool(numbers, bags, length, None),
+            functional.embedding_bag(given[0], weights, given[1], mode="sum"),
+        )

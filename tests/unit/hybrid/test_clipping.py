@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchweft.embedding.rows import Entries
 from torchweft.errors import ConfigurationError, OptimizerError
 from torchweft.hybrid.clipping import Stacks, check_norms, coefficient_of, norm_of_mean
 
@@ -36,7 +37,9 @@ def test_it_is_that_of_the_dense_mean(
                 values = torch.randn(4, DIM, generator=generator, dtype=torch.float64)
                 bags = torch.randint(0, 4, (len(ids),), generator=generator)
                 dense[stack].index_add_(0, rows.repeat_interleave(counts), values[bags])
-                found.setdefault(stack, []).append((rows, counts, bags, None, values))
+                numbers = Entries(rows, counts, bags).numbers(torch.int64)
+                part = (numbers, len(rows), None, values)
+                found.setdefault(stack, []).append(part)
             else:
                 values = torch.randn(len(rows), DIM, generator=generator, dtype=torch.float64)
                 dense[stack].index_add_(0, rows, values)
