@@ -23,6 +23,7 @@ from synchronous import SynchronousTraining
 from torch import nn
 
 import torchweft
+from tests.inside import RunInside
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model"
 SMALL = Settings(batch=3, window=4, embedding=6, hidden=5, dropout=0.0, learning_rate=0.05)
@@ -100,13 +101,10 @@ def test_what_the_model_moves_is_as_small_as_promised(workers: None) -> None:
     assert with_logits <= measure(travelling) <= 1.05 * with_logits
 
 
-def test_the_program_leaves_figures_a_picture_and_a_state(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*PROGRAM, *QUICK, "--epochs", "2", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
+def test_the_program_leaves_figures_a_picture_and_a_state(
+    inside: RunInside, tmp_path: Path
+) -> None:
+    done = inside(EXAMPLE / "train.py", *QUICK, "--epochs", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "perplexity, unigram model" in done.stdout
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
