@@ -86,15 +86,17 @@ THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(adds
 .PHONY: thorough
 thorough: $(VENV)/.installed-test
 	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest $(THOROUGH) -n 2 --dist loadfile $(ARGS)
-	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end -m thorough -n 2 --dist loadfile
+	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end tests/processes -m thorough -n 2 --dist loadfile
+	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end/test_training_faults.py
+
+# One run, as each start of pytest imports all that its tests need. The tests for a GPU keep a group
+# for the whole run, so they have their own.
+WHOLE := tests/end_to_end tests/tools tests/conformance tests/launchers
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
-	@$(PY) -m pytest tests/end_to_end -n 2 --dist loadfile
-	@$(PY) -m pytest tests/tools -n 2
-	@$(PY) -m pytest tests/conformance
-	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
-	@$(PY) -m pytest tests/launchers -m smoke
+	@$(PY) -m pytest $(WHOLE) -m 'not launcher or smoke' -n 2 --dist loadfile
+	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu -n 2 --dist loadfile
 
 # Each test is skipped, with the reason, where its system is missing. Pip installs Ray and the
 # client of Kubernetes; the others are the distribution's.

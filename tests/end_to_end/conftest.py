@@ -1,7 +1,4 @@
-"""Sets a time limit, as many interpreters import torch slowly; leaves out what is thorough.
-
-Also runs programs inside the tests' process, see ``tests/inside.py``.
-"""
+"""Sets a time limit, as many interpreters import torch slowly; runs programs in this process."""
 
 from __future__ import annotations
 
@@ -11,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.inside import RunInside, RunPage, run_inside
-from tests.processes.conftest import nursery_with_compiler as nursery_with_compiler
-from tests.thorough import THOROUGH
+from tests.processes.conftest import nursery as nursery
 from torchweft.launch import Nursery
 
 LIMIT_S = 240.0
@@ -25,14 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LIMIT_S))
-        if item.get_closest_marker("thorough") is not None and not THOROUGH:
-            item.add_marker(pytest.mark.skip(reason="make thorough runs it"))
 
 
 @pytest.fixture
-def inside(nursery_with_compiler: Nursery) -> RunInside:
+def inside(nursery: Nursery) -> RunInside:
     """Runs a program, with its arguments, in this process."""
-    return functools.partial(run_inside, nursery_with_compiler)
+    return functools.partial(run_inside, nursery)
 
 
 @pytest.fixture

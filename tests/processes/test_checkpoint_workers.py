@@ -34,8 +34,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def nursery(nursery_with_compiler: Nursery) -> Nursery:
-    return nursery_with_compiler
+def nursery(nursery: Nursery) -> Nursery:
+    return nursery
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "momentum"])

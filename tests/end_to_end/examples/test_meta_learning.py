@@ -11,7 +11,7 @@ import pytest
 from tests.inside import RunInside
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "meta_learning"
-QUICK = ("--iterations", "4", "--tasks", "5", "--double")
+QUICK = ("--iterations", "4", "--tasks", "5", "--held-out", "30", "--double")
 LIMIT_S = 120.0
 
 # A test runs the program up to twice, with its imports.

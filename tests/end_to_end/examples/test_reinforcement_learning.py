@@ -78,7 +78,11 @@ COMPAT = ["-m", "torchweft.compat"]
 
 @pytest.mark.parametrize(
     ("way", "program", "forwards"),
-    [("one", COMPAT, 900), ("batched", COMPAT, 300), ("batched", [], 300)],
+    [
+        pytest.param("one", COMPAT, 900, marks=pytest.mark.thorough),
+        ("batched", COMPAT, 300),
+        pytest.param("batched", [], 300, marks=pytest.mark.thorough),
+    ],
     ids=["one", "batched", "on torch"],
 )
 def test_the_programs_of_the_tutorials(way: str, program: list[str], forwards: int) -> None:
