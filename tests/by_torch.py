@@ -1,8 +1,8 @@
 """Programs on ``torch.distributed.rpc``: runs them, and keeps what they print with PyTorch.
 
 A program starts several processes that import torch, which takes longest in a comparison of PyTorch
-with Weft. So PyTorch's side is recorded, for each version of torch and instruction set. A recording
-holds as long as the programs stay as they were; without one, a test runs PyTorch's side itself.
+with Weft. So PyTorch's side is recorded, for each version of torch. A record holds as long as the
+programs stay as they were; without one, a test runs PyTorch's side itself.
 ``python -m tests.by_torch`` records it again, and ``make thorough`` compares a run with the record.
 """
 
@@ -58,8 +58,8 @@ def run_by_weft(program: str) -> Answers:
 def compare(program: str, by_weft: Answers, check: Callable[[Answers, Answers], None]) -> None:
     """Compares answers with those of PyTorch: of the record, or else of a run.
 
-    A record that the answers differ from proves nothing, as processors of the same instruction set
-    may round differently. So PyTorch is run then.
+    A record that the answers differ from proves nothing, as processors round differently. So
+    PyTorch is run then.
 
     Args:
         program: The program that gave the answers.
@@ -79,13 +79,18 @@ def compare(program: str, by_weft: Answers, check: Callable[[Answers, Answers], 
     return check(run_by_torch(program), by_weft)
 
 
-def recorded(program: str) -> Answers | None:
-    """Returns PyTorch's answers as they are recorded; None if there is no record that fits."""
+def recorded(program: str, *, here: bool = False) -> Answers | None:
+    """Returns PyTorch's answers as they are recorded; None if there is no record that fits.
+
+    Args:
+        program: The program.
+        here: Whether the record must be from a processor with the instructions of this one.
+    """
     try:
         found = json.loads(_record().read_text())
     except FileNotFoundError:
         return None
-    if found["digest"] != digest():
+    if found["digest"] != digest() or (here and found["instructions"] != _instructions()):
         return None
     answers: Answers | None = found["answers"].get(program)
     return answers
@@ -100,16 +105,19 @@ def digest() -> str:
 
 
 def _record() -> Path:
-    version = torch.__version__.partition("+")[0]
-    return RECORDS / f"{version}-{torch.backends.cpu.get_cpu_capability().lower()}.json"
+    return RECORDS / f"{torch.__version__.partition('+')[0]}.json"
+
+
+def _instructions() -> str:
+    return torch.backends.cpu.get_cpu_capability()
 
 
 def main() -> None:
-    """Records PyTorch's side of all programs, for this torch and instruction set."""
+    """Records PyTorch's side of all programs, for this torch."""
     answers = {program: run_by_torch(program) for program in PROGRAMS}
     _record().parent.mkdir(exist_ok=True)
-    text = json.dumps({"digest": digest(), "answers": answers}, indent=1, sort_keys=True)
-    _record().write_text(text + "\n")
+    record = {"digest": digest(), "instructions": _instructions(), "answers": answers}
+    _record().write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(f"written: {_record()}")
 
 

@@ -83,9 +83,9 @@ def test_torchruns_workers_find_one_another() -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_the_record_is_what_pytorch_answers(program: str) -> None:
-    known = recorded(program)
+    known = recorded(program, here=True)
     if known is None:
-        pytest.skip("this torch has no record of the programs; python -m tests.by_torch makes one")
+        pytest.skip("no record is of this torch and processor; python -m tests.by_torch makes one")
     check = check_pipeline if program == "pipeline.py" else check_equal
     check(known, run_by_torch(program))
 

@@ -184,10 +184,7 @@ FEW = ("fork", "spawn, as a module", "torchweft run")
 @pytest.mark.timeout(PROGRAM_LIMIT_S + 10)
 @pytest.mark.parametrize(
     "start",
-    [
-        *FEW,
-        *(pytest.param(start, marks=pytest.mark.thorough) for start in STARTS if start not in FEW),
-    ],
+    [pytest.param(start, marks=() if start in FEW else pytest.mark.thorough) for start in STARTS],
 )
 def test_the_main_program_goes_by_name(start: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
