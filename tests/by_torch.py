@@ -79,21 +79,22 @@ def compare(program: str, by_weft: Answers, check: Callable[[Answers, Answers], 
     return check(run_by_torch(program), by_weft)
 
 
-def recorded(program: str, *, here: bool = False) -> Answers | None:
-    """Returns PyTorch's answers as they are recorded; None if there is no record that fits.
-
-    Args:
-        program: The program.
-        here: Whether the record must be from a processor with the instructions of this one.
-    """
-    try:
-        found = json.loads(_record().read_text())
-    except FileNotFoundError:
-        return None
-    if found["digest"] != digest() or (here and found["instructions"] != _instructions()):
+def recorded(program: str) -> Answers | None:
+    """Returns PyTorch's answers as they are recorded; None if there is no record that fits."""
+    found = read_record()
+    if found is None or found["digest"] != digest():
         return None
     answers: Answers | None = found["answers"].get(program)
     return answers
+
+
+def read_record() -> dict[str, Any] | None:
+    """Returns the record of this torch, also if the programs have changed; None without one."""
+    try:
+        found: dict[str, Any] = json.loads(_record().read_text())
+    except FileNotFoundError:
+        return None
+    return found
 
 
 def digest() -> str:
@@ -108,7 +109,8 @@ def _record() -> Path:
     return RECORDS / f"{torch.__version__.partition('+')[0]}.json"
 
 
-def _instructions() -> str:
+def instructions() -> str:
+    """Returns the name of the processor's instructions; others round differently."""
     return torch.backends.cpu.get_cpu_capability()
 
 
@@ -116,7 +118,7 @@ def main() -> None:
     """Records PyTorch's side of all programs, for this torch."""
     answers = {program: run_by_torch(program) for program in PROGRAMS}
     _record().parent.mkdir(exist_ok=True)
-    record = {"digest": digest(), "instructions": _instructions(), "answers": answers}
+    record = {"digest": digest(), "instructions": instructions(), "answers": answers}
     _record().write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     print(f"written: {_record()}")
 
