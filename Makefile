@@ -27,7 +27,7 @@ help:
 	@echo "make end-to-end       whole programs, tests of the tools, a sample of PyTorch's own tests"
 	@echo "make test-launchers   starts by ssh, SLURM, Ray, Kubernetes, mpirun, torchrun: those installed"
 	@echo "make test-gpu         tensors on a GPU (WEFT_TEST_DEVICE=cpu: those that need none)"
-	@echo "make thorough         all random programs and seeds, and whole programs like others that make check runs"
+	@echo "make thorough         all random programs and seeds, and tests like others that make check runs"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
