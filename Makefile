@@ -27,7 +27,7 @@ help:
 	@echo "make end-to-end       whole programs, tests of the tools, a sample of PyTorch's own tests"
 	@echo "make test-launchers   starts by ssh, SLURM, Ray, Kubernetes, mpirun, torchrun: those installed"
 	@echo "make test-gpu         tensors on a GPU (WEFT_TEST_DEVICE=cpu: those that need none)"
-	@echo "make thorough         all random programs and seeds, and whole programs like others that make check runs"
+	@echo "make thorough         all random programs and seeds, and tests like others that make check runs"
 	@echo "make quick   those that take a few minutes"
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
@@ -86,15 +86,17 @@ THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(adds
 .PHONY: thorough
 thorough: $(VENV)/.installed-test
 	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest $(THOROUGH) -n 2 --dist loadfile $(ARGS)
-	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end -m thorough -n 2 --dist loadfile
+	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end tests/processes -m thorough -n 2 --dist loadfile
+	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end/test_training_faults.py
+
+# One run, as each start of pytest imports all that its tests need. The tests for a GPU keep a group
+# for the whole run, so they have their own.
+WHOLE := tests/end_to_end tests/tools tests/conformance tests/launchers
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
-	@$(PY) -m pytest tests/end_to_end -n 2 --dist loadfile
-	@$(PY) -m pytest tests/tools -n 2
-	@$(PY) -m pytest tests/conformance
-	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu
-	@$(PY) -m pytest tests/launchers -m smoke
+	@$(PY) -m pytest $(WHOLE) -m 'not launcher or smoke' -n 2 --dist loadfile
+	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu -n 2 --dist loadfile
 
 # Each test is skipped, with the reason, where its system is missing. Pip installs Ray and the
 # client of Kubernetes; the others are the distribution's.

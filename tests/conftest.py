@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 
 from tests.leaks import KINDS, State, settle, take_state
-from tests.thorough import examples
+from tests.thorough import THOROUGH, examples
 
 # No property is about time, and a shared machine has slow moments.
 settings.register_profile("weft", deadline=None, print_blob=True, max_examples=examples(100))
@@ -27,6 +27,12 @@ MODULES = 200
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(LeakCheck())
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("thorough") is not None and not THOROUGH:
+            item.add_marker(pytest.mark.skip(reason="make thorough runs it"))
 
 
 def pytest_collection_finish() -> None:

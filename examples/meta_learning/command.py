@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from learning import Schedule
+from learning import TESTED_TASKS, Schedule
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
     _add_number(parser, "--iterations", 1, None, f"meta-steps ({_defaults(ITERATIONS)})")
     _add_number(parser, "--tasks", 1, None, f"tasks in a meta-step ({_defaults(TASKS)})")
     _add_number(parser, "--seed", 0, 0, "where random numbers start")
+    _add_number(parser, "--held-out", 1, TESTED_TASKS, "tasks to test with")
     add("--first-order", action="store_true", help="leave out second derivatives")
     add("--one-by-one", action="store_true", help="make each task a part of its own")
     add("--double", action="store_true", help="compute in float64")
@@ -62,6 +63,7 @@ def parse_options(arguments: list[str] | None = None) -> Options:
         first_order=given.first_order,
         one_by_one=given.one_by_one,
         seed=given.seed,
+        held_out=given.held_out,
     )
     return Options(given.problem, given.workers, schedule, given.double, given.out)
 

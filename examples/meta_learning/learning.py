@@ -34,6 +34,7 @@ class Schedule:
         first_order: Whether to treat gradients within the inner steps as constants.
         one_by_one: Whether each task is a separate part, instead of one part for each worker.
         seed: Seed of the random choice of tasks.
+        held_out: Tasks to test with.
     """
 
     iterations: int
@@ -41,6 +42,7 @@ class Schedule:
     first_order: bool = False
     one_by_one: bool = False
     seed: int = 0
+    held_out: int = TESTED_TASKS
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def train(
     with mapreduce.progress(total=schedule.iterations, label="meta-step") as shown:
         for iteration in range(schedule.iterations):
             if iteration % max(1, schedule.iterations // TESTS) == 0:
-                add_test(history, model, tested, workers)
+                add_test(history, model, tested, workers, schedule.held_out)
             seeds = torch.randint(FIRST_TESTED, (schedule.tasks,), generator=generator)
             optimizer.zero_grad()
             if workers:
@@ -117,20 +119,22 @@ def train(
             optimizer.step()
             history.losses.append(loss.item())
             shown.step(loss=history.losses[-1], held_out=history.tests[-1].after)
-        add_test(history, model, tested, workers)
+        add_test(history, model, tested, workers, schedule.held_out)
 
 
-def add_test(history: History, model: nn.Module, tested: Problem, workers: Sequence[str]) -> None:
+def add_test(
+    history: History, model: nn.Module, tested: Problem, workers: Sequence[str], tasks: int
+) -> None:
     """Records how well the model adapts to held-out tasks, in as many steps as in training."""
-    scores = test_scores(model, tested, workers, tested.inner_steps)
+    scores = test_scores(model, tested, workers, tasks, tested.inner_steps)
     history.tests.append(Test(len(history.losses), scores[0], scores[-1]))
 
 
 def test_scores(
-    model: nn.Module, tested: Problem, workers: Sequence[str], steps: int
+    model: nn.Module, tested: Problem, workers: Sequence[str], tasks: int, steps: int
 ) -> list[float]:
     """Returns the mean score of held-out tasks, before the inner steps and after each of them."""
-    seeds = torch.arange(FIRST_TESTED, FIRST_TESTED + TESTED_TASKS)
+    seeds = torch.arange(FIRST_TESTED, FIRST_TESTED + tasks)
     arguments = (model, seeds, tested, steps)
     if workers:
         scores = mapreduce.remote_sync_call(
@@ -146,13 +150,13 @@ def test_scores(
 
 
 def compare(
-    model: nn.Module, untrained: nn.Module, tested: Problem, workers: Sequence[str]
+    model: nn.Module, untrained: nn.Module, tested: Problem, workers: Sequence[str], tasks: int
 ) -> Comparison:
     """Compares adaptation to held-out tasks from trained and from untrained parameters."""
-    trained = test_scores(model, tested, workers, COMPARED_STEPS)
+    trained = test_scores(model, tested, workers, tasks, COMPARED_STEPS)
     rates = [factor * tested.inner_rate for factor in SCRATCH_RATES]
     from_scratch = [
-        test_scores(untrained, replace(tested, inner_rate=rate), workers, COMPARED_STEPS)
+        test_scores(untrained, replace(tested, inner_rate=rate), workers, tasks, COMPARED_STEPS)
         for rate in rates
     ]
     sign = 1 if tested.higher_is_better else -1

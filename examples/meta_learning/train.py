@@ -87,7 +87,7 @@ def run(options: Options, history: History) -> None:
         began = time.monotonic()
         train(model, problem, tested, options.schedule, workers, history)
         seconds = time.monotonic() - began
-        comparison = compare(model, untrained, tested, workers)
+        comparison = compare(model, untrained, tested, workers, options.schedule.held_out)
     print(summary(tested, history, comparison, seconds))
     write_figures(options, history, comparison, seconds, folder / "figures.json")
     report_picture(tested, model, untrained, history, comparison, folder)

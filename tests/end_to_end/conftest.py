@@ -1,12 +1,15 @@
-"""Sets a time limit, as many interpreters import torch slowly; leaves out what is thorough."""
+"""Sets a time limit, as many interpreters import torch slowly; runs programs in this process."""
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
 
-from tests.thorough import THOROUGH
+from tests.inside import RunInside, RunPage, run_inside
+from tests.processes.conftest import nursery as nursery
+from torchweft.launch import Nursery
 
 LIMIT_S = 240.0
 """Time limit of a test in this folder that does not set its own."""
@@ -18,5 +21,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             continue
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LIMIT_S))
-        if item.get_closest_marker("thorough") is not None and not THOROUGH:
-            item.add_marker(pytest.mark.skip(reason="make thorough runs it"))
+
+
+@pytest.fixture
+def inside(nursery: Nursery) -> RunInside:
+    """Runs a program, with its arguments, in this process."""
+    return functools.partial(run_inside, nursery)
+
+
+@pytest.fixture
+def run(inside: RunInside) -> RunPage:
+    """Runs a program of a page in its folder, in this process; returns the lines that it prints."""
+
+    def lines_of(program: Path) -> list[str]:
+        done = inside(program, folder=program.parent)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return lines_of

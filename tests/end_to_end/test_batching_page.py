@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, programs_of
+from tests.inside import RunPage
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
@@ -21,7 +22,7 @@ def guide(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_server_answers_each_caller_as_if_it_were_alone(guide: Path) -> None:
+def test_the_server_answers_each_caller_as_if_it_were_alone(run: RunPage, guide: Path) -> None:
     *answers, last = run(guide / "server.py")
     names = runpy.run_path(str(guide / "server.py"))
     server = names["Server"]()
@@ -37,7 +38,7 @@ def test_the_server_answers_each_caller_as_if_it_were_alone(guide: Path) -> None
     assert 1 < int(largest[1]) <= 32
 
 
-def test_the_agent_learns(guide: Path) -> None:
+def test_the_agent_learns(run: RunPage, guide: Path) -> None:
     *episodes, last = run(guide / "agent.py")
     rewards = [float(line.split()[-1]) for line in episodes]
     assert len(rewards) == 5
@@ -45,7 +46,7 @@ def test_the_agent_learns(guide: Path) -> None:
     assert re.fullmatch(r"6400 actions, [\d.]+ at a time", last)
 
 
-def test_the_samplers_follow_the_learner(guide: Path) -> None:
+def test_the_samplers_follow_the_learner(run: RunPage, guide: Path) -> None:
     found = [
         re.fullmatch(r"step (\d+): reward ([\d.]+), (\d+) steps old", line)
         for line in run(guide / "samplers.py")

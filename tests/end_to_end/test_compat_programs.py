@@ -6,102 +6,37 @@ the last bit wherever the program determines the order of additions.
 
 from __future__ import annotations
 
-import json
-import os
+import copy
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+from tests.by_torch import (
+    FOLDER,
+    LIMIT_S,
+    PROGRAMS,
+    Answers,
+    compare,
+    digest,
+    instructions,
+    read_record,
+    run,
+    run_by_torch,
+    run_by_weft,
+)
 
-LIMIT_S = 150.0
-"""For one run; most of it is the start of processes that import torch."""
-
-END_S = 2.0
-"""How soon the processes of a program must be gone after it has ended."""
-
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-COMPAT = ["-m", "torchweft.compat"]
-
-pytestmark = pytest.mark.timeout(2 * LIMIT_S + 20)
-
-
-def run(*arguments: str, folder: Path = PROGRAMS) -> list[dict[str, Any]]:
-    """Runs Python with the arguments; returns the JSON lines that it prints, sorted.
-
-    The processes form a session of their own: none may be left when the first has ended.
-    """
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "MASTER_PORT": str(find_port()), "PYTHONWARNINGS": "ignore"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-        assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
-        wait_until_alone(process.pid)
-    finally:
-        kill_session(process)
-    return [json.loads(line) for line in sorted(out.splitlines())]
+pytestmark = pytest.mark.timeout(3 * LIMIT_S + 20)
 
 
-def find_port() -> int:
-    with socket.create_server(("localhost", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
-
-
-def wait_until_alone(session: int) -> None:
-    deadline_s = time.monotonic() + END_S
-    while left := processes_of(session):
-        assert time.monotonic() < deadline_s, f"processes that the program left: {left}"
-        time.sleep(0.02)
-
-
-def processes_of(session: int) -> list[str]:
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            state, _, _, number, *_ = (
-                (folder / "stat").read_text().rpartition(")")[2].split(maxsplit=4)
-            )
-            if int(number) == session and state not in "ZX":
-                found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
-
-
-def kill_session(process: subprocess.Popen[str]) -> None:
-    with process:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-
-
-def run_both(program: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    by_torch, by_weft = run(program), run(*COMPAT, program)
-    assert by_torch, "the program printed nothing"
-    return by_torch, by_weft
+def check_equal(by_torch: Answers, found: Answers) -> None:
+    assert found == by_torch
 
 
 @pytest.mark.parametrize("program", ["rnn", "parameter_server", "reinforcement", "batch_update"])
 def test_a_tutorials_program_computes_the_same(program: str) -> None:
-    by_torch, by_weft = run_both(f"{program}.py")
-    assert by_weft == by_torch
+    compare(f"{program}.py", run_by_weft(f"{program}.py"), check_equal)
 
 
 MODULES = "rpc|autograd|optim|nn"
@@ -113,7 +48,7 @@ IMPORTS = (
 
 
 def write_with_our_imports(program: str, folder: Path) -> None:
-    text, count = (PROGRAMS / program).read_text(), 0
+    text, count = (FOLDER / program).read_text(), 0
     for stock, ours in IMPORTS:
         text, changed = re.subn(stock, ours, text, flags=re.MULTILINE)
         count += changed
@@ -123,26 +58,39 @@ def write_with_our_imports(program: str, folder: Path) -> None:
 
 
 def test_a_hybrid_program_computes_the_same_also_with_other_imports(tmp_path: Path) -> None:
-    by_torch, by_compat = run_both("ddp_hybrid.py")
-    assert by_compat == by_torch
+    by_compat = run_by_weft("ddp_hybrid.py")
     write_with_our_imports("ddp_hybrid.py", tmp_path)
-    assert run("ddp_hybrid.py", folder=tmp_path) == by_torch
+    assert run("ddp_hybrid.py", folder=tmp_path) == by_compat
+    compare("ddp_hybrid.py", by_compat, check_equal)
 
 
-def test_a_pipeline_computes_the_same() -> None:
-    by_torch, by_weft = run_both("pipeline.py")
-    for expected, found in zip(by_torch, by_weft, strict=True):
+def check_pipeline(by_torch: Answers, found: Answers) -> None:
+    for expected, each in zip(copy.deepcopy(by_torch), found, strict=True):
         if expected["split_size"] == 2:
             # Nothing determines the order in which gradients of eight micro-batches are added.
             expected["losses"] = pytest.approx(expected["losses"], rel=1e-6)
-        assert found == expected
+        assert each == expected
+
+
+def test_a_pipeline_computes_the_same() -> None:
+    compare("pipeline.py", run_by_weft("pipeline.py"), check_pipeline)
 
 
 def test_torchruns_workers_find_one_another() -> None:
-    by_torch = run(*TORCHRUN, "getting_started.py")
-    by_weft = run(*TORCHRUN, *COMPAT, "getting_started.py")
-    assert by_torch[0]["losses"]
-    assert by_weft == by_torch
+    by_weft = run_by_weft("getting_started.py")
+    assert by_weft[0]["losses"]
+    compare("getting_started.py", by_weft, check_equal)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_record_is_what_pytorch_answers(program: str) -> None:
+    record = read_record()
+    if record is None or record["instructions"] != instructions():
+        pytest.skip("no record is of this torch and processor; python -m tests.by_torch makes one")
+    assert record["digest"] == digest(), "other programs; python -m tests.by_torch records again"
+    check = check_pipeline if program == "pipeline.py" else check_equal
+    check(record["answers"][program], run_by_torch(program))
 
 
 REMADE = [
@@ -180,28 +128,31 @@ BY_DESIGN: dict[str, tuple[object, object]] = {
 """Probes with two right answers: PyTorch's, and Weft's."""
 
 
-def test_probes_are_answered_the_same() -> None:
-    by_torch, by_weft = (
-        {answer["probe"]: answer["result"] for answer in answers}
-        for answers in run_both("probes.py")
+def check_probes(by_torch: Answers, found: Answers) -> None:
+    expected, given = (
+        {each["probe"]: each["result"] for each in side} for side in (by_torch, found)
     )
-    assert by_torch.keys() == by_weft.keys()
-    assert len(by_torch) > 40
+    assert expected.keys() == given.keys()
+    assert len(expected) > 40
     different = {
         name: lines
-        for name, expected in by_torch.items()
-        if (lines := compare(expected, by_weft[name], name))
+        for name, answer in expected.items()
+        if (lines := differences(answer, given[name], name))
     }
     unknown = different.keys() - BY_DESIGN.keys()
     assert not unknown, "\n".join(line for name in sorted(unknown) for line in different[name])
-    assert {name: (by_torch[name], by_weft[name]) for name in BY_DESIGN} == BY_DESIGN
+    assert {name: (expected[name], given[name]) for name in BY_DESIGN} == BY_DESIGN
 
 
-def compare(expected: Any, found: Any, place: str) -> list[str]:
+def test_probes_are_answered_the_same() -> None:
+    compare("probes.py", run_by_weft("probes.py"), check_probes)
+
+
+def differences(expected: Any, found: Any, place: str) -> list[str]:
     """Returns where two answers differ; an error may be of more kinds than the expected one."""
     if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
         pairs = enumerate(zip(expected, found, strict=True))
-        return [line for index, (e, f) in pairs for line in compare(e, f, f"{place}[{index}]")]
+        return [line for index, (e, f) in pairs for line in differences(e, f, f"{place}[{index}]")]
     if is_error(expected) and is_error(found):
         missing = set(expected["kinds"]) - set(found["kinds"])
         if not missing and expected.get("says") == found.get("says"):

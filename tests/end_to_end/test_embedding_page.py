@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, blocks_of, figure_of, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, ROOT, blocks_of, figure_of, programs_of
+from tests.inside import RunPage
 from torchweft.embedding import (
     SGD,
     Adagrad,
@@ -49,13 +50,13 @@ def text_of_page() -> str:
     return (ROOT / PAGE).read_text()
 
 
-def test_a_run_recovers_from_a_killed_server_by_itself(guide: Path) -> None:
+def test_a_run_recovers_from_a_killed_server_by_itself(run: RunPage, guide: Path) -> None:
     lines = [line for line in run(guide / "recovering.py") if line.startswith("step")]
     assert [line[:7] for line in lines] == [f"step {step}:" for step in (0, 1, 2, 2, 3, 4)]
     assert lines[2] == lines[3]
 
 
-def test_servers_compute_the_same_as_one_process(guide: Path) -> None:
+def test_servers_compute_the_same_as_one_process(run: RunPage, guide: Path) -> None:
     expected = [figure_of(line) for line in run(guide / "alone.py")]
     assert len(expected) == 5
     lines = run(guide / "on_servers.py")
@@ -65,7 +66,7 @@ def test_servers_compute_the_same_as_one_process(guide: Path) -> None:
     assert f"```\n{plan}\n```" in text_of_page()
 
 
-def test_figures_are_printed(guide: Path) -> None:
+def test_figures_are_printed(run: RunPage, guide: Path) -> None:
     lines = run(guide / "figures.py")
     assert [line.partition(":")[0] for line in lines[:2]] == ["word", "day"]
     unique = [int(re.findall(r"(\d+)% unique", line)[0]) for line in lines[:2]]
@@ -74,16 +75,16 @@ def test_figures_are_printed(guide: Path) -> None:
     assert lines[2] == "staleness {0: 40}"
 
 
-def test_ids_that_are_no_row_numbers(guide: Path) -> None:
+def test_ids_that_are_no_row_numbers(run: RunPage, guide: Path) -> None:
     printed = "\n".join(run(guide / "any_ids.py"))
     assert f"```\n{printed}\n```" in text_of_page()
 
 
-def test_increments_are_restored(guide: Path) -> None:
+def test_increments_are_restored(run: RunPage, guide: Path) -> None:
     assert run(guide / "increments.py") == ["done: 30", "same rows: True"]
 
 
-def test_the_number_of_servers_is_tuned(guide: Path) -> None:
+def test_the_number_of_servers_is_tuned(run: RunPage, guide: Path) -> None:
     lines = run(guide / "tuned.py")
     assert lines[0].split() == ["servers", "measured", "predicted"]
     assert [line.split()[0] for line in lines[1:4]] == ["1", "2", "3"]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, figure_of, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, ROOT, figure_of, programs_of
+from tests.inside import RunPage
 from torchweft.embedding import SGD, Copies
 from torchweft.hybrid import HybridModel, recover
 from torchweft.launch import cluster
@@ -36,7 +37,7 @@ def text_of_page() -> str:
     return (ROOT / PAGE).read_text()
 
 
-def test_trainers_and_servers_compute_the_same_as_one_process(guide: Path) -> None:
+def test_trainers_and_servers_compute_the_same_as_one_process(run: RunPage, guide: Path) -> None:
     expected = [figure_of(line) for line in run(guide / "alone.py")]
     assert len(expected) == 5
     lines = run(guide / "on_workers.py")
@@ -46,14 +47,14 @@ def test_trainers_and_servers_compute_the_same_as_one_process(guide: Path) -> No
     assert f"```\n{plan}\n```" in text_of_page(), plan
 
 
-def test_a_restored_run_continues_with_the_same_losses(guide: Path) -> None:
+def test_a_restored_run_continues_with_the_same_losses(run: RunPage, guide: Path) -> None:
     lines = run(guide / "snapshots.py")
     assert len(lines) == 7
     assert lines[3:5] == lines[5:7]
 
 
 @pytest.mark.thorough
-def test_a_run_recovers_from_a_killed_server_by_itself(guide: Path) -> None:
+def test_a_run_recovers_from_a_killed_server_by_itself(run: RunPage, guide: Path) -> None:
     expected = [figure_of(line) for line in run(guide / "alone.py")]
     lines = [line for line in run(guide / "recovering.py") if line.startswith("step")]
     assert [line[:7] for line in lines] == [f"step {step}:" for step in (0, 1, 2, 2, 3, 4)]

@@ -71,7 +71,11 @@ def answers_in(out: str) -> Answers:
     return answers
 
 
-@pytest.fixture(scope="module", params=STARTS)
+# test_mapreduce_starting.py starts a sample under torchrun each time.
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param("torchrun", marks=pytest.mark.thorough), "torchweft run"],
+)
 def out(request: pytest.FixtureRequest) -> str:
     """The output of a group of workers that runs all programs, one after the other."""
     return run(*STARTS[request.param], "all_samples.py")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, programs_of
+from tests.inside import RunPage
 from tests.trace_reader import read_trace
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
@@ -17,14 +18,14 @@ def program_with(text: str) -> str:
     return block
 
 
-def test_the_metrics_show_the_calls_of_a_worker(tmp_path: Path) -> None:
+def test_the_metrics_show_the_calls_of_a_worker(run: RunPage, tmp_path: Path) -> None:
     pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
     (tmp_path / "served.py").write_text(program_with("metrics.serve("))
     labels = 'rpc_method="builtins.max",rpc_system_name="torchweft",weft_worker="worker0"'
     assert f"weft_rpc_server_calls_total{{{labels}}} 3.0" in run(tmp_path / "served.py")
 
 
-def test_the_spans_of_a_step_are_one_trace(tmp_path: Path) -> None:
+def test_the_spans_of_a_step_are_one_trace(run: RunPage, tmp_path: Path) -> None:
     pytest.importorskip("opentelemetry.sdk", reason="needs the extra 'otel', and its SDK")
     (tmp_path / "spanned.py").write_text(program_with("observe.spans()"))
     lines = run(tmp_path / "spanned.py")
@@ -44,7 +45,7 @@ def test_the_spans_of_a_step_are_one_trace(tmp_path: Path) -> None:
     ]
 
 
-def test_the_trace_shows_a_step(tmp_path: Path) -> None:
+def test_the_trace_shows_a_step(run: RunPage, tmp_path: Path) -> None:
     block = program_with("observe.trace(")
     (tmp_path / "traced.py").write_text(block)
     head, *lines = run(tmp_path / "traced.py")

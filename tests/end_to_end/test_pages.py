@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import re
-import runpy
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.inside import RunPage
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 150.0
@@ -28,8 +27,8 @@ def programs_of(page: str) -> list[str]:
     return [block for block in blocks_of(page) if "__main__" in block]
 
 
-def run(program: Path) -> list[str]:
-    """Runs a program to its end, in its folder; returns the lines that it prints."""
+def run_apart(program: Path) -> list[str]:
+    """Runs a program in an interpreter of its own, in its folder; returns the lines it prints."""
     process = subprocess.Popen(
         [sys.executable, program.name],
         cwd=program.parent,
@@ -50,10 +49,13 @@ def run(program: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", [0, 1])
-def test_what_the_programs_of_the_readme_learn_shows(number: int, tmp_path: Path) -> None:
+def test_what_the_programs_of_the_readme_learn_shows(
+    run: RunPage, number: int, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text(programs_of("README.md")[number])
-    errors = [float(line.split()[-1]) for line in run(program)]
+    lines = run_apart(program) if number == 0 else run(program)
+    errors = [float(line.split()[-1]) for line in lines]
     assert len(errors) == 4
     assert errors[-1] < 0.2 * errors[0]
 
@@ -67,13 +69,10 @@ def guide(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_programs_of_the_guide_compute_the_same(guide: Path) -> None:
+def test_the_programs_of_the_guide_compute_the_same(run: RunPage, guide: Path) -> None:
     names = sorted(each.name for each in guide.iterdir())
     assert names == ["maml.py", "nested.py", "on_workers.py"]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(str(guide / "maml.py"), run_name="__main__")
-    expected = [figure_of(line) for line in printed.getvalue().splitlines()]
+    expected = [figure_of(line) for line in run(guide / "maml.py")]
     assert len(expected) == 5
     for name in ("on_workers.py", "nested.py"):
         found = [figure_of(line) for line in run(guide / name)]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, blocks_of, figure_of, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, ROOT, blocks_of, figure_of, programs_of
+from tests.inside import RunPage
 from torchweft import pipeline
 from torchweft.pipeline.schedules import Costs, Schedule, predict
 
@@ -39,7 +40,7 @@ def alone(guide: Path) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["on_workers.py", "planned.py"])
-def test_a_pipeline_computes_the_same_as_one_process(guide: Path, name: str) -> None:
+def test_a_pipeline_computes_the_same_as_one_process(run: RunPage, guide: Path, name: str) -> None:
     expected = alone(guide)
     assert len(expected) == 5
     lines = run(guide / name)
@@ -49,7 +50,7 @@ def test_a_pipeline_computes_the_same_as_one_process(guide: Path, name: str) -> 
     assert name == "on_workers.py" or len(lines) > 8  # the plan
 
 
-def test_skip_connections_and_tied_weights_compute_the_same(guide: Path) -> None:
+def test_skip_connections_and_tied_weights_compute_the_same(run: RunPage, guide: Path) -> None:
     names = runpy.run_path(str(guide / "wired.py"))
     encode, middle, decode = names["build_stages"]()
     model = nn.ModuleList([encode, middle, decode])
@@ -83,7 +84,7 @@ def losses_alone(guide: Path, steps: int) -> list[float]:
     return found
 
 
-def test_training_survives_a_worker(guide: Path) -> None:
+def test_training_survives_a_worker(run: RunPage, guide: Path) -> None:
     expected = losses_alone(guide, 12)
     lines = run(guide / "surviving.py")
     lost = lines.index("lost worker1: step 5 again, on worker0 and worker2")
@@ -92,7 +93,7 @@ def test_training_survives_a_worker(guide: Path) -> None:
     assert steps[lost:] == pytest.approx(expected[5:], abs=2e-4)
 
 
-def test_layers_freeze(guide: Path) -> None:
+def test_layers_freeze(run: RunPage, guide: Path) -> None:
     lines = run(guide / "freezing.py")
     shapes = [line.partition(", ")[2] for line in lines]
     assert shapes == [
@@ -103,7 +104,7 @@ def test_layers_freeze(guide: Path) -> None:
     ]
 
 
-def test_the_timeline_is_reported_and_drawn(guide: Path) -> None:
+def test_the_timeline_is_reported_and_drawn(run: RunPage, guide: Path) -> None:
     lines = run(guide / "timeline.py")
     shown = next(block for block in text_blocks() if "activations held" in block)
     assert lines[0] == "Schedule1F1B, 5 steps measured"

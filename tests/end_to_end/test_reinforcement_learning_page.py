@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, programs_of
+from tests.inside import RunPage
 
 pytest.importorskip("gymnasium")
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
@@ -21,7 +22,9 @@ def guide(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_same_program_computes_the_same_everywhere_and_learns(guide: Path) -> None:
+def test_the_same_program_computes_the_same_everywhere_and_learns(
+    run: RunPage, guide: Path
+) -> None:
     lines = [line.split() for line in run(guide / "balance.py")]
     assert [name for name, *_ in lines] == ["process", "threads", "workers"]
     assert lines[0][1:] == lines[1][1:] == lines[2][1:]
@@ -30,14 +33,14 @@ def test_the_same_program_computes_the_same_everywhere_and_learns(guide: Path) -
     assert means[-1] > 1.3 * means[0]
 
 
-def test_trajectories_come_as_they_are_made(guide: Path) -> None:
+def test_trajectories_come_as_they_are_made(run: RunPage, guide: Path) -> None:
     (line,) = run(guide / "stream.py")
     found = re.fullmatch(r"staleness ([\d ]+) refused \d+", line)
     assert found is not None
     assert max(map(int, found[1].split())) <= 6
 
 
-def test_the_others_go_on(guide: Path) -> None:
+def test_the_others_go_on(run: RunPage, guide: Path) -> None:
     assert run(guide / "failures.py") == [
         "left out: worker1",
         "2 trajectories",

@@ -83,7 +83,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=150,
     )
     return done.stdout + done.stderr
 

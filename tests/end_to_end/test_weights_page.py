@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, programs_of, run
+from tests.end_to_end.test_pages import LIMIT_S, programs_of
+from tests.inside import RunPage
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
-def test_both_samplers_have_the_last_version(tmp_path: Path) -> None:
+def test_both_samplers_have_the_last_version(run: RunPage, tmp_path: Path) -> None:
     (block,) = programs_of("docs/weights.md")
     (tmp_path / "versions.py").write_text(block)
     versions, *outputs, counts = run(tmp_path / "versions.py")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,13 @@ from tests.launchers.language_model import LANGUAGE_MODEL
 from tests.launchers.resuming import Resumed, trained
 from tests.launchers.slurm_cluster import SlurmCluster
 from tests.launchers.sshd import Sshd
+
+
+@pytest.hookimpl(tryfirst=True)  # before the tests are selected by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.launcher)
 
 
 @pytest.fixture(scope="session")

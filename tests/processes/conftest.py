@@ -18,22 +18,17 @@ WORKER_THREADS = 2
 """So few that calls which wait for one another would exhaust the threads if each held one."""
 
 
+COMPILER = ("torch._dynamo", "torch.distributed.nn", "torchweft.hybrid")
+"""Modules of PyTorch's compiler, and others that import it: that takes each worker two seconds.
+
+Optimizers that Weft does not make, and ``DistributedDataParallel``, import it.
+"""
+
+
 @pytest.fixture(scope="session")
 def nursery() -> Iterator[Nursery]:
     """A warm process; all groups of the session are forked from it."""
-    with Nursery(preload=PRELOAD) as warm:
-        yield warm
-
-
-@pytest.fixture(scope="session")
-def nursery_with_compiler() -> Iterator[Nursery]:
-    """A warm process that has PyTorch's compiler, which takes each worker a second to import.
-
-    Optimizers that Weft does not make, and ``DistributedDataParallel``, import it.
-    """
-    with Nursery(
-        preload=(*PRELOAD, "torch._dynamo", "torch.distributed.nn", "torchweft.hybrid")
-    ) as warm:
+    with Nursery(preload=(*PRELOAD, *COMPILER)) as warm:
         yield warm
 
 

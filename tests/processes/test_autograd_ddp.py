@@ -35,11 +35,9 @@ SPARING = [torch.tensor([0, 2, 5]), torch.tensor([1, 3, 3])]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers(
-    nursery_with_compiler: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def _workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = tmp_path_factory.mktemp("gloo") / "store"
-    with cluster(workers=3, nursery=nursery_with_compiler):
+    with cluster(workers=3, nursery=nursery):
         on_trainers(functions.join, [(rank, len(TRAINERS), str(store)) for rank in range(2)])
         yield
 

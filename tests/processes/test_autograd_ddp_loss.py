@@ -18,10 +18,10 @@ TRAINERS = FIRST, _ = ("worker0", "worker1")
 
 
 def test_the_pass_of_a_trainer_fails_if_another_trainer_dies(
-    nursery_with_compiler: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path
 ) -> None:
     store = str(tmp_path / "store")
-    with cluster(workers=3, nursery=nursery_with_compiler, check=False):
+    with cluster(workers=3, nursery=nursery, check=False):
         for function, arguments in [
             (functions.join, [(0, 2, store), (1, 2, store)]),
             (functions.make_replica, [("replica", {})] * 2),

@@ -177,10 +177,15 @@ STARTS = {
     "torchrun": (TORCHRUN, "by itself"),
     "torchweft run": ((*WEFT_RUN, "--warm"), "by itself"),
 }
+FEW = ("fork", "spawn, as a module", "torchweft run")
+"""Those of each run. For a worker, torchrun differs from the last one by its name only."""
 
 
 @pytest.mark.timeout(PROGRAM_LIMIT_S + 10)
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param(start, marks=() if start in FEW else pytest.mark.thorough) for start in STARTS],
+)
 def test_the_main_program_goes_by_name(start: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
     command, how = STARTS[start]

@@ -33,11 +33,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def nursery(nursery_with_compiler: Nursery) -> Nursery:
-    return nursery_with_compiler
-
-
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD], ids=["Adam", "momentum"])
 def test_training_goes_on_with_as_many_fewer_and_more_workers(
     nursery: Nursery, tmp_path: Path, kind: Any

@@ -20,6 +20,8 @@ from tests.internal import overridden
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0
 
+pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
+
 # Upper limits for a call, at the caller and at the callee. One function for 4 MiB asks on arrival
 # whether a tensor has a graph at its sender. A list of tensors goes by C pickle, which calls a
 # function for each tensor; writing and reading takes less time than the loop it replaces. A lambda

@@ -27,11 +27,9 @@ PLAN = plan_tables(TABLES, ["worker2"], trainers=2, places={"dense": Copies()})
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers(
-    nursery_with_compiler: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def _workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = str(tmp_path_factory.mktemp("gloo") / "store")
-    with cluster(workers=3, nursery=nursery_with_compiler):
+    with cluster(workers=3, nursery=nursery):
         for call in [
             rpc.rpc_async(name, join, args=(rank, 2, store)) for rank, name in enumerate(TRAINERS)
         ]:

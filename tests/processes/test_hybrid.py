@@ -29,11 +29,9 @@ Trained = tuple[dict[str, Tensor], list[float], str]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers(
-    nursery_with_compiler: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+def workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     store = str(tmp_path_factory.mktemp("gloo") / "store")
-    with cluster(workers=4, nursery=nursery_with_compiler):
+    with cluster(workers=4, nursery=nursery):
         for call in [
             rpc.rpc_async(name, join, args=(rank, 2, store)) for rank, name in enumerate(TRAINERS)
         ]:

@@ -41,9 +41,9 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 def test_a_server_killed_within_a_step_comes_back_and_the_run_has_the_same_bits(
-    nursery_with_compiler: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    with cluster(workers=4, nursery=nursery_with_compiler, restarts=3, check=False):
+    with cluster(workers=4, nursery=nursery, restarts=3, check=False):
         expected = [call.wait() for call in train(tmp_path / "whole")]
         assert [opened for _, _, opened in expected] == [1, 1]
         for at in ("pass", "push"):
@@ -63,9 +63,9 @@ def test_a_server_killed_within_a_step_comes_back_and_the_run_has_the_same_bits(
 
 
 def test_a_trainer_that_waits_in_an_all_reduce_is_told_of_a_lost_server(
-    nursery_with_compiler: Nursery,
+    nursery: Nursery,
 ) -> None:
-    with cluster(workers=4, nursery=nursery_with_compiler, check=False):
+    with cluster(workers=4, nursery=nursery, check=False):
         calls = [
             rpc.rpc_async(name, wait_in_reduction, (me, TRAINERS, SERVERS, SERVERS[1]))
             for me, name in enumerate(TRAINERS)
@@ -77,9 +77,9 @@ def test_a_trainer_that_waits_in_an_all_reduce_is_told_of_a_lost_server(
 
 
 def test_an_error_that_no_loss_has_caused_is_raised_and_the_model_is_closed(
-    nursery_with_compiler: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    with cluster(workers=3, nursery=nursery_with_compiler):
+    with cluster(workers=3, nursery=nursery):
         given = (0, ["worker0"], ["worker1", "worker2"], str(tmp_path), STEPS)
         with pytest.raises(ValueError, match="a mistake of the program"):
             rpc.rpc_sync("worker0", train_with_recovery, given, kwargs={"at": "error"})

@@ -33,8 +33,8 @@ def start(names: list[str], timeout_s: float = 20) -> str:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _workers(nursery_with_compiler: Nursery) -> Iterator[None]:
-    with cluster(workers=3, nursery=nursery_with_compiler):
+def _workers(nursery: Nursery) -> Iterator[None]:
+    with cluster(workers=3, nursery=nursery):
         for call in [rpc.rpc_async(name, start, (TRAINERS,)) for name in TRAINERS]:
             assert call.wait() == "gloo: CPUs of one host"
         yield

@@ -69,18 +69,16 @@ def join_trainers(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def workers(
-    nursery_with_compiler: Nursery, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
-    with cluster(workers=5, nursery=nursery_with_compiler):
+def workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with cluster(workers=5, nursery=nursery):
         join_trainers(tmp_path_factory.mktemp("gloo"))
         yield
 
 
 def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
-    nursery_with_compiler: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    with cluster(workers=5, nursery=nursery_with_compiler, check=False):
+    with cluster(workers=5, nursery=nursery, check=False):
         join_trainers(tmp_path)
         open_on(SERVERS)
         expected_losses = make_steps(0, STEPS)
@@ -114,9 +112,9 @@ def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
 
 
 def test_a_trainer_that_is_lost_fails_the_norm_of_the_others(
-    nursery_with_compiler: Nursery, tmp_path: Path
+    nursery: Nursery, tmp_path: Path
 ) -> None:
-    with cluster(workers=4, nursery=nursery_with_compiler, check=False):
+    with cluster(workers=4, nursery=nursery, check=False):
         join_trainers(tmp_path)
         open_on(SERVERS)
         clipped = rpc.rpc_async(TRAINERS[0], functions.measure_alone)

@@ -205,6 +205,7 @@ def test_a_busy_worker_is_not_lost(
     keep_busy(warm, hosts, tmp_path, busy, detection_s=1, seconds=5)
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(120)
 def test_a_worker_that_keeps_the_interpreter_for_half_a_minute_is_not_lost(
     warm: OpenWorkers, hosts: list[Host], tmp_path: Path

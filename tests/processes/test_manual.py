@@ -36,11 +36,11 @@ OTHERS = {"locking.py", "served.py", "train.py"}
 def test_a_program_prints_what_its_page_shows(
     page: str,
     program: Program,
-    nursery_with_compiler: Nursery,
+    nursery: Nursery,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with runner_of(page, tmp_path, nursery_with_compiler, monkeypatch) as run:
+    with runner_of(page, tmp_path, nursery, monkeypatch) as run:
         printed = run(program.name)
     assert_alike(printed, program.printed or "")
 

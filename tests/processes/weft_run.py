@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-PROMPT_S = 2.0
-"""How soon everything must have ended after a Ctrl-C."""
+PROMPT_S = 8.0
+"""How soon everything must have ended after a Ctrl-C, also on a busy machine."""
 
 LIMIT_S = 60.0
 

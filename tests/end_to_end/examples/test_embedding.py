@@ -11,27 +11,24 @@ from typing import Any
 
 import pytest
 
+from tests.inside import RunInside
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "embedding" / "train.py"
 LIMIT_S = 120.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
-def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def run(inside: RunInside, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Runs the program; returns its figures and its output."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments, "--out", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(EXAMPLE, *arguments, "--out", str(folder))
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "figures.json").read_text()), done.stdout
 
 
-def test_it_learns_and_writes_its_figures(tmp_path: Path) -> None:
-    found, text = run(tmp_path, *"--steps 100 --batch 512 --staleness 1 --servers 1".split())
+def test_it_learns_and_writes_its_figures(inside: RunInside, tmp_path: Path) -> None:
+    arguments = "--steps 100 --batch 512 --staleness 1 --servers 1".split()
+    found, text = run(inside, tmp_path, *arguments)
     assert len(found["losses"]) == 100
     quality = {name: each["auc"] for name, each in found["quality"].items()}
     assert quality["click rates"] + 0.02 < quality["model"] < quality["best possible"]
@@ -63,8 +60,8 @@ def test_it_learns_and_writes_its_figures(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_cache_saves_pulls_within_the_bound(tmp_path: Path) -> None:
-    found, text = run(tmp_path, *"--steps 20 --batch 256 --staleness 4 --cache 0.2".split())
+def test_a_cache_saves_pulls_within_the_bound(inside: RunInside, tmp_path: Path) -> None:
+    found, text = run(inside, tmp_path, *"--steps 20 --batch 256 --staleness 4 --cache 0.2".split())
     hits = found["cache_hits"]
     assert hits.keys() == {"user", "item", "word"}
     assert all(0 < share < 1 for share in hits.values())
@@ -92,15 +89,9 @@ def test_ctrl_c_ends_it_at_once_with_all_its_workers(tmp_path: Path) -> None:
     assert not (tmp_path / "figures.json").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_told(inside: RunInside, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--out", str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(EXAMPLE, "--out", str(tmp_path / "file"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1

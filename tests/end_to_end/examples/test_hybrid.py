@@ -10,24 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.inside import RunInside
+
 EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
 LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
-def run(*arguments: str, program: str = "train.py") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(EXAMPLES / program), *arguments],
+def test_four_processes_train_an_embedding_and_a_layer(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train.py"), "--epochs", "20", "--out", str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
         check=False,
     )
-
-
-def test_four_processes_train_an_embedding_and_a_layer(tmp_path: Path) -> None:
-    done = run("--epochs", "20", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "process group: gloo: CPUs of one host" in done.stdout
     assert "200 steps of 2 trainers" in done.stdout
@@ -36,14 +34,14 @@ def test_four_processes_train_an_embedding_and_a_layer(tmp_path: Path) -> None:
     assert losses[-1] < 0.6 * losses[0]
 
 
-def test_a_number_of_epochs_that_cannot_work_is_told() -> None:
-    done = run("--epochs", "0")
+def test_a_number_of_epochs_that_cannot_work_is_told(inside: RunInside) -> None:
+    done = inside(EXAMPLES / "train.py", "--epochs", "0")
     assert done.returncode == 2
     assert "--epochs is 0; it is at least 1" in done.stderr
 
 
-def test_a_table_over_two_servers_and_a_layer_under_ddp_are_trained() -> None:
-    done = run("--steps", "40", program="tables.py")
+def test_a_table_over_two_servers_and_a_layer_under_ddp_are_trained(inside: RunInside) -> None:
+    done = inside(EXAMPLES / "tables.py", "--steps", "40")
     assert done.returncode == 0, done.stderr
     assert re.search(r"words\.weight .* worker2, worker3 ", done.stdout)
     losses = [float(each) for each in re.findall(r"step \d+: loss ([\d.]+)", done.stdout)]
@@ -51,7 +49,7 @@ def test_a_table_over_two_servers_and_a_layer_under_ddp_are_trained() -> None:
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_a_number_of_steps_that_cannot_work_is_told() -> None:
-    done = run("--steps", "0", program="tables.py")
+def test_a_number_of_steps_that_cannot_work_is_told(inside: RunInside) -> None:
+    done = inside(EXAMPLES / "tables.py", "--steps", "0")
     assert done.returncode == 2
     assert "--steps is 0; it is at least 1" in done.stderr

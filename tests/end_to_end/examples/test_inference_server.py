@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.inside import RunInside
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "inference_server" / "serve.py"
 LIMIT_S = 120.0
@@ -15,15 +15,9 @@ LIMIT_S = 120.0
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
-def test_clients_share_batches_and_get_their_own_answers(tmp_path: Path) -> None:
+def test_clients_share_batches_and_get_their_own_answers(inside: RunInside, tmp_path: Path) -> None:
     arguments = ["--clients", "2", "--threads", "8", "--requests", "30", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split(":")[0] for line in lines[:2]] == ["one by one", "batched"]

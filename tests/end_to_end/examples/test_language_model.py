@@ -1,13 +1,7 @@
-"""The language model of ``examples/``: against one process, its traffic, and as a program."""
+"""The language model of ``examples/``: against one process, and its traffic."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint import load_checkpoint
 from data import Corpus, load_corpus
 from report import activation_bytes
 from settings import Settings
@@ -27,8 +20,6 @@ import torchweft
 EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model"
 SMALL = Settings(batch=3, window=4, embedding=6, hidden=5, dropout=0.0, learning_rate=0.05)
 SERVER, TRAINERS = "server", ["trainer0", "trainer1"]
-PROGRAM = [sys.executable, str(EXAMPLE / "train.py")]
-QUICK = ["--batch", "32", "--embedding", "16", "--hidden", "16"]
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes", "shared memory")
@@ -98,46 +89,6 @@ def test_what_the_model_moves_is_as_small_as_promised(workers: None) -> None:
     assert with_loss_on_server <= measure(settings) <= 1.05 * with_loss_on_server
     travelling = replace(settings, logits_travel=True)
     assert with_logits <= measure(travelling) <= 1.05 * with_logits
-
-
-def test_the_program_leaves_figures_a_picture_and_a_state(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*PROGRAM, *QUICK, "--epochs", "2", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=150,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "perplexity, unigram model" in done.stdout
-    figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
-    assert [point["step"] for point in figures["held_out"]] == [34, 68]
-    assert figures["result"]["held_out_perplexity"] < figures["held_out"][0]["perplexity"]
-    assert {path.name for path in tmp_path.iterdir()} >= {"figures.json", "state.pt"}
-
-
-def test_ctrl_c_stops_everything_and_the_run_can_be_gone_on_with(tmp_path: Path) -> None:
-    endless = [*PROGRAM, *QUICK, "--epochs", "10000", "--out", str(tmp_path)]
-    with subprocess.Popen(
-        endless, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as program:
-        assert program.stdout is not None
-        # A slow machine prints progress lines before it.
-        assert any(line.startswith("after epoch  1") for line in program.stdout)
-        os.killpg(program.pid, signal.SIGINT)  # to the whole group, as a terminal does
-        pressed = time.monotonic()
-        output = program.stdout.read()  # ends when no worker holds the pipe
-        stopped_s = time.monotonic() - pressed
-    assert program.returncode == 130
-    assert stopped_s < 2
-    steps = len(load_checkpoint(tmp_path / "state.pt").history.losses)
-    assert f"stopped; the state of step {steps:,} is in {tmp_path / 'state.pt'}" in output
-
-    epochs = steps // 34 + 1
-    again = ["--resume", str(tmp_path / "state.pt"), "--epochs", str(epochs)]
-    subprocess.run([*PROGRAM, *again, "--out", str(tmp_path / "again")], check=True, timeout=150)
-    figures = json.loads((tmp_path / "again" / "figures.json").read_text(encoding="utf-8"))
-    assert figures["settings"]["embedding"] == 16
-    assert len(figures["loss"]) == epochs * 34
 
 
 class SingleProcess:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from two_parts import RATE, batches, make_first, make_second
+
+from tests.inside import RunInside
 
 FOLDER = Path(__file__).parents[3] / "examples" / "model_parallel"
 BATCH = 48
@@ -48,32 +47,24 @@ def assert_equal(found: list[float], expected: list[float]) -> None:
     assert means[0] == pytest.approx(means[1], rel=0.05)
 
 
-def output_of(*command: str) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-        env=os.environ | {"PYTHONPATH": f"{FOLDER}:{os.environ.get('PYTHONPATH', '')}"},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout, done.stderr
-
-
-def test_two_workers_learn_what_one_process_learns(tmp_path: Path) -> None:
+def test_two_workers_learn_what_one_process_learns(inside: RunInside, tmp_path: Path) -> None:
     arguments = ["--epochs", "2", "--batch", str(BATCH), "--split", "12", "--out", str(tmp_path)]
-    out, err = output_of(str(FOLDER / "two_parts.py"), *arguments)
+    done = inside(FOLDER / "two_parts.py", *arguments)
+    assert done.returncode == 0, done.stderr
     losses = json.loads((tmp_path / "figures.json").read_text())["losses"]
     assert_equal(losses, trained_alone(2, BATCH))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    assert out.startswith(f"{len(losses)} steps in ")
-    assert "step" in err  # the progress
+    assert done.stdout.startswith(f"{len(losses)} steps in ")
+    assert "step" in done.stderr  # the progress
 
 
-def test_the_ten_lines_of_the_page_do_the_same(tmp_path: Path) -> None:
+def test_the_ten_lines_of_the_page_do_the_same(
+    inside: RunInside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (FOLDER / "README.md").read_text(), re.DOTALL)
     program = tmp_path / "program.py"
     program.write_text(code.replace("n_epochs=6", "n_epochs=1"))
-    out, _ = output_of(str(program))
-    assert_equal([float(line) for line in out.split()], trained_alone(1, 64))
+    monkeypatch.syspath_prepend(str(FOLDER))
+    done = inside(program)
+    assert done.returncode == 0, done.stderr
+    assert_equal([float(line) for line in done.stdout.split()], trained_alone(1, 64))

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.inside import RunInside
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline" / "train.py"
 QUICK = "--workers 2 --blocks 4 --epochs 1 --batch 64 --microbatches 4".split()
 LIMIT_S = 120.0
@@ -19,22 +21,16 @@ LIMIT_S = 120.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 
 
-def run(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def run(inside: RunInside, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """Runs the program; returns its figures and its output."""
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *QUICK, *arguments, "--out", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(EXAMPLE, *QUICK, *arguments, "--out", str(folder))
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "figures.json").read_text()), done.stdout
 
 
-def test_schedules_learn_the_same(tmp_path: Path) -> None:
-    found, text = run(tmp_path / "1f1b")
-    other, _ = run(tmp_path / "zbv", "--schedule", "zbv", "--checkpoint", "always")
+def test_schedules_learn_the_same(inside: RunInside, tmp_path: Path) -> None:
+    found, text = run(inside, tmp_path / "1f1b")
+    other, _ = run(inside, tmp_path / "zbv", "--schedule", "zbv", "--checkpoint", "always")
     assert len(found["losses"]) == 22
     assert other["losses"] == pytest.approx(found["losses"], rel=1e-2)
     assert found["losses"][-1] < 0.8 * found["losses"][0]
@@ -57,16 +53,20 @@ def test_schedules_learn_the_same(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "1f1b" / "timeline.json").read_text())["traceEvents"]
 
 
-def test_schedules_that_cannot_be_are_left_out_and_blocks_frozen(tmp_path: Path) -> None:
-    found, text = run(tmp_path, "--microbatches", "2", "--freeze", "2")
+def test_schedules_that_cannot_be_are_left_out_and_blocks_frozen(
+    inside: RunInside, tmp_path: Path
+) -> None:
+    found, text = run(inside, tmp_path, "--microbatches", "2", "--freeze", "2")
     assert found["schedules"].keys() == {"naive", "gpipe", "1f1b", "interleaved", "pipedream"}
     assert "zbv          left out: " in text
 
 
 @pytest.mark.thorough
-def test_a_pipeline_that_does_not_wait_learns_with_replicas(tmp_path: Path) -> None:
+def test_a_pipeline_that_does_not_wait_learns_with_replicas(
+    inside: RunInside, tmp_path: Path
+) -> None:
     arguments = "--schedule pipedream --weights vertical-sync --replicas 2,1 --workers 3".split()
-    found, text = run(tmp_path, *arguments)
+    found, text = run(inside, tmp_path, *arguments)
     assert len(found["losses"]) == 89  # of 16 images each
     assert sum(found["losses"][-10:]) < 0.9 * sum(found["losses"][:10])
     assert found["schedules"].keys() == {"gpipe", "1f1b", "pipedream"}
@@ -78,8 +78,8 @@ def test_a_pipeline_that_does_not_wait_learns_with_replicas(tmp_path: Path) -> N
 
 
 @pytest.mark.thorough
-def test_a_pipeline_shrinks_while_layers_freeze(tmp_path: Path) -> None:
-    found, text = run(tmp_path, *"--workers 4 --blocks 6 --epochs 6 --shrink 0.34".split())
+def test_a_pipeline_shrinks_while_layers_freeze(inside: RunInside, tmp_path: Path) -> None:
+    found, text = run(inside, tmp_path, *"--workers 4 --blocks 6 --epochs 6 --shrink 0.34".split())
     assert found["frozen"] == [0, 0, 0, 2, 2, 4]
     assert found["stages"] == [4, 4, 4, 4, 4, 2]
     assert found["losses"][-1] < 0.8 * found["losses"][0]
@@ -103,15 +103,9 @@ def test_ctrl_c_ends_it_at_once_with_all_its_workers(tmp_path: Path) -> None:
     assert "stopped by KeyboardInterrupt" in err
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_told(inside: RunInside, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--out", str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(EXAMPLE, "--out", str(tmp_path / "file"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1

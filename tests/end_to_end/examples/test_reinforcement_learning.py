@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.inside import RunInside
+
 pytest.importorskip("gymnasium")
 FOLDER = Path(__file__).parents[3] / "examples" / "reinforcement_learning"
 LIMIT_S = 240.0
@@ -17,22 +19,18 @@ LIMIT_S = 240.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 
 
-def run(folder: Path, arguments: str) -> tuple[dict[str, Any], str]:
+def run(inside: RunInside, folder: Path, arguments: str) -> tuple[dict[str, Any], str]:
     """Runs the program; returns its figures and its output."""
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "train.py"), *arguments.split(), "--out", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(FOLDER / "train.py", *arguments.split(), "--out", str(folder))
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "figures.json").read_text()), done.stdout
 
 
-def test_it_learns_the_same_in_one_process_and_over_workers(tmp_path: Path) -> None:
+def test_it_learns_the_same_in_one_process_and_over_workers(
+    inside: RunInside, tmp_path: Path
+) -> None:
     options = "a2c --steps 60000 --until-solved --where "
-    found = [run(tmp_path, options + where)[0] for where in ("workers", "process")]
+    found = [run(inside, tmp_path, options + where)[0] for where in ("workers", "process")]
     assert [each["solved_after_steps"] for each in found] == [found[0]["solved_after_steps"]] * 2
     assert 0 < found[0]["solved_after_steps"] <= 60_000
     returns = [[episode[2] for episode in each["episodes"]] for each in found]
@@ -45,33 +43,31 @@ def test_it_learns_the_same_in_one_process_and_over_workers(tmp_path: Path) -> N
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", [1, 2])
-def test_further_seeds_reach_the_mean_return_too(tmp_path: Path, seed: int) -> None:
+def test_further_seeds_reach_the_mean_return_too(
+    inside: RunInside, tmp_path: Path, seed: int
+) -> None:
     options = "a2c --steps 60000 --until-solved --where process --observers 1 --environments 8"
-    found, _ = run(tmp_path, f"{options} --seed {seed}")
+    found, _ = run(inside, tmp_path, f"{options} --seed {seed}")
     assert 0 < found["solved_after_steps"] <= 60_000
     assert found["mean_return"] >= 195
     assert found["steps"] == found["solved_after_steps"]
 
 
 @pytest.mark.thorough
-def test_observers_that_go_on_meanwhile_and_a_replay_buffer(tmp_path: Path) -> None:
-    found, text = run(tmp_path, "dqn --stream --steps 3000")
+def test_observers_that_go_on_meanwhile_and_a_replay_buffer(
+    inside: RunInside, tmp_path: Path
+) -> None:
+    found, text = run(inside, tmp_path, "dqn --stream --steps 3000")
     assert found["steps"] >= 3000
     assert found["steps_per_s"] > 0
     assert "195 was not reached" in text
-    found, _ = run(tmp_path, "a2c --stream --steps 3000 --where threads --seed 2")
+    found, _ = run(inside, tmp_path, "a2c --stream --steps 3000 --where threads --seed 2")
     assert max(map(int, found["staleness"])) >= 1
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_to_is_told(inside: RunInside, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "train.py"), "--out", str(tmp_path / "file")],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(FOLDER / "train.py", "--out", str(tmp_path / "file"))
     assert done.returncode == 2
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
@@ -82,7 +78,11 @@ COMPAT = ["-m", "torchweft.compat"]
 
 @pytest.mark.parametrize(
     ("way", "program", "forwards"),
-    [("one", COMPAT, 900), ("batched", COMPAT, 300), ("batched", [], 300)],
+    [
+        pytest.param("one", COMPAT, 900, marks=pytest.mark.thorough),
+        ("batched", COMPAT, 300),
+        pytest.param("batched", [], 300, marks=pytest.mark.thorough),
+    ],
     ids=["one", "batched", "on torch"],
 )
 def test_the_programs_of_the_tutorials(way: str, program: list[str], forwards: int) -> None:

@@ -12,21 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.inside import RunInside
+
 EXAMPLE = Path(__file__).parents[3] / "examples" / "samplers" / "train.py"
 LIMIT_S = 120.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)
 
 
-def test_it_learns_from_texts_of_known_versions(tmp_path: Path) -> None:
+def test_it_learns_from_texts_of_known_versions(inside: RunInside, tmp_path: Path) -> None:
     arguments = ["--steps", "40", "--pause", "0.01", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
+    done = inside(EXAMPLE, *arguments)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 12
     found = json.loads((tmp_path / "figures.json").read_text())
