@@ -216,7 +216,7 @@ def test_silent_strangers_hold_nobody_up(group: Cluster, connections: contextlib
     for _ in range(20):
         assert_all_work()
     assert rpc.rpc_sync("worker0", functions.bounce, args=(10, ["worker0", "worker1"])) == 10
-    assert time.monotonic() - start_s < 2.0
+    assert time.monotonic() - start_s < 8.0  # Each stranger has ten seconds.
 
 
 def test_a_worker_starts_no_cluster_of_its_own(group: Cluster) -> None:

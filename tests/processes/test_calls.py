@@ -22,6 +22,8 @@ from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 EVERYBODY = ["driver", "worker0", "worker1"]
+SOON_S = 2.0
+"""On a busy machine; usually some milliseconds."""
 
 
 # Destinations
@@ -302,10 +304,10 @@ def test_a_timeout_says_so(group: Cluster) -> None:
     start_s = time.monotonic()
     with pytest.raises(CallTimeout, match="RPC ran for more than set timeout") as caught:
         rpc.rpc_sync("worker0", functions.pass_gate, args=("slow",), timeout=0.1)
-    assert 0.1 <= time.monotonic() - start_s < 0.3
+    assert 0.1 <= time.monotonic() - start_s < SOON_S
     assert caught.value.worker == "worker0"
     assert caught.value.call.endswith("pass_gate")
-    assert 0.1 <= caught.value.elapsed_s < 0.3
+    assert 0.1 <= caught.value.elapsed_s < SOON_S
     future = rpc.rpc_async("worker0", functions.pass_gate, args=("slow",), timeout=0.05)
     with pytest.raises(TimeoutError, match="RPC ran for more than"):
         future.wait()
@@ -321,7 +323,7 @@ def test_a_short_timeout_is_kept_after_idleness(group: Cluster) -> None:
         done = threading.Event()
         call.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
         assert done.wait(functions.LIMIT_S)
-        assert time.monotonic() - start_s < 0.25
+        assert time.monotonic() - start_s < 0.8  # An idle worker looks once a second.
     rpc.rpc_sync("worker0", functions.open_gate, args=("idle",))
 
 

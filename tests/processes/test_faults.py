@@ -17,7 +17,8 @@ from torchweft import rpc
 from torchweft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
 from torchweft.launch import Nursery
 
-NOTICE_S = 0.2
+NOTICE_S = 2.0
+"""On a busy machine; usually some 20 ms, and 10 s where only silence tells of a loss."""
 LARGE_BYTES = 3 << 20
 
 

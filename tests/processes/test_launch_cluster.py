@@ -26,7 +26,7 @@ from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_clust
 from torchweft.launch.job import program_job
 from torchweft.launch.supervisor import Supervisor
 
-PROMPT_S = 2.0
+PROMPT_S = 8.0
 LIMIT_S = 20.0
 
 

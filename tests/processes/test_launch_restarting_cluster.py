@@ -16,7 +16,7 @@ from torchweft import knobs, rpc
 from torchweft.errors import ConfigurationError, LaunchError, RendezvousTimeout, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster
 
-PROMPT_S = 2.0
+PROMPT_S = 8.0
 
 pytestmark = pytest.mark.timeout(60)
 

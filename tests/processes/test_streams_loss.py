@@ -78,7 +78,7 @@ def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
         start_s = time.monotonic()
         with pytest.raises(WorkerLost, match="worker0"):
             future.wait()
-        assert time.monotonic() - start_s < 2.0
+        assert time.monotonic() - start_s < 5.0
         del future
         wait_until(
             lambda: gc.collect() >= 0 and functions.pool_statistics().leased_bytes == before,

@@ -82,7 +82,7 @@ def test_a_store_that_was_silent_once_is_not_asked_again() -> None:
     for _ in range(10):
         with pytest.raises(RendezvousTimeout, match="does not answer"):
             store.check(["a"])
-    assert time.monotonic() - began_s < 0.1
+    assert time.monotonic() - began_s < 1.0
     assert silent.asked == 1
     silent.go_on.set()
 
@@ -94,7 +94,7 @@ def test_joining_ends_in_time_whenever_the_store_becomes_silent(rank: int, answe
     began_s = time.monotonic()
     with pytest.raises(RendezvousTimeout, match="does not answer for"):
         join(BoundedStore(silent, 0.2), Registration("me", rank, ("unix:@x",)), 3, 0.2)
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 3.0
     silent.go_on.set()
 
 

@@ -47,6 +47,6 @@ def test_no_time_is_spent_on_a_lost_worker_whose_session_is_broken() -> None:
         node.leaving._act(Left((peer.id,)))
         began_s = time.monotonic()
         node.end(CLOSE_LIMIT_S)
-        assert time.monotonic() - began_s < 1.0  # An attempt to connect again takes two seconds.
+        assert time.monotonic() - began_s < 1.9  # An attempt to connect again takes two seconds.
         assert peer.lost is not None
         assert peer.lost.cause == "rank 0 says so"

