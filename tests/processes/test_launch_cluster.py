@@ -211,8 +211,12 @@ def test_what_is_stuck_is_named_with_its_stack_and_killed(
 
 @pytest.mark.usefixtures("_impatient")
 def test_a_worker_that_cannot_say_what_it_does_is_named_too(
-    nursery: Nursery, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    nursery: Nursery,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(leave_watch, "ANSWER_S", 0.5)
     begun = tmp_path / "begun"
     group = cluster(workers=2, leave_timeout=0.5, nursery=nursery).start()
     rpc.rpc_async("worker0", hold_the_interpreter, args=(str(begun),), timeout=0)

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 SAY_S = 5.0
 """Seconds between reports of the workers that a shutdown waits for."""
 
-_ANSWER_S = 1.0
-"""Seconds that a worker has to report what it is doing."""
+ANSWER_S = 4.0
+"""Seconds that a worker has to report what it is doing: it may compute, on a busy host."""
 
 
 class LeaveWatch:
@@ -94,7 +94,7 @@ def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
     told: dict[str, WorkerStacks | None] = {}
     for peers in ([agent.find(name) for name in lacking.workers], agent.members.present()):
         missing = [peer for peer in peers if peer.name not in told]
-        told |= ask_all(agent.slots[WORKER], missing, _ANSWER_S)
+        told |= ask_all(agent.slots[WORKER], missing, ANSWER_S)
         to_blame = {name: doing for name, doing in told.items() if doing is None or doing.calls}
         if to_blame:
             return to_blame
