@@ -95,7 +95,7 @@ def _surroundings(nursery: Nursery, program: Path, folder: Path | None) -> Itera
     kept = (sys.argv[:], sys.path[:], dict(os.environ), torch.get_num_threads())
     with (
         pytest.MonkeyPatch.context() as patch,
-        _own_modules(program.parent),
+        own_modules(program.parent),
         _own_logging(),
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),
@@ -116,7 +116,7 @@ def _surroundings(nursery: Nursery, program: Path, folder: Path | None) -> Itera
 
 
 @contextlib.contextmanager
-def _own_modules(folder: Path) -> Iterator[None]:
+def own_modules(folder: Path) -> Iterator[None]:
     """Hides modules with the names of those beside a program; forgets the program's own."""
     names = {path.stem for path in folder.glob("*.py")} | {
         path.parent.name for path in folder.glob("*/__init__.py")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, run
+from tests.end_to_end.test_pages import LIMIT_S, ROOT, run_apart
 from tests.processes.page_programs import assert_alike, programs_of, write_programs
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 def test_the_quick_start_prints_what_its_page_shows(tmp_path: Path) -> None:
     first, _ = write_programs("docs/quickstart.md", tmp_path)
-    assert_alike("\n".join(run(tmp_path / first.name)), (first.printed or "").rstrip())
+    assert_alike("\n".join(run_apart(tmp_path / first.name)), (first.printed or "").rstrip())
 
 
 def shown_with(page: str, command: str) -> tuple[list[str], list[str]]:

@@ -22,6 +22,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.inside import own_modules
+
 PROGRAMS = Path(__file__).parents[1] / "programs" / "torchopt_distributed"
 LIMIT_S = 150.0
 """For one run; most of it is the start of processes that import torch."""
@@ -88,7 +90,8 @@ def answers(out: str) -> Answers:
 
 def functions_of(program: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.syspath_prepend(str(PROGRAMS))
-    return runpy.run_path(str(PROGRAMS / f"{program}.py"))
+    with own_modules(PROGRAMS):  # The examples have modules of the same names.
+        return runpy.run_path(str(PROGRAMS / f"{program}.py"))
 
 
 def test_a_worker_is_called_with_and_without_waiting(answers: Answers) -> None:
