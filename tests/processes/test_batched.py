@@ -141,7 +141,8 @@ def test_with_isolation_only_the_call_at_fault_fails(group: Cluster) -> None:
     made = [server.rpc_async().positive(torch.tensor(each)) for each in values]
     assert [made[place].wait().item() for place in (0, 1, 3)] == [2.0, 3.0, 4.0]
     assert isinstance(raised_by(made[2].wait), ValueError)
-    assert server.rpc_sync().seen_runs() == [4, 2, 2, 1, 1]
+    # Calls under way at the same time come in any order: the error is in one of the halves.
+    assert server.rpc_sync().seen_runs() in ([4, 2, 2, 1, 1], [4, 2, 1, 1, 2])
 
 
 def test_too_many_waiting_calls_are_refused(group: Cluster) -> None:
