@@ -44,13 +44,7 @@ class Ordered(NamedTuple):
 
 
 class Distinct(NamedTuple):
-    """Rows, each once, as ``Ordered`` has them.
-
-    Attributes:
-        keys: Each key once.
-        cuts: Where in the keys each server's begin, and their number at the end.
-        counts: How many rows of each member there are, by its number.
-    """
+    """``Ordered``, with ``keys`` that are each key once, without the order of all of them."""
 
     keys: Tensor
     cuts: list[int]
