@@ -3,7 +3,8 @@
 A worker is a process of the trace, and a thread is a track. The slices of a track nest. Work that
 does not nest in its thread is on tracks of its own: calls with a future, coroutines, calls that
 wait in line. An arrow is a flow, whose number the slices at its ends have in common. Times are
-microseconds since the begin of the trace.
+microseconds since the begin of the trace, or since the earliest record where that began before: a
+worker records as soon as it is asked to, while others are still being asked.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def write(file: IO[str], joined: Joined, about: Mapping[str, Any], began_s: floa
         file: Takes the text.
         joined: The records.
         about: What is said about the trace as a whole; plain values.
-        began_s: The time that is 0 in the trace.
+        began_s: The begin of the trace.
     """
     file.write('{"displayTimeUnit": "ms", "weft": ')
     json.dump({"format": FORMAT, **about}, file)
@@ -88,6 +89,7 @@ def events(joined: Joined, began_s: float) -> Iterator[Event]:
     numbers = {worker: place + 1 for place, worker in enumerate(_in_order(joined))}
     tracks = {worker: _Tracks(joined.workers[worker]) for worker in numbers}
     made = list(_slices(joined))
+    began_s = min([began_s, *[each.began_s for each in made]])
     _set_apart(made)
     timed: list[Event] = []
     for place, each in enumerate(made):

@@ -243,7 +243,6 @@ class Trace:
     def _write(self, joined: Joined, errors_s: dict[int, float]) -> None:
         about = {
             "leader": current().info.name,
-            "began_s": self._began_s,
             "clock_error_us": round(self.clock_error_s * 1e6, 3),
             "missing": self.missing,
             "workers": [

@@ -63,6 +63,15 @@ def test_a_call_is_a_chain_of_slices_and_arrows(path: Path) -> None:
     assert backward["args"]["operations"] == {"MulBackward0": 2, "SumBackward0": 1}
 
 
+def test_no_time_is_negative_where_a_worker_recorded_before_the_begin(path: Path) -> None:
+    with path.open("w") as file:
+        chrome.write(file, step(), ABOUT, 1.5)
+    found = read_trace(path)
+    (made,) = found.of("call")
+    assert (made["ts"], made["dur"]) == (0, 100_000)
+    assert min(each["ts"] for each in found.slices) == 0
+
+
 def test_bytes_in_flight_return_to_nothing(path: Path) -> None:
     found = written(step(), path)
     by_worker: dict[int, list[int]] = {1: [], 2: []}
