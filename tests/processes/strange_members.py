@@ -252,8 +252,8 @@ def use_foreign_module(to: str, path: str) -> str:
     handle = rpc.rpc_sync(to, make_handle)
     return _all_raise(
         lambda: rpc.rpc_sync(to, owner.set_training, (module, True)),
-        lambda: rpc.rpc_sync(to, owner.run, (module, "cpu", (), (torch.tensor([1]),), {})),
-        lambda: rpc.rpc_sync(to, owner.run, (handle, "cpu", (), (1,), {})),
+        lambda: rpc.rpc_sync(to, owner.run, (module, "cpu", (), torch.tensor([1]))),
+        lambda: rpc.rpc_sync(to, owner.run, (handle, "cpu", (), 1)),
         lambda: handle.rpc_sync().train(True),
         lambda: handle.rpc_sync()(1),
     )

@@ -108,6 +108,27 @@ def test_positional_and_keyword_arguments(group: Cluster) -> None:
     assert rpc.rpc_sync("worker0", functions.collect) == ((), {})
 
 
+@pytest.mark.parametrize("args", [(), (1, "text")])
+@pytest.mark.parametrize(
+    "kwargs",
+    [{"x": 1}, {"y": 2, "x": None}, {"x": [1, 2], "y": 3}, {"a,b": 1}, {"a,b": 1, "c": 2}, {"": 1}],
+)
+def test_keyword_arguments_arrive_in_order(
+    group: Cluster, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    found = rpc.rpc_sync("worker1", functions.collect, args=args, kwargs=kwargs)
+    assert found == (args, kwargs)
+    assert list(found[1]) == list(kwargs)
+    value = torch.arange(3.0)
+    _, named = rpc.rpc_sync("worker1", functions.collect, args=(value,), kwargs={"x": value})
+    assert torch.equal(named["x"], value)
+
+
+def test_names_of_arguments_that_are_no_texts(group: Cluster) -> None:
+    with pytest.raises(TypeError, match="keywords must be strings"):
+        rpc.rpc_sync("worker1", functions.collect, kwargs={1: 2})  # type: ignore[dict-item]
+
+
 # Functions whose result comes later
 
 

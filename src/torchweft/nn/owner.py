@@ -106,11 +106,7 @@ def device_is_there(device: str) -> bool:
 
 @remotely_callable
 def run(
-    module: RRef[nn.Module],
-    device: str,
-    steps: Sequence[Step],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    module: RRef[nn.Module], device: str, steps: Sequence[Step] | None, /, *args: Any, **kwargs: Any
 ) -> Any:
     """Calls a module of this worker, and passes the result through the steps of a chain."""
     check_types(module=(module, RRef))
@@ -119,32 +115,36 @@ def run(
 
 @remotely_callable
 def run_at(
-    address: tuple[int, int, int],
+    creator: int,
+    owner: int,
+    number: int,
     device: str,
-    steps: Sequence[Step],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    steps: Sequence[Step] | None,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> WhenReady:
     """Does the same as ``run``, for a caller that holds a reference to the module meanwhile.
 
     That saves counting one more reference in every call.
     """
     keeper = current_worker().references
-    owned = keeper.value_of(reference_in(address))
+    owned = keeper.value_of(reference_in((creator, owner, number)))
     return WhenReady(owned, lambda module: (run_at, _run(module, device, steps, args, kwargs)))
 
 
 def _run(
     module: nn.Module,
     device: str,
-    steps: Sequence[Step],
-    args: Sequence[Any],
+    steps: Sequence[Step] | None,
+    args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
+    steps = () if steps is None else steps
     is_strict = serves_another_strictly()
     if is_strict:
         _check_device(device)
-        check_types(steps=(steps, tuple), args=(args, tuple), kwargs=(kwargs, dict))
+        check_types(steps=(steps, tuple))
     call = _callable(module, is_strict)
     value = call(*to_device(args, device), **to_device(kwargs, device))
     for step in steps:

@@ -176,21 +176,20 @@ class Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the steps; returns the result. Blocks."""
-        creator, owner_id, number = self._module.id
-        address = (creator, owner_id, number)
-        call = (address, self._device, self._steps, args, kwargs)
-        return rpc_sync(info_of(owner_id), owner.run_at, call)
+        address = self._module.id
+        call = (*address, self._device, self._steps or None, *args)
+        return rpc_sync(info_of(address.owner), owner.run_at, call, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its last result."""
-        return rpc_async(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
+        return rpc_async(info_of(self._module.id.owner), owner.run, self._call(args), kwargs)
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain; returns a reference to its last result, which stays on the owner."""
-        return remote(info_of(self._module.id.owner), owner.run, self._call(args, kwargs))
+        return remote(info_of(self._module.id.owner), owner.run, self._call(args), kwargs)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        return self._module, self._device, self._steps, args, kwargs
+    def _call(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self._module, self._device, self._steps or None, *args
 
     def __repr__(self) -> str:
         names = "".join(

@@ -46,10 +46,10 @@ def call_method(
     peer = agent.peers[reference.id.owner]
     # No caller waits for a ``remote`` call, so the reference itself goes along to keep the value.
     kept = reference if way == "remote" else None
-    call_args = (tuple(reference.id), name, args, kwargs, kept)
+    call_args = (*reference.id, name, kept, *args)
     subject = (worker.references.describe_use, reference.id, name)
     try:
-        result = _WAYS[way](worker, peer, CALL_METHOD, call_args, {}, timeout, subject)
+        result = _WAYS[way](worker, peer, CALL_METHOD, call_args, kwargs, timeout, subject)
     except WorkerLost as error:
         raise _as_owner_lost(worker, reference, peer, error) from None
     if way == "async":

@@ -31,8 +31,15 @@ from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import too_many
-from torchweft.serialize.values import ATOMS, encode_atom, encode_simple, no_home
-from torchweft.wire.messages import NO_CREATION, POSITIONAL, HandedReference, encode_call, with_code
+from torchweft.serialize.values import ATOMS, encode_atom, encode_simple, no_home, with_names
+from torchweft.wire.messages import (
+    NAMED,
+    NO_CREATION,
+    POSITIONAL,
+    HandedReference,
+    encode_call,
+    with_code,
+)
 
 
 class Encoder:
@@ -119,10 +126,13 @@ class Encoder:
         entries: Sequence[SentCode] = ()
         flags = POSITIONAL
         payload: bytes | None = None
-        if name is not None and not kwargs and not peer.is_self:
+        values: Sequence[Any] | None = args
+        if kwargs:
+            flags, values = NAMED, with_names(args, kwargs)
+        if name is not None and values is not None and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
             home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
-            payload = encode_simple(args, tensors, peer.main_by_name, home_of)
+            payload = encode_simple(values, tensors, peer.main_by_name, home_of)
             if tensors and payload is not None:
                 inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
                 if inlined is None and not all(map(is_dense, tensors)):

@@ -34,9 +34,11 @@ from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Around, Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
+from torchweft.serialize.values import split_names
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     CAPTURED,
+    NAMED,
     POSITIONAL,
     TABLES,
     Kind,
@@ -251,6 +253,8 @@ def _parts(
         call.function = function
     elif flags & POSITIONAL:
         args, function = content, find(name)
+    elif flags & NAMED:
+        (args, kwargs), function = split_names(content), find(name)
     elif name:
         (args, kwargs), function = content, find(name)
     else:
@@ -314,14 +318,13 @@ def fetch(creator: int, owner: int, number: int) -> WhenReady:
 
 @remotely_callable
 def call_method(
-    reference: tuple[int, int, int], name: str, args: Any, kwargs: dict[str, Any], kept: object
+    creator: int, owner: int, number: int, name: str, kept: object, /, *args: Any, **kwargs: Any
 ) -> WhenReady:
-    """Calls a method of the value behind a reference of this worker.
+    """Calls a method of the value behind a reference of this worker, whose parts are given.
 
     ``kept`` is the reference itself, for calls whose caller may not keep it meanwhile.
     """
-    if isinstance(args, torch.Tensor):
-        raise ArgumentTypeError(NO_ARGUMENTS)
+    reference = creator, owner, number
 
     def call(value: Any) -> tuple[Callable[..., Any], Any]:
         method = method_of(value, name)

@@ -84,7 +84,7 @@ def place(tensors: Sequence[Tensor]) -> tuple[list[Placement], list[Tensor]]:
     for cluster in _clusters(tensors):
         if len(cluster) == 1:
             _place_alone(cluster, placements, buffers)
-        elif _is_worth_a_union(cluster):
+        elif is_worth_a_union(_length(cluster), [each.tensor for each in cluster]):
             _place_union(cluster, placements, buffers)
         else:
             for equal in _equal_views(cluster):
@@ -105,6 +105,11 @@ def _clusters(tensors: Sequence[Tensor]) -> Iterator[list[_Span]]:
             yield from _merge(spans)
 
 
+def _length(cluster: list[_Span]) -> int:
+    """Counts the bytes from the first to the last one of a cluster."""
+    return int(max(span.end for span in cluster) - cluster[0].start)
+
+
 def _merge(spans: list[_Span]) -> Iterator[list[_Span]]:
     spans.sort(key=lambda span: span.start)
     cluster, end = [spans[0]], spans[0].end
@@ -118,15 +123,17 @@ def _merge(spans: list[_Span]) -> Iterator[list[_Span]]:
     yield cluster
 
 
-def _is_worth_a_union(cluster: list[_Span]) -> bool:
-    union_bytes = max(span.end for span in cluster) - cluster[0].start
-    wanted_bytes = sum(_distinct(span.tensor) * span.tensor.element_size() for span in cluster)
-    return bool(union_bytes <= max(UNION_FLOOR_BYTES, _UNION_FACTOR * wanted_bytes))
+def is_worth_a_union(union_bytes: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether the memory from the first to the last byte of tensors should travel whole."""
+    if union_bytes <= UNION_FLOOR_BYTES:
+        return True
+    wanted_bytes = sum(_distinct(tensor) * tensor.element_size() for tensor in tensors)
+    return bool(union_bytes <= _UNION_FACTOR * wanted_bytes)
 
 
 def _place_union(cluster: list[_Span], placements: list[Placement], buffers: list[Tensor]) -> None:
     start = cluster[0].start // _ALIGNMENT * _ALIGNMENT
-    end = max(span.end for span in cluster)
+    end = cluster[0].start + _length(cluster)
     first = cluster[0].tensor
     union = torch.empty(0, dtype=torch.uint8, device=first.device)
     union.set_(first.untyped_storage(), start, (end - start,), (1,))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from ctypes import string_at
 from math import prod
 from typing import Any, NamedTuple
 
@@ -25,14 +26,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchweft.errors import ProtocolError, SerializationError, WeftError
-from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, place
+from torchweft.errors import ProtocolError, WeftError
+from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, is_worth_a_union
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
     INT64_LIMIT,
-    NO_BUFFER,
+    NUMPY_DTYPES,
     PARAMETER,
     REQUIRES_GRAD,
     SHARED,
@@ -42,7 +43,6 @@ from torchweft.serialize.table import (
     dtype_of,
     extent,
 )
-from torchweft.serialize.tensors import as_dense, as_memory
 
 LIMIT_BYTES = 68 * 1024
 """All tensors of a message together, 64 KiB and their heads; above it, channels are faster."""
@@ -58,34 +58,15 @@ _CONTIGUOUS = frozenset(
 """The flags that a contiguous tensor may have."""
 _FLAGS = REQUIRES_GRAD | PARAMETER | COMPUTED | STRIDED | SHARED
 
-# What numpy calls the formats of memory; 64-bit integers are a long, or a long long elsewhere.
-_DTYPES = {
-    "?": torch.bool,
-    "B": torch.uint8,
-    "b": torch.int8,
-    "h": torch.int16,
-    "i": torch.int32,
-    "q": torch.int64,
-    "l": torch.int64,
-    "e": torch.float16,
-    "f": torch.float32,
-    "d": torch.float64,
-    "F": torch.complex64,
-    "Zf": torch.complex64,
-    "D": torch.complex128,
-    "Zd": torch.complex128,
-    "H": torch.uint16,
-    "I": torch.uint32,
-    "L": torch.uint64,
-    "Q": torch.uint64,
-}
-_CODES = {name: CODES[dtype] for name, dtype in _DTYPES.items()}
-_TORCH = {CODES[dtype]: dtype for dtype in _DTYPES.values()}
+_STRIDED_LAYOUT = torch.strided
+_CODES = {dtype: CODES[dtype] for dtype in (*NUMPY_DTYPES, torch.complex64, torch.complex128)}
+"""The dtypes of numpy."""
+_TORCH = {code: dtype for dtype, code in _CODES.items()}
 # The other dtypes of whole bytes travel as integers of their size.
 _AS_INTEGERS = {
     dtype: torch.uint8 if dtype.itemsize == 1 else torch.int16
     for dtype in CODES
-    if dtype.is_floating_point and dtype not in _DTYPES.values() and dtype.itemsize <= 2
+    if dtype.is_floating_point and dtype not in _CODES and dtype.itemsize <= 2
 }
 _NUMPY = {code: torch.empty(0, dtype=dtype).numpy().dtype for code, dtype in _TORCH.items()}
 _TORCH |= {CODES[dtype]: dtype for dtype in _AS_INTEGERS}
@@ -139,16 +120,19 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
     (tensor,) = tensors
     if type(tensor) is not Tensor or tensor.requires_grad:
         return _encode_any(tensors)
-    if not tensor.is_cpu:
-        return None  # The exception below would take as long as a small call.
+    # The exception of torch for a sparse tensor takes as long as half a small call.
+    if not tensor.is_cpu or tensor.layout is not _STRIDED_LAYOUT:
+        return None
+    code = _CODES.get(tensor.dtype)
+    if code is None:
+        return _encode_any(tensors)
     # The usual content of a message: one contiguous tensor without grad.
     try:
         if tensor.data_ptr() < USUAL_ADDRESS:
             return _encode_any(tensors)
         memory: Any = tensor.numpy().data
-        code = _CODES[memory.format]
-    except (RuntimeError, TypeError, KeyError):
-        return _encode_any(tensors) if tensor.is_cpu else None
+    except (RuntimeError, TypeError):
+        return None  # Conjugated, negative or nested.
     ndim, count = memory.ndim, memory.nbytes
     if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
         return _encode_any(tensors)
@@ -162,10 +146,12 @@ def encode_rows(tensor: Tensor) -> list[bytes] | None:
     """
     if type(tensor) is not Tensor or tensor.requires_grad or shared_ranges or not tensor.is_cpu:
         return None
+    code = _CODES.get(tensor.dtype)
+    if code is None or tensor.layout is not _STRIDED_LAYOUT:
+        return None
     try:
         memory: Any = tensor.numpy().data
-        code = _CODES[memory.format]
-    except (RuntimeError, TypeError, KeyError):
+    except (RuntimeError, TypeError):
         return None
     rows, *shape = memory.shape
     ndim, count = len(shape), memory.nbytes // rows if rows else 0
@@ -182,9 +168,11 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
     parts: list[Any] = []
     size_bytes = 0
     requires_grad = False
-    spans: list[tuple[int, int]] | None = None if is_alone else []
+    described: list[_Described] = []
+    spans: list[tuple[int, int]] = []
+    may_overlap = False
     for tensor in tensors:
-        if not tensor.is_cpu:
+        if not tensor.is_cpu or tensor.layout is not _STRIDED_LAYOUT:
             return None
         flags = 0
         if tensor.requires_grad:
@@ -194,54 +182,61 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
             flags |= PARAMETER
         if flags:
             tensor = tensor.detach()
+        code = _CODES.get(tensor.dtype)
         try:
+            if code is None:
+                code = CODES.get(tensor.dtype)
+                integers = _as_integers(tensor)
+                if code is None or integers is None:
+                    return None
+                tensor = integers
             start = tensor.data_ptr()
             if shared_ranges and may_be_shared(start):
                 return None
             if start < USUAL_ADDRESS and is_freed(tensor):
                 return None
             memory: Any = tensor.numpy().data
-            code = _CODES[memory.format]
-        except (RuntimeError, TypeError, KeyError, ValueError):
-            # Not on the CPU, not dense, or of a dtype that numpy lacks.
-            integers = _as_integers(tensor)
-            if integers is None:
-                return None
-            code, memory = CODES[tensor.dtype], integers.numpy().data
-            tensor = integers
+        except (RuntimeError, TypeError, ValueError):
+            return None  # Conjugated, negative, nested, or of a class with its own memory.
         ndim = memory.ndim
         if ndim > SIMPLE_NDIM:
             return None
         sizes, places = memory.shape, ndim
-        if memory.c_contiguous:
-            count = memory.nbytes
-        elif memory.nbytes > LIMIT_BYTES and 0 not in memory.strides:
-            return None  # Tables need no copy of it, or make their own.
-        elif is_alone:
-            flat, strides = flatten(tensor)
-            memory = flat.numpy().data
-            count = memory.nbytes
-            if strides is not None:
-                flags |= STRIDED
-                sizes += strides
-                places = 2 * ndim
-        else:
-            return _encode_views(tensors)
+        count = memory.nbytes
+        if not memory.c_contiguous:
+            if count > LIMIT_BYTES and 0 not in memory.strides:
+                return None  # Tables need no copy of it, or make their own.
+            if is_alone:
+                flat, strides = flatten(tensor)
+                memory = flat.numpy().data
+                count = memory.nbytes
+                if strides is not None:
+                    flags |= STRIDED
+                    sizes += strides
+                    places = 2 * ndim
+            else:
+                may_overlap, count = True, 0
         size_bytes += count + 7 + 8 * places
         if size_bytes > LIMIT_BYTES:
             return None
-        parts.append(_HEADS[places].pack(code, flags, ndim, count, *sizes))
-        if count:
-            parts.append(memory)
-            if spans is not None:
-                spans.append((start, start + count))
-    if spans is not None:
+        if not is_alone:
+            described.append((tensor, code, flags, start))
+            spans.append((start, start + count))
+        if not may_overlap:
+            parts.append(_HEADS[places].pack(code, flags, ndim, count, *sizes))
+            if count:
+                parts.append(memory)
+    if not is_alone:
         spans.sort()
         end = 0
         for start, next_end in spans:
             if start < end:
-                return _encode_views(tensors)
+                may_overlap = True
+                break
             end = next_end
+        if may_overlap:
+            content = _encode_views(described)
+            return None if content is None else (content, requires_grad)
     return b"".join(parts), requires_grad
 
 
@@ -253,45 +248,84 @@ def _as_integers(tensor: Tensor) -> Tensor | None:
     return tensor.view(kind)
 
 
-def _encode_views(tensors: Sequence[Tensor]) -> Inlined | None:
-    """Does the same for tensors some of which overlap in memory."""
-    if not all(tensor.is_cpu for tensor in tensors):
-        return None  # Before anything is copied on a device.
-    try:
-        sources = [as_dense(tensor) for tensor in tensors]
-        if shared_ranges and any(may_be_shared(source.data_ptr()) for source in sources):
-            return None
-        placements, buffers = place(sources)
-        memories = [as_memory(flat) for flat in buffers]
-    except (RuntimeError, TypeError, ValueError, SerializationError):
+_Described = tuple[Tensor, int, int, int]
+"""A detached tensor, its dtype as a number, its flags, and where it begins in memory."""
+
+
+class _Union:
+    """Memory that several tensors use, as one range."""
+
+    __slots__ = ("bringer", "end", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.end = start
+        self.bringer: int | None = None
+
+
+def _encode_views(described: Sequence[_Described]) -> bytes | None:
+    """Returns the bytes of tensors some of which overlap in memory; None if they need tables."""
+    unions = _unions(described)
+    if unions is None:
         return None
-    requires_grad = False
-    parts: list[Any] = []
+    parts: list[bytes] = []
     size_bytes = 0
-    bringers: dict[int, int] = {}
-    for index, (tensor, placement) in enumerate(zip(tensors, placements, strict=True)):
-        flags = 0 if type(tensor) is Tensor else PARAMETER
-        if tensor.requires_grad:
-            requires_grad = True
-            flags |= REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
-        memory: Any = b""
+    for index, (tensor, code, flags, start) in enumerate(described):
         sizes: tuple[int, ...] = tensor.shape
-        bringer = bringers.setdefault(placement.buffer, index)
-        if placement.buffer != NO_BUFFER and bringer == index:
-            memory = memories[placement.buffer]
-        if placement.strides is not None:
-            flags |= STRIDED
-            sizes += placement.strides
-            if placement.shared:
-                flags |= SHARED
-                sizes += (placement.offset, bringer)
-        count = len(memory)
-        size_bytes += count + 7 + 8 * len(sizes)
-        code = CODES.get(tensor.dtype)
-        if size_bytes > LIMIT_BYTES or code not in _TORCH or len(sizes) >= len(_HEADS):
+        memory = b""
+        union = unions.get(index)
+        if union is not None:
+            strides = tensor.stride()
+            offset, rest = divmod(start - union.start, tensor.itemsize)
+            if rest:
+                return None
+            if union.bringer is None:
+                union.bringer = index
+                memory = string_at(union.start, union.end - union.start)
+            flags |= STRIDED | SHARED
+            sizes += (*strides, offset, union.bringer)
+        elif tensor.numel():
+            flat, alone = flatten(tensor)
+            memory = flat.numpy().tobytes()
+            if alone is not None:
+                flags |= STRIDED
+                sizes += alone
+        size_bytes += len(memory) + 7 + 8 * len(sizes)
+        if size_bytes > LIMIT_BYTES:
             return None
-        parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), count, *sizes), memory)
-    return b"".join(parts), requires_grad
+        parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), len(memory), *sizes), memory)
+    return b"".join(parts)
+
+
+def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
+    """Returns the memory of each tensor that overlaps with others, by its place.
+
+    The extents of the tensors of a union overlap, so all of it is their memory. None if a union
+    would be mostly memory between their elements.
+    """
+    spans = []
+    for index, (tensor, _, _, start) in enumerate(described):
+        if tensor.numel():
+            end = start + extent(tensor.shape, tensor.stride()) * tensor.itemsize
+            spans.append((start, end, index))
+    spans.sort()
+    groups: list[tuple[_Union, list[int]]] = []
+    last = -1
+    for start, end, index in spans:
+        if start >= last:
+            groups.append((_Union(start), []))
+        union, members = groups[-1]
+        members.append(index)
+        last = union.end = max(union.end, end)
+    unions: dict[int, _Union] = {}
+    for union, members in groups:
+        if len(members) > 1:
+            if not is_worth_a_union(
+                union.end - union.start, [described[index][0] for index in members]
+            ):
+                return None
+            unions.update(dict.fromkeys(members, union))
+    return unions
 
 
 def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Tensor], list[int]]:
@@ -483,14 +517,19 @@ def _view(
         shared[index] = torch.frombuffer(memory, dtype=torch.uint8)
     elif size_bytes:
         raise ProtocolError("a view brings memory, and is on that of another tensor")
-    flat = shared[bringer]
     dtype = _dtype_of(code)
-    count = flat.numel() // dtype.itemsize
+    whole = shared[bringer]
+    if whole.dtype is not dtype:
+        whole = whole.view(torch.uint8)
+        rest = whole.numel() % dtype.itemsize
+        if rest:
+            whole = whole[:-rest].view(dtype)
+        else:  # The next view is probably of the same dtype.
+            whole = shared[bringer] = whole.view(dtype)
     if 0 in shape or max((offset, *shape, *strides)) >= INT64_LIMIT:
         raise ProtocolError(f"a view of shape {shape} has the strides {strides}")
-    if prod(shape) >= INT64_LIMIT or offset + extent(shape, strides) > count:
+    if prod(shape) >= INT64_LIMIT or offset + extent(shape, strides) > whole.numel():
         raise ProtocolError(f"a view of shape {shape} leaves the memory of its message")
-    whole = flat.narrow(0, 0, count * dtype.itemsize).view(dtype)
     # Detached: no view to autograd, but with the version counter of the memory.
     return whole.as_strided(shape, strides, offset).detach(), position
 

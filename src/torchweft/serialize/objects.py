@@ -24,6 +24,7 @@ import io
 import operator
 import pickle
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -314,6 +315,8 @@ class _Reducers(dict[type, Any]):
             return _by_copyreg if kind in copyreg.dispatch_table else None
         if kind is Tensor or kind is Parameter:
             return self._tensor
+        if kind is OrderedDict and kind not in copyreg.dispatch_table:
+            return _ordered
         if issubclass(kind, (Tensor, *_external_types)):
             return self._other
         if is_reduced(kind):
@@ -346,6 +349,13 @@ class _Reducers(dict[type, Any]):
 
 
 _BY_CLASS = operator.methodcaller("__reduce_ex__", _PROTOCOL)
+
+
+def _ordered(value: OrderedDict[Any, Any]) -> Any:
+    # A module has a dozen empty ones, whose own way of pickling would take most of its time.
+    if value or value.__dict__:
+        return value.__reduce_ex__(_PROTOCOL)
+    return OrderedDict, ()
 
 
 def _by_copyreg(value: Any) -> Any:

@@ -85,6 +85,8 @@ class Entry:
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Counts the elements from the first to the last one of a tensor that is not empty."""
+    if len(shape) == 1:
+        return 1 + (shape[0] - 1) * strides[0]
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 

@@ -158,6 +158,30 @@ def encode_simple(
     return b"".join(parts)
 
 
+def with_names(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any] | None:
+    """Returns positional and keyword arguments as one tuple, which ends with the names.
+
+    None if the names are none of parameters.
+    """
+    try:
+        names = ",".join(kwargs)
+    except TypeError:
+        return None
+    return (*args, *kwargs.values(), names) if names.count(",") == len(kwargs) - 1 else None
+
+
+def split_names(values: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """Returns the positional and the keyword arguments in what ``with_names`` returned."""
+    if type(values) is not tuple or not values or type(values[-1]) is not str:
+        raise ProtocolError("a call has no names of its keyword arguments")
+    names = values[-1].split(",")
+    start = len(values) - 1 - len(names)
+    kwargs = dict(zip(names, values[start:-1], strict=False))
+    if start < 0 or len(kwargs) < len(names):
+        raise ProtocolError(f"a call has too few keyword arguments, or some twice: {values[-1]}")
+    return values[:start], kwargs
+
+
 def _place_of(tensor: Tensor, tensors: Sequence[Tensor]) -> int:
     """Returns the place of the same object among ``tensors``, or the one behind them."""
     for place, each in enumerate(tensors):
@@ -482,10 +506,11 @@ def decode(
             elif tag == FLOAT:
                 made.append(FLOAT_VALUE.unpack_from(data, position)[1])
                 position += FLOAT_VALUE.size
-            elif tag == BYTES:
+            elif tag in _STRINGS:
                 start = position + NUMBER.size
                 position = start + NUMBER.unpack_from(data, position)[1]
-                made.append(data[start:position])  # If it is cut short, ``position`` tells.
+                some = data[start:position]  # If it is cut short, ``position`` tells.
+                made.append(some if tag == BYTES else some.decode("utf-8", "surrogatepass"))
             else:
                 if decoder is None:
                     decoder = _Decoder(data, tensors, externals, resolve, come_home)
@@ -503,6 +528,7 @@ def decode(
 
 
 _CONSTANTS = (None, True, False)
+_STRINGS = frozenset({TEXT, BYTES})
 
 
 class _Decoder:

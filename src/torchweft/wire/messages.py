@@ -93,6 +93,9 @@ POSITIONAL = 4
 CAPTURED = 8
 """Flag of a ``CALL_WITH_CODE`` whose function is made of the first code; the values that the
 function captures stand before the positional arguments."""
+NAMED = 32
+"""Flag of a ``CALL`` whose value is the positional arguments, the keyword arguments, and as a text
+the names of the latter, separated by commas."""
 PLAIN = 16
 """Flag of a ``POST`` that has nothing but a head and tensors."""
 

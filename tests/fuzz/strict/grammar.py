@@ -45,6 +45,7 @@ from torchweft.wire import references
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
+    NAMED,
     NO_CREATION,
     POSITIONAL,
     TABLES,
@@ -134,6 +135,8 @@ class Grammar:
         choice = chance.random()
         if choice < 0.4:
             content, flags = args, POSITIONAL
+        elif choice < 0.45:
+            content, flags = (*args, self.value(1), self._word(0)), NAMED
         elif choice < 0.5:
             content, name = (args, kwargs, self._function()), b""
         elif choice < 0.55:
@@ -296,8 +299,8 @@ class Grammar:
             "owner:create": lambda: (self._function(), (), {}, device),
             "owner:load_state": lambda: (module, self._state()),
             "owner:parameters": lambda: (module, True),
-            "owner:run": lambda: (module, device, steps, (rows,), {}),
-            "owner:run_at": lambda: (address, device, steps, (rows,), {}),
+            "owner:run": lambda: (module, device, steps, rows),
+            "owner:run_at": lambda: (*address, device, steps, rows),
             "owner:set_training": lambda: (module, chance.random() < 0.5),
             "owner:state": lambda: (module, ""),
             "clipping:norms": lambda: (self._context_id(), members, chance.choice((2.0, math.inf))),
@@ -323,11 +326,10 @@ class Grammar:
                 True,
             ),
             "serving:call_method": lambda: (
-                self._address(chance.randrange(_VALUES)),
+                *self._address(chance.randrange(_VALUES)),
                 chance.choice(_METHODS),
-                chance.choice(((), (1,), (self.value(1),))),
-                {},
                 None,
+                *chance.choice(((), (1,), (self.value(1),))),
             ),
             "serving:fetch": lambda: self._address(chance.randrange(_VALUES)),
             "stream_sources:begin": lambda: chance.choice(

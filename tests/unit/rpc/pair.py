@@ -54,7 +54,7 @@ class Pair:
         return self.sync(serving.fetch, *reference.id)
 
     def call_method(self, reference: Handle, name: str, *args: Any) -> Any:
-        return self.sync(serving.call_method, tuple(reference.id), name, args, {}, None)
+        return self.sync(serving.call_method, *reference.id, name, None, *args)
 
     def check_serves(self, threads: int) -> None:
         """Checks that no thread is lost: all threads must run a call at the same time."""

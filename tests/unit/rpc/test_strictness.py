@@ -38,6 +38,7 @@ from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     CAPTURED,
+    NAMED,
     NO_CREATION,
     POSITIONAL,
     TABLES,
@@ -77,7 +78,7 @@ def refusals(calls: dict[str, Callable[[], object]]) -> dict[str, type]:
 
 def test_modules_are_made_of_what_is_registered(served: World) -> None:
     made = owner.create(program.Net, (), {}, "cpu")
-    assert owner.run(made, "cpu", (Step(torch.mul, (2,), {}),), (ROWS,), {}).shape == (1, 2)
+    assert owner.run(made, "cpu", (Step(torch.mul, (2,), {}),), ROWS).shape == (1, 2)
     assert len(owner.parameters(made, True)) == 2
     assert set(owner.state(made, "a.")) == {"a.layer.weight", "a.layer.bias"}
     assert owner.load_state(made, {"layer.bias": torch.ones(2)})[0] == ["layer.weight"]
@@ -86,7 +87,7 @@ def test_modules_are_made_of_what_is_registered(served: World) -> None:
             "class": lambda: owner.create(nn.Linear, (1, 1), {}, "cpu"),
             "hidden class": lambda: owner.create(program.Hidden, (), {}, "cpu"),
             "device": lambda: owner.create(program.Net, (), {}, "meta"),
-            "step": lambda: owner.run(made, "cpu", (Step(torch.add, (1,), {}),), (ROWS,), {}),
+            "step": lambda: owner.run(made, "cpu", (Step(torch.add, (1,), {}),), ROWS),
             "function": lambda: owner.apply(made, program.unregistered),  # type: ignore[arg-type]
         }
     )
@@ -96,9 +97,9 @@ def test_modules_are_made_of_what_is_registered(served: World) -> None:
 def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
     hidden = RRef(program.Hidden())
     calls: dict[str, Callable[[Any], object]] = {
-        "run": lambda it: owner.run(it, "cpu", (), (ROWS,), {}),
+        "run": lambda it: owner.run(it, "cpu", (), ROWS),
         "step": lambda it: owner.run(
-            owner.create(program.Net, (), {}, "cpu"), "cpu", (Step(it, (), {}),), (ROWS,), {}
+            owner.create(program.Net, (), {}, "cpu"), "cpu", (Step(it, (), {}),), ROWS
         ),
         "parameters": lambda it: owner.parameters(it, True),
         "training": lambda it: owner.set_training(it, True),
@@ -118,7 +119,7 @@ def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
 
 def test_the_worker_itself_may_do_all_of_it(world: World) -> None:
     linear = owner.create(nn.Linear, (2, 2), {}, "cpu")
-    assert owner.run(linear, "cpu", (Step(torch.add, (1,), {}),), (ROWS,), {}).shape == (1, 2)
+    assert owner.run(linear, "cpu", (Step(torch.add, (1,), {}),), ROWS).shape == (1, 2)
     assert len(owner.parameters(RRef(nn.Linear(1, 1)), True)) == 2
 
 
@@ -271,8 +272,8 @@ def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: boo
         ((many, {}, Named(identity)), b"", 0),
         (((many, 0, 5), {}), fetch, 0),
         ((many, 0, 5), fetch, POSITIONAL),
-        ((((0, 0, 5), "add", many, {}, None), {}), method, 0),
-        (((0, 0, 5), "add", many, {}, None), method, POSITIONAL),
+        (many, method, POSITIONAL),
+        ((many, {}), method, 0),
     ):
         error = answer(world, content, name, flags, by_tables=by_tables)
         assert isinstance(error, ArgumentTypeError), (name, error)
@@ -285,6 +286,8 @@ def test_content_that_is_no_arguments_is_answered_with_an_error(world: World) ->
     for content in (None, 3, (), "text", {"a": 1}):
         error = answer(world, content, identity, POSITIONAL)
         assert error is None or isinstance(error, TypeError), content
+    for content in (None, 3, (), (1,), ("a",), (1, "a,b"), (1, 2, "a,a"), ["a", 1, "a"]):
+        assert isinstance(answer(world, content, identity, NAMED), ProtocolError), content
 
 
 def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world: World) -> None:

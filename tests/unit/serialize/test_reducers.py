@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.tables import cases
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import object_trip, raw
 from torchweft.errors import SerializationError
+from torchweft.serialize import reducers
 from torchweft.serialize.objects import pack, unpack
 
 # Sparse and nested tensors, quantisation, scripting and typed storages warn that they are
@@ -97,6 +100,27 @@ def test_a_sparse_tensor_with_indices_outside_is_refused() -> None:
     packed.tensors[0] = torch.tensor([[0, 600]])
     with pytest.raises(SerializationError, match="index"):
         unpack(packed.payload, packed.tensors, [])
+
+
+@given(st.data())
+def test_coalesced_sparse_tensors_are_those_that_torch_takes(data: st.DataObject) -> None:
+    shape = tuple(data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=3)))
+    count = data.draw(st.integers(0, 4))
+    places = st.tuples(*[st.integers(-1, 3) for _ in shape])
+    drawn = data.draw(st.lists(places, min_size=count, max_size=count))
+    if data.draw(st.booleans()):
+        drawn = sorted(set(drawn))
+    indices = torch.tensor(drawn, dtype=torch.int64).reshape(len(drawn), len(shape)).T
+    values = torch.arange(float(len(drawn)))
+
+    def made(make: Callable[..., Tensor], **options: bool) -> object:
+        try:
+            tensor = make(indices, values, shape, is_coalesced=True, **options)
+        except RuntimeError:
+            return None
+        return tensor.to_dense().tolist(), tensor.is_coalesced()
+
+    assert made(reducers._sparse_coo) == made(torch.sparse_coo_tensor, check_invariants=True)
 
 
 def test_quantised_tensors_survive() -> None:

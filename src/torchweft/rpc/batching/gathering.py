@@ -19,7 +19,7 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.ids import ReferenceId
 from torchweft.rpc.batching.queue import BatchQueue
 from torchweft.rpc.calls import CALL_METHOD
-from torchweft.serialize.values import TENSORS_ALONE
+from torchweft.serialize.values import TENSORS_ALONE, encode_simple
 from torchweft.wire.frames import HEADER_BYTES, Frame
 from torchweft.wire.messages import (
     NO_CREATION,
@@ -178,9 +178,10 @@ class OfMethod(Gathering):
         self._name: str = method.__name__
         self._is_same = is_same
         self._value = weakref.ref(method.__self__, lambda _: self.end())
-        args = tuple([torch.zeros(1) for _ in range(width)])
-        packed = worker.encoder.pack_for([peer], (tuple(reference), self._name, args, {}, None))
-        super().__init__(worker, key, CALL_METHOD, packed.payload, method.__func__, width, queue)
+        args = [torch.zeros(1) for _ in range(width)]
+        payload = encode_simple((*reference, self._name, None, *args), [], main_by_name=True)
+        assert payload is not None
+        super().__init__(worker, key, CALL_METHOD, payload, method.__func__, width, queue)
 
     def bound(self) -> tuple[Any, ...] | None:
         """Returns the value; None if it is gone."""
@@ -194,7 +195,7 @@ class OfMethod(Gathering):
 
     def args_in(self, content: Any) -> Any:
         """Returns the arguments of the method among those of ``call_method``."""
-        return content[2]
+        return content[5:]
 
 
 def _front(context_id: int, name: bytes, payload: bytes) -> bytes:

@@ -242,8 +242,7 @@ def _value_behind(reference: tuple[int, int, int]) -> Any:
 
 def _scale(pair: Pair, model: Handle, *values: float) -> list[list[float]]:
     args = [(torch.full((2,), each), torch.tensor(2.0)) for each in values]
-    target = tuple(model.id)
-    made = [pair.start(serving.call_method, target, "scale", each, {}, None) for each in args]
+    made = [pair.start(serving.call_method, *model.id, "scale", None, *each) for each in args]
     return [each.wait().tolist() for each in made]
 
 
@@ -271,8 +270,7 @@ def test_calls_by_several_references_are_one_batch(pair: Pair, reads: list[int])
     reads.clear()
     args = (torch.ones(2), torch.tensor(2.0))
     made = [
-        pair.start(serving.call_method, tuple(model.id), "scale", args, {}, None)
-        for model in (one, other)
+        pair.start(serving.call_method, *model.id, "scale", None, *args) for model in (one, other)
     ]
     assert [each.wait().tolist() for each in made] == [[2.0, 2.0]] * 2
     assert not reads
@@ -288,7 +286,7 @@ def test_a_method_of_a_value_that_is_gone(pair: Pair) -> None:
     del model
     wait_until(lambda: not pair.callee.references.is_owned(ReferenceId(*target)), "its release")
     args = (torch.ones(2), torch.tensor(2.0))
-    made = [pair.start(serving.call_method, target, "scale", args, {}, None) for _ in range(2)]
+    made = [pair.start(serving.call_method, *target, "scale", None, *args) for _ in range(2)]
     for each in made:
         with pytest.raises(ReferenceGone):
             each.wait()
