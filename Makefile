@@ -4,12 +4,16 @@
 #   PYTHON=...       the interpreter for a new .venv (default: the first found that is new enough)
 #   TORCH=...        the torch to install, for instance TORCH=torch==2.7.1
 #   TORCH_INDEX=...  the package index to take torch from, for instance one with CPU builds only
+#   JOBS=...         how many tests run at once (default: 3; each may start several processes)
 #   ARGS=...         further arguments for `make demo...`, `test`, `conformance`, `fuzz` and `bench...`
 
 VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq
+# Tests wait for a third of their time, so three at once keep two cores busy.
+JOBS := 3
+PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 # Two pips in one environment get in each other's way.
@@ -75,8 +79,8 @@ test: $(VENV)/.installed-test
 ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
-	@$(PY) -m pytest tests/unit tests/simulation $(if $(WEFT_TEST_SHARE),-n 2)
-	@$(PY) -m pytest tests/processes -n 2 --dist loadfile
+	@$(PYTEST) tests/unit tests/simulation
+	@$(PYTEST) tests/processes
 endif
 
 # The tests that tests/thorough.py shortens.
@@ -85,8 +89,8 @@ THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(adds
 
 .PHONY: thorough
 thorough: $(VENV)/.installed-test
-	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest $(THOROUGH) -n 2 --dist loadfile $(ARGS)
-	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end tests/processes -m thorough -n 2 --dist loadfile
+	@WEFT_TEST_THOROUGH=1 $(PYTEST) $(THOROUGH) $(ARGS)
+	@WEFT_TEST_THOROUGH=1 $(PYTEST) tests/end_to_end tests/processes -m thorough
 	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end/test_training_faults.py
 
 # One run, as each start of pytest imports all that its tests need. The tests for a GPU keep a group
@@ -95,8 +99,8 @@ WHOLE := tests/end_to_end tests/tools tests/conformance tests/launchers
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
-	@$(PY) -m pytest $(WHOLE) -m 'not launcher or smoke' -n 2 --dist loadfile
-	@WEFT_TEST_DEVICE=cpu $(PY) -m pytest tests/gpu -n 2 --dist loadfile
+	@$(PYTEST) $(WHOLE) -m 'not launcher or smoke'
+	@WEFT_TEST_DEVICE=cpu $(PYTEST) tests/gpu
 
 # Each test is skipped, with the reason, where its system is missing. Pip installs Ray and the
 # client of Kubernetes; the others are the distribution's.
@@ -123,7 +127,7 @@ QUICK := tests/unit tests/simulation tests/tools $(addprefix tests/processes/tes
 
 .PHONY: quick
 quick: $(VENV)/.installed-test
-	@$(PY) -m pytest -n 2 $(or $(ARGS),$(QUICK))
+	@$(PYTEST) $(or $(ARGS),$(QUICK))
 
 .PHONY: matrix
 matrix: $(VENV)/.made
