@@ -246,11 +246,13 @@ def encoded_rows_of(result: Parts, pack: Callable[[Any], Packed]) -> list[Encode
         return None
     try:
         payload, tensors, externals = pack(put_together(structure, example))
-        # The tensors of the message, in their order, must be the leaves and no others.
-        ordered = [columns.pop(id(tensor)) for tensor in tensors]
     except Exception:
-        return None  # The callers get the error.
-    if externals or columns or sum(len(rows[0]) for rows in ordered) > LIMIT_BYTES:
+        return None  # Of a class of the program. The callers get the error.
+    # The tensors of the message, in their order, must be the leaves and no others.
+    ordered = [columns.pop(id(tensor)) for tensor in tensors if id(tensor) in columns]
+    if externals or columns or len(ordered) < len(tensors):
+        return None
+    if sum(len(rows[0]) for rows in ordered) > LIMIT_BYTES:
         return None
     contents = map(b"".join, zip(*ordered, strict=True))
     return [_new(EncodedValue, (payload, content)) for content in contents]
