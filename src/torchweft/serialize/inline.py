@@ -20,6 +20,7 @@ import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from math import prod
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,7 +170,6 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
     size_bytes = 0
     requires_grad = False
     described: list[_Described] = []
-    spans: list[tuple[int, int]] = []
     may_overlap = False
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not _STRIDED_LAYOUT:
@@ -182,14 +182,14 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
             flags |= PARAMETER
         if flags:
             tensor = tensor.detach()
-        code = _CODES.get(tensor.dtype)
         try:
-            if code is None:
-                code = CODES.get(tensor.dtype)
-                integers = _as_integers(tensor)
-                if code is None or integers is None:
-                    return None
-                tensor = integers
+            code = _CODES[tensor.dtype]
+        except KeyError:
+            integers = _as_integers(tensor)
+            if integers is None:
+                return None
+            code, tensor = CODES[tensor.dtype], integers
+        try:
             start = tensor.data_ptr()
             if shared_ranges and may_be_shared(start):
                 return None
@@ -220,20 +220,18 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
         if size_bytes > LIMIT_BYTES:
             return None
         if not is_alone:
-            described.append((tensor, code, flags, start))
-            spans.append((start, start + count))
+            described.append((start, start + count, tensor, code, flags))
         if not may_overlap:
             parts.append(_HEADS[places].pack(code, flags, ndim, count, *sizes))
             if count:
                 parts.append(memory)
     if not is_alone:
-        spans.sort()
         end = 0
-        for start, next_end in spans:
-            if start < end:
+        for each in sorted(described, key=_BEGIN):
+            if each[0] < end:
                 may_overlap = True
                 break
-            end = next_end
+            end = each[1]
         if may_overlap:
             content = _encode_views(described)
             return None if content is None else (content, requires_grad)
@@ -248,8 +246,12 @@ def _as_integers(tensor: Tensor) -> Tensor | None:
     return tensor.view(kind)
 
 
-_Described = tuple[Tensor, int, int, int]
-"""A detached tensor, its dtype as a number, its flags, and where it begins in memory."""
+_Described = tuple[int, int, Tensor, int, int]
+"""Where a tensor begins and ends in memory, the detached tensor, its dtype as a number, its flags.
+
+If it is not contiguous, its end is not known.
+"""
+_BEGIN = itemgetter(0)
 
 
 class _Union:
@@ -270,7 +272,7 @@ def _encode_views(described: Sequence[_Described]) -> bytes | None:
         return None
     parts: list[bytes] = []
     size_bytes = 0
-    for index, (tensor, code, flags, start) in enumerate(described):
+    for index, (start, _, tensor, code, flags) in enumerate(described):
         sizes: tuple[int, ...] = tensor.shape
         memory = b""
         union = unions.get(index)
@@ -304,7 +306,7 @@ def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
     would be mostly memory between their elements.
     """
     spans = []
-    for index, (tensor, _, _, start) in enumerate(described):
+    for index, (start, _, tensor, _, _) in enumerate(described):
         if tensor.numel():
             end = start + extent(tensor.shape, tensor.stride()) * tensor.itemsize
             spans.append((start, end, index))
@@ -321,7 +323,7 @@ def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
     for union, members in groups:
         if len(members) > 1:
             if not is_worth_a_union(
-                union.end - union.start, [described[index][0] for index in members]
+                union.end - union.start, [described[index][2] for index in members]
             ):
                 return None
             unions.update(dict.fromkeys(members, union))
