@@ -97,12 +97,15 @@ class Timers:
                 timer, due_s = self._asked.popleft()
                 timer.next_s = min(timer.next_s, due_s)
             now_s = time.monotonic()
+            next_s = math.inf
             for timer in self._timers.copy():
                 if timer.next_s <= now_s:
                     timer.next_s = math.inf  # As above.
                     timer.next_s = min(_called(timer.job, now_s), now_s + _LONGEST_SLEEP_S)
-            self._next_s = min([timer.next_s for timer in self._timers], default=math.inf)
-            delay_s = self._next_s - time.monotonic()
+                if timer.next_s < next_s:
+                    next_s = timer.next_s
+            self._next_s = next_s
+            delay_s = next_s - time.monotonic()
             if delay_s > 0 and not self._asked and poller.poll(math.ceil(delay_s * 1e3)):
                 os.eventfd_read(self._wake_fd)
 
