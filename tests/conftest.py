@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -26,6 +27,9 @@ MODULES = 200
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A job in the background of a shell ignores Ctrl-C, as its processes would.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(LeakCheck())
 
 
