@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -212,6 +213,24 @@ def test_churn_leaves_no_trace_in_any_table(group: Cluster) -> None:
             lambda name=name: not rpc.rpc_sync(name, functions.bookkeeping_sizes),  # type: ignore[misc]
             lambda name=name: f"{name}: {rpc.rpc_sync(name, functions.bookkeeping_sizes)}",  # type: ignore[misc]
         )
+
+
+@pytest.mark.parametrize("way", ["tuple", "list", "keyword"])
+def test_a_call_keeps_the_references_among_its_arguments(group: Cluster, way: str) -> None:
+    reference = rpc.remote("worker0", Tracked, args=(way,))
+    args: Any = [way, reference]
+    kwargs = {"value": args.pop()} if way == "keyword" else {}
+    given = tuple(args) if way == "tuple" else args
+    kept = weakref.ref(reference)
+    call = rpc.rpc_async("worker0", functions.pass_gate, args=given, kwargs=kwargs)
+    # The program may use them for the next call.
+    args.clear()
+    kwargs.clear()
+    del reference, given
+    assert kept() is not None
+    rpc.rpc_sync("worker0", functions.open_gate, args=(way,))
+    assert call.wait().to_here().content == way
+    wait_until(lambda: kept() is None, lambda: "the call keeps its arguments after its end")
 
 
 # Values that are still being computed, or failed

@@ -150,7 +150,8 @@ def start(
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.encoder.request(peer, function, args, kwargs, limit_s)
     call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
-    call.kept = args  # References among them must outlive the call.
+    # References among them must outlive the call, also if the program changes ``args`` meanwhile.
+    call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)
     future: Future[Any] = Future(worker, call)
     try:
         worker.agent.calls.ask(peer, call, request)
