@@ -169,8 +169,8 @@ class Chain:
                 )
         elif not callable(function):
             raise ArgumentTypeError(
-                f"a chain cannot go on with {function!r}, a {type(function).__name__} that cannot "
-                "be called; pass the function itself, and its further arguments behind it"
+                f"a chain cannot go on with {kind_of(function)}, which cannot be called; pass the "
+                "function itself, and its further arguments behind it"
             )
         return function  # type: ignore[no-any-return]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request, TableRequest, names_of
 from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
-from torchweft.serialize.functions import name_of
+from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reducers import is_dense
@@ -40,6 +41,9 @@ from torchweft.wire.messages import (
     encode_call,
     with_code,
 )
+
+_OWN = b"torchweft."
+"""The beginning of the names of Weft's own functions."""
 
 
 class Encoder:
@@ -203,10 +207,12 @@ class Encoder:
         try:
             packed = packer(content, codes=codes)
         except SerializationError:
-            if flags != POSITIONAL:
+            if name is None:
                 raise
-        if packed is None:  # Fails again, and names the place among the arguments.
-            return packer((args, {})), 0, ()
+        if packed is None:  # Fails again, and names the place among the program's arguments.
+            own = _own_parameters(name)
+            packer((args[len(own) :], {**dict(zip(own, args, strict=False)), **kwargs}))
+            return packer((args, kwargs)), 0, ()
         entries = self._codes.lend(peer, codes) if codes else ()
         return (packer(content), flags, ()) if entries is None else (packed, flags, entries)
 
@@ -331,3 +337,12 @@ class Encoder:
             self._references.undeliverable(each, peer)
         if message_id:
             self._outside.take_back(message_id)
+
+
+def _own_parameters(name: bytes) -> tuple[str, ...]:
+    """Returns the parameters of a function of Weft that precede the program's arguments."""
+    if not name.startswith(_OWN):
+        return ()
+    code = getattr(resolve(name), "__code__", None)
+    takes_others = code is not None and code.co_flags & inspect.CO_VARARGS
+    return code.co_varnames[: code.co_posonlyargcount] if takes_others else ()

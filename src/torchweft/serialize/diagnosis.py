@@ -145,6 +145,8 @@ def _parts(value: Any) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping):
         yield from ((f"[{_shown(key)}]", part) for key, part in list(value.items()))
         yield from ((f" key {_shown(key)}", key) for key in list(value))
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        yield from ((f".{name}", part) for name, part in zip(value._fields, value, strict=False))
     elif isinstance(value, (list, tuple)):
         yield from ((f"[{index}]", part) for index, part in enumerate(value))
     elif isinstance(value, (set, frozenset)):

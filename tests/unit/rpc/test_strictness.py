@@ -31,6 +31,7 @@ from torchweft.optim import clipping, local
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import Saved
 from torchweft.rpc import RRef, collective
+from torchweft.rpc.calls import CALL_METHOD
 from torchweft.rpc.gathering import Key
 from torchweft.serialize.inline import encode
 from torchweft.serialize.objects import pack_plain
@@ -313,6 +314,23 @@ def test_an_argument_that_cannot_be_sent_is_named_by_its_place(world: World, loc
                 world.worker.encoder.request(peer, program.identity, args, kwargs, 1.0)
             assert str(caught.value).startswith(f"{place} ")
             assert "value[" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_arguments_of_methods_and_modules_are_counted_from_the_programs_first(world: World) -> None:
+    lock = threading.Lock()
+    method = (1, 0, 7, "name", None)
+    for function, args, kwargs, place in (
+        (CALL_METHOD, (*method, 1, [lock]), {}, "args[1][0]"),
+        (CALL_METHOD, (*method, lock), {"key": 1}, "args[0]"),
+        (CALL_METHOD, method, {"name": lock}, "kwargs['name']"),
+        (owner.run_at, (1, 0, 7, "cpu", None, lock), {}, "args[0]"),
+        (owner.run, (None, "cpu", None, 1, 2, lock), {}, "args[2]"),
+        (owner.run, (None, "cpu", (Step(len, (lock,), {}),)), {}, "kwargs['steps'][0].args[0]"),
+    ):
+        for peer in (world.sender, world.agent.me):
+            with pytest.raises(SerializationError) as caught:
+                world.worker.encoder.request(peer, function, args, kwargs, 1.0)
+            assert str(caught.value).startswith(f"{place} "), (function, peer)
 
 
 def test_a_function_in_a_call_is_registered(world: World) -> None:

@@ -5,7 +5,7 @@ import functools
 import socket
 import sqlite3
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,6 +26,11 @@ class Slots:
 
     def __init__(self, inner: object) -> None:
         self.inner = inner
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
 
 
 class Mute:
@@ -68,6 +73,7 @@ PATHS: list[tuple[Any, str]] = [
     (call({"x": Box(LOCK)}), "args[0]['x'].content"),
     (call(1, [2, (3, LOCK)]), "args[1][1][1]"),
     (call(key=Slots(LOCK)), "kwargs['key'].inner"),
+    (call(Pair(1, [LOCK])), "args[0].second[0]"),
     (call(functools.partial(print, LOCK)), "args[0].args[0]"),
     (call(Box(LOCK).__init__), "args[0].__self__.content"),
     (call({LOCK}), "args[0] element"),
