@@ -6,6 +6,7 @@ import difflib
 import math
 import operator
 from collections.abc import Iterable
+from numbers import Real
 from typing import Any
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -42,6 +43,38 @@ def checked_int(name: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise wrong_type(name, value, "pass an integer") from None
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number; a bool or a tensor is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def check_type(value: object, expected: type, name: str, example: str) -> None:
+    """Checks the type of an argument.
+
+    Args:
+        value: The argument.
+        expected: Its type.
+        name: Name of the argument.
+        example: What to pass, for the message.
+
+    Raises:
+        ArgumentTypeError: It is of another type.
+    """
+    if not isinstance(value, expected):
+        raise wrong_type(name, value, f"pass {example}")
+
+
+def check_workers(names: Any, name: str) -> None:
+    """Checks an argument that lists workers.
+
+    Raises:
+        ArgumentTypeError: It is no list of names; a text alone is none either.
+    """
+    is_list = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+    if not is_list or not all(isinstance(each, str) for each in names):
+        raise ArgumentTypeError(f"{name} is {names!r}; pass a list of names of workers")
 
 
 def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:

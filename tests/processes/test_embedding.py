@@ -35,8 +35,10 @@ from torchweft.embedding import (
     InputError,
     Jagged,
     Plan,
+    PlanError,
     RowWise,
     StepError,
+    TableConfig,
     Tables,
     TablesMismatch,
     TableWise,
@@ -44,7 +46,7 @@ from torchweft.embedding import (
     host,
     plan_tables,
 )
-from torchweft.errors import CallTimeout, ConfigurationError
+from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
 from torchweft.launch import Nursery
 
 # The tests share workers, which connect to one another on first use.
@@ -394,6 +396,85 @@ def test_another_collection_under_the_same_name_is_refused() -> None:
         assert (caught.value.part, caught.value.server[:6]) == (part, "worker")
     with pytest.raises(TablesMismatch, match="all trainers use the same"):
         Tables(tables.plan, name="named").optimizer(SGD(lr=0.2))
+    tables.close()
+
+
+def test_what_could_not_be_made_leaves_nothing_on_servers() -> None:
+    config = configs_of(torch.float64)[0]
+    first = Tables(plan_tables([config], ["worker3"]), name="half", seed=1)
+    with pytest.raises(TablesMismatch, match="server 'worker3' has tables") as caught:
+        Tables(plan_tables([config], SERVERS, places={"words": RowWise(*SERVERS)}), name="half")
+    first.close()
+    # While the error is there, as in an interpreter that shows its traceback.
+    second = Tables(plan_tables([config], ["worker2"]), name="half", seed=2)
+    second.close()
+    del caught
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"plan": []}, "plan is a list; pass what plan_tables returns"),
+        ({"name": 3}, "name is 3, an int"),
+        ({"trainers": "worker0"}, "trainers is 'worker0'; pass a list of names"),
+        ({"seed": 1.5}, "seed is 1.5, a float"),
+        ({"cache": 0.1}, "cache is 0.1, a float; pass a Cache"),
+        ({"wire": "fp16"}, "wire is 'fp16', a str; pass a Wire"),
+    ],
+)
+def test_options_of_wrong_types_are_named(options: dict[str, Any], message: str) -> None:
+    plan = plan_tables(configs_of(torch.float64), SERVERS)
+    with pytest.raises(ArgumentTypeError, match=message):
+        Tables(**{"plan": plan, "name": "typed", **options})
+
+
+def test_calls_with_wrong_types_are_named() -> None:
+    tables = Tables(plan_tables(configs_of(torch.float64), SERVERS), name="typed")
+    before = tables.weights("words")
+    for inputs in (torch.tensor([[1]]), ["words"], None):
+        with pytest.raises(BadIds, match="pass a dict with the ids of each table"):
+            tables(inputs)
+    for values in ([[0.0] * 6] * 40, before.to_sparse(), before.to("meta")):
+        with pytest.raises(BadIds, match=r"table 'words' was given .*; pass a dense tensor"):
+            tables.set_weights("words", values)  # type: ignore[arg-type]
+    for rule in (torch.optim.SGD, SGD, "sgd"):
+        with pytest.raises(ArgumentTypeError, match=r"rule is .*; pass a rule"):
+            tables.optimizer(rule)  # type: ignore[arg-type]
+    optimizer = tables.optimizer(SGD(lr=0.1))
+    for use in (lambda: tables.reshard("there"), lambda: tables.stream(None, 2)):  # type: ignore[arg-type]
+        with pytest.raises(ArgumentTypeError, match=r"pass what plan_tables|batches is None"):
+            use()
+    for lr in ("fast", None):
+        tables({"words": torch.tensor([[1]])})["words"].sum().backward()
+        optimizer.param_groups[0]["lr"] = lr
+        with pytest.raises(ConfigurationError, match=f"the learning rate is {lr!r}"):
+            optimizer.step()
+    assert torch.equal(tables.weights("words"), before)
+    tables.close()
+
+
+@pytest.mark.parametrize("place", [RowWise(*SERVERS), TableWise("worker2"), Copies()])
+def test_a_single_id_is_one_row_without_a_dimension_of_its_own(place: Any) -> None:
+    config = configs_of(torch.float64)[2]
+    tables = Tables(plan_tables([config], SERVERS, places={"pages": place}), name="single")
+    found = tables({"pages": torch.tensor(4)})["pages"]
+    assert torch.equal(found, tables.weights("pages")[4])
+    tables.close()
+
+
+def test_a_copy_cannot_have_the_name_of_a_method_of_its_dict() -> None:
+    config = TableConfig("items", 4, 2)
+    plan = plan_tables([config], SERVERS, places={"items": Copies()})
+    with pytest.raises(PlanError, match="none can be named 'items'"):
+        Tables(plan, name="named")
+
+
+def test_weights_of_empty_bags_get_gradients_as_well() -> None:
+    tables, _ = own_tables("weighted")
+    weights = torch.rand(0, dtype=torch.float64, requires_grad=True)
+    given = Jagged(torch.empty(0, dtype=torch.int64), torch.tensor([0, 0]), weights)
+    tables({"words": given})["words"].sum().backward()
+    assert weights.grad is not None
     tables.close()
 
 

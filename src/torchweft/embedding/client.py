@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torchweft.embedding import aggregator, host
-from torchweft.embedding.calls import call_servers, start_calls
+from torchweft.embedding.calls import call_servers, start_calls, wait_for
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.optimizer import Pushes
 from torchweft.errors import CallTimeout, WorkerLost
@@ -50,8 +51,23 @@ class Client:
         """The step that this trainer is in."""
 
     def _set_up(self, options: host.Options) -> int:
-        answers = self.call_all(host.set_up, options)
-        self._hosts = [reference for reference, _ in answers.values()]
+        """Makes the collection on all servers, or uses it there; returns this trainer's step."""
+        calls = dict.fromkeys(self.servers.values(), (self.name, options))
+        futures = start_calls(host.set_up, calls, self.timeout_s)
+        try:
+            answers = wait_for(futures)
+            self._hosts = [reference for reference, _ in answers.values()]
+            return self._joined(options, answers)
+        except BaseException:
+            # No server keeps a use that nobody will end.
+            self._hosts.clear()
+            for server, future in futures.items():
+                with contextlib.suppress(Exception):
+                    if future.done() and future.wait():
+                        self.call(server, host.close)
+            raise
+
+    def _joined(self, options: host.Options, answers: Mapping[str, Any]) -> int:
         if self.trainer < 0:
             return 0
         steps = {server: steps[self._pusher] for server, (_, steps) in answers.items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchweft.arguments import kind_of
 from torchweft.embedding import host
 from torchweft.embedding.client import Client
 from torchweft.embedding.errors import BadIds
@@ -33,8 +34,16 @@ def check_values(layout: Layout, config: TableConfig, values: Tensor) -> None:
     """Checks values for all rows of a table.
 
     Raises:
-        BadIds: They have another shape or type than the table.
+        BadIds: They are no dense tensor, or have another shape or type than the table.
     """
+    if not isinstance(values, Tensor) or values.layout is not torch.strided or values.is_meta:
+        found = kind_of(values)
+        if isinstance(values, Tensor):
+            found = f"a tensor of {values.layout} on {values.device}"
+        raise BadIds(
+            f"table {config.name!r} was given {found}; pass a dense tensor of its values",
+            table=config.name,
+        )
     shape = (config.rows, config.dim)
     if tuple(values.shape) != shape or values.dtype != config.dtype:
         servers = ", ".join(dict.fromkeys(each.piece.server for each in _pieces(layout, config)))

@@ -31,6 +31,16 @@ class Jagged(NamedTuple):
     include_last_offset: bool = False
 
 
+def parts_of(nested: Any) -> tuple[Tensor, Tensor]:
+    """Returns ids and offsets of a nested tensor with the layout ``torch.jagged``.
+
+    One that was cut out of a padded tensor has lengths, and its values hold the padding as well.
+    """
+    if nested.lengths() is not None:
+        nested = nested.contiguous()
+    return nested.values(), nested.offsets()
+
+
 class Flat(NamedTuple):
     """Checked ids of one table.
 
@@ -126,8 +136,7 @@ class Checker:
                 return Jagged(value)
             if value.layout is not torch.jagged:
                 self._refuse("a nested tensor has another layout than torch.jagged")
-            nested: Any = value
-            return Jagged(nested.values(), nested.offsets(), include_last_offset=True)
+            return Jagged(*parts_of(value), include_last_offset=True)
         if isinstance(value, tuple) and 0 < len(value) <= len(Jagged._fields):
             return Jagged(*value)
         self._refuse(f"a {type(value).__name__} was passed; pass a tensor of ids, or Jagged")
@@ -135,8 +144,12 @@ class Checker:
     def _integers(self, tensor: Any, what: str) -> Tensor:
         if not isinstance(tensor, Tensor):
             self._refuse(f"{what} is a {type(tensor).__name__}, not a tensor")
-        if tensor.dtype not in _INTEGERS or tensor.layout is not torch.strided:
-            self._refuse(f"{what} has {tensor.dtype}; use a dense tensor of torch.int64 or int32")
+        if tensor.dtype not in _INTEGERS or tensor.layout is not torch.strided or tensor.is_meta:
+            form = "" if tensor.layout is torch.strided else f" with the layout {tensor.layout}"
+            form += " on meta" * tensor.is_meta
+            self._refuse(
+                f"{what} has {tensor.dtype}{form}; use a dense tensor of torch.int64 or int32"
+            )
         # Most ids are so: each operation of torch takes as long as some hundred ids.
         if tensor.dtype is torch.int64 and tensor.device.type == "cpu":
             return tensor
@@ -174,7 +187,10 @@ class Checker:
     def _fixed_offsets(self, bags: int, length: int) -> Tensor:
         """Returns where bags of equal length begin; the same tensor as long as the form is."""
         if self._form != (bags, length):
-            self._form, self._fixed = (bags, length), torch.arange(bags, device="cpu") * length
+            # A tensor that is made in inference mode could not be used in training afterwards.
+            with torch.inference_mode(mode=False):
+                fixed = torch.arange(bags, device="cpu") * length
+            self._form, self._fixed = (bags, length), fixed
         return self._fixed
 
     def _check_offsets(self, offsets: Tensor, count: int, has_last: bool) -> None:

@@ -108,7 +108,9 @@ class PulledRows(Pulled):
         if bags.offsets is None:
             return pooled(values, bags)
         if not len(bags.entries):
-            return values.new_zeros(len(bags.offsets), self.stack.dim) + values.sum()
+            # Of no ids; but all that needs a gradient gets one.
+            nothing = values.sum() if bags.weights is None else values.sum() + bags.weights.sum()
+            return values.new_zeros(len(bags.offsets), self.stack.dim) + nothing
         mode = "max" if self.stack.takes_max else "sum"
         return functional.embedding_bag(
             bags.entries, values, bags.offsets, mode=mode, per_sample_weights=bags.weights

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from torchweft.arguments import did_you_mean
+from torchweft.arguments import did_you_mean, kind_of
 from torchweft.embedding.cache import Cache, RowCache
 from torchweft.embedding.cached import Ages, CachedRows
 from torchweft.embedding.calls import wait_for
@@ -158,6 +158,12 @@ class Lookups:
         Raises:
             InputError: They cannot be looked up.
         """
+        if not isinstance(inputs, Mapping):
+            tables = ", ".join(map(repr, self._checkers))
+            raise BadIds(
+                f"inputs is {kind_of(inputs)}; pass a dict with the ids of each table to look up, "
+                f"by name; there are {tables}"
+            )
         return {name: self.checker(name).flat(value) for name, value in inputs.items()}
 
     def _looked(self, flats: Mapping[str, Flat]) -> Iterable[tuple[int, Router, list[Looked]]]:
@@ -329,7 +335,7 @@ class Lookups:
             return self._copied(self._checkers[name].config, flat)
         columns = [output for _, output in sorted(parts, key=lambda part: part[0])]
         joined = columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
-        if len(flat.shape) > 1:
+        if len(flat.shape) != 1:
             joined = joined.view(*flat.shape, joined.shape[1])
         return joined if flat.device == joined.device else joined.to(flat.device)
 

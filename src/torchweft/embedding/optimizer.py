@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchweft.arguments import is_number
 from torchweft.autograd import get_gradients
 from torchweft.embedding.errors import InputError
 from torchweft.embedding.pulled import Pulled
@@ -89,9 +90,9 @@ class TablesOptimizer(Optimizer):
             InputError: A gradient is not of the shape and type of the rows; nothing was sent.
             AutogradError: There is no such context here.
         """
-        lr = float(self.param_groups[0]["lr"])
-        if not 0 <= lr < math.inf:
-            raise ConfigurationError(f"the learning rate is {lr}; it is a number of at least 0")
+        lr = self.param_groups[0]["lr"]
+        if (not is_number(lr) and not isinstance(lr, Tensor)) or not 0 <= lr < math.inf:
+            raise ConfigurationError(f"the learning rate is {lr!r}; it is a number of at least 0")
         # In the order of lookups, whatever the order of the backward pass: sums repeat bit by bit.
         found = sorted(self._found(context_id), key=lambda each: each[0].place)
         pushes: Pushes = {}
@@ -108,7 +109,7 @@ class TablesOptimizer(Optimizer):
             for number, (used, parts) in by_stack.items():
                 encoded = [(*part, encode(values, self._form)) for *part, values in _merged(parts)]
                 by_stack[number] = used, encoded
-        self._push(lr, [pulled for pulled, _ in found], pushes)
+        self._push(float(lr), [pulled for pulled, _ in found], pushes)
 
     def _found(self, context_id: int | None) -> Iterable[tuple[Pulled, Tensor]]:
         """Takes the leaves with their gradients."""

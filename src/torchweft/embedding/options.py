@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from torchweft.arguments import check_type
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.errors import PlanError
 from torchweft.embedding.plan import Plan
 from torchweft.embedding.rules import Rule
+from torchweft.embedding.wire import Wire
 from torchweft.errors import ConfigurationError
+
+
+def check_types(*, name: Any, seed: Any, cache: Any, wire: Any) -> None:
+    """Checks the types of options of ``Tables`` that a ``HybridModel`` has, too.
+
+    Raises:
+        ArgumentTypeError: One is of a wrong type.
+    """
+    check_type(name, str, "name", "a name of the tables")
+    check_type(seed, int, "seed", "an integer")
+    if cache is not None:
+        check_type(cache, Cache, "cache", "a Cache, such as Cache(0.1), or None")
+    check_type(wire, Wire, "wire", "a Wire, such as Wire('fp16', 'fp16')")
 
 
 def check_options(trainers: Sequence[str], staleness: int | None, reduction: str) -> None:
@@ -80,7 +96,9 @@ def check_rule(rule: Rule, plan: Plan) -> None:
 
     Raises:
         PlanError: A table is cut by column, and the optimizer needs whole rows.
+        ArgumentTypeError: The rule is none.
     """
+    check_type(rule, Rule, "rule", "a rule of torchweft.embedding, such as Adagrad(lr=0.1)")
     for stack in plan.layout.stacks:
         for member in stack.members:
             if rule.needs_whole_rows and len(member.columns) < member.config.dim:

@@ -8,17 +8,20 @@ that is not touched keeps its velocity, and does not move.
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from torchweft.arguments import is_number
 from torchweft.errors import ConfigurationError
 from torchweft.serialize.registry import rebuilds_plain
 
 State = dict[str, Tensor]
 _fused_adagrad: Any = getattr(torch, "_fused_adagrad_", None)
+_MOMENTS: Final = 2
 _FIRST_STEP: Final = torch.ones((), device="cpu")
 
 
@@ -33,12 +36,16 @@ class Rule(abc.ABC):
     lr: float = 0.01
 
     def __post_init__(self) -> None:
-        self._check("lr", self.lr >= 0, "at least 0")
+        self._check("lr", lambda lr: lr >= 0, "a number of at least 0")
 
-    def _check(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            value = getattr(self, name)
-            raise ConfigurationError(f"{type(self).__name__} has {name}={value}; it is {expected}")
+    def _check(self, name: str, is_valid: Callable[[float], bool], expected: str) -> None:
+        """Checks a setting: a number, or all of several numbers."""
+        value = getattr(self, name)
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not all(is_number(each) and is_valid(each) for each in numbers):
+            raise ConfigurationError(
+                f"{type(self).__name__} has {name}={value!r}; it is {expected}"
+            )
 
     def settings(self) -> str:
         """Returns its name and all settings but the learning rate, which a program may change."""
@@ -83,7 +90,7 @@ class SGD(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("momentum", 0 <= self.momentum < 1, "from 0 to less than 1")
+        self._check("momentum", lambda value: 0 <= value < 1, "a number from 0 to less than 1")
 
     def state_for(self, weights: Tensor) -> State:
         """Returns the velocities, zeros, if there is momentum."""
@@ -117,7 +124,7 @@ class Adagrad(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("lr_decay", "initial_accumulator_value", "eps"):
-            self._check(name, getattr(self, name) >= 0, "at least 0")
+            self._check(name, lambda value: value >= 0, "a number of at least 0")
 
     def state_for(self, weights: Tensor) -> State:
         """Returns the sums of squares of each value."""
@@ -197,8 +204,12 @@ class SparseAdam(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check("betas", all(0 <= beta < 1 for beta in self.betas), "from 0 to less than 1")
-        self._check("eps", self.eps > 0, "greater than 0")
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        expected = "a pair of numbers from 0 to less than 1"
+        is_pair = isinstance(self.betas, tuple) and len(self.betas) == _MOMENTS
+        self._check("betas", lambda beta: is_pair and 0 <= beta < 1, expected)
+        self._check("eps", lambda value: value > 0, "a number greater than 0")
 
     def state_for(self, weights: Tensor) -> State:
         """Returns both moments, zeros."""

@@ -8,6 +8,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
+from torchweft.arguments import check_type
 from torchweft.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -50,6 +51,7 @@ class RowStream(Generic[B]):
     ) -> None:
         if type(ahead) is not int or ahead < 0:
             raise ConfigurationError(f"ahead is {ahead!r}; pass a number of batches, at least 0")
+        check_type(batches, Iterable, "batches", "the batches of the program, such as a list")
         self._batches = iter(batches)
         self._ahead = ahead
         self._inputs = inputs

@@ -11,18 +11,24 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchweft.arguments import limit_of
+from torchweft.arguments import check_type, check_workers, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import contents, host, occupied, saving, telling
 from torchweft.embedding.cache import Cache
 from torchweft.embedding.client import Client
-from torchweft.embedding.copies import look_up_copy, make_copy
+from torchweft.embedding.copies import copies_of, look_up_copy
 from torchweft.embedding.dynamic import Occupancy, check_capacity
 from torchweft.embedding.groups import Aggregate, groups_of, hosts_of
 from torchweft.embedding.inputs import Flat
 from torchweft.embedding.lookups import Lookups
 from torchweft.embedding.optimizer import Pushes, TablesOptimizer
-from torchweft.embedding.options import check_ahead, check_cache, check_options, check_rule
+from torchweft.embedding.options import (
+    check_ahead,
+    check_cache,
+    check_options,
+    check_rule,
+    check_types,
+)
 from torchweft.embedding.plan import Plan, TableConfig
 from torchweft.embedding.pulled import Pulled, Traffic
 from torchweft.embedding.resharding import Resharding
@@ -81,6 +87,7 @@ class Tables(nn.Module):
     Raises:
         TablesMismatch: Another trainer has made the collection with other arguments.
         ConfigurationError: An argument cannot work, or there is a cache beside dynamic tables.
+        ArgumentTypeError: An argument is of a wrong type.
         UnknownWorker: There is no such server.
         WorkerLost: A server is lost.
     """
@@ -100,6 +107,10 @@ class Tables(nn.Module):
         aggregate: Aggregate = None,
     ) -> None:
         super().__init__()
+        check_type(plan, Plan, "plan", "what plan_tables returns")
+        if trainers is not None:
+            check_workers(trainers, "trainers")
+        check_types(name=name, seed=seed, cache=cache, wire=wire)
         me = get_worker_info().name
         self.plan = plan
         self.name = name
@@ -117,12 +128,12 @@ class Tables(nn.Module):
         self._options = host.Options(
             plan.layout, self.trainers, staleness, averages, seed, wire, groups
         )
+        self.copies = copies_of(plan, seed)
         self._client = Client(name, self._options, self.limit_s)
         self.lookups = self._looking_up()
         """The lookups of this worker; for ``torchweft.hybrid``."""
         self._moves = 0
         self._optimizer: TablesOptimizer | None = None
-        self.copies = nn.ParameterDict({each.name: make_copy(each, seed) for each in plan.copied})
 
     def _looking_up(self) -> Lookups:
         lookups = Lookups(self._client, self.plan, self._wire, self._cache, self._look_up_copy)
@@ -242,6 +253,7 @@ class Tables(nn.Module):
         Raises:
             TablesMismatch: Another trainer uses another one.
             PlanError: A table is cut by column, and the optimizer needs whole rows.
+            ArgumentTypeError: It is no such rule.
             ConfigurationError: This worker is no trainer, or has called it before; or it has a
                 cache, and with ``staleness=0`` no cached row is valid after a step.
         """
@@ -292,6 +304,7 @@ class Tables(nn.Module):
             StepError: Not all trainers are between the same two steps.
             WorkerLost: A server or a trainer is lost.
         """
+        check_type(plan, Plan, "plan", "what plan_tables returns")
         change = Resharding(self._client, self._collection(), self._options)
         change.begin(plan, has_gradients=bool(self.lookups.touched))
         self._moves += 1  # Also if it fails: servers may have rows under the name for a while.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torchweft import rpc
-from torchweft.arguments import did_you_mean
+from torchweft.arguments import check_workers, did_you_mean
 from torchweft.embedding.errors import PlanError
 from torchweft.embedding.plan import Plan, RowWise, StepCost, TableWise, fit_step_cost
 from torchweft.embedding.plan.partitions import PARAMETERS
@@ -85,6 +85,7 @@ def tune_partitions(
         PlanError: A name is of no table on servers, or there is none to cut.
         WorkerLost: A server or a trainer is lost.
     """
+    check_workers(servers, "servers")
     tried = sorted(set(_default_counts(len(servers)) if counts is None else counts))
     if len(tried) < PARAMETERS or tried[0] < 1 or tried[-1] > len(servers):
         raise ConfigurationError(

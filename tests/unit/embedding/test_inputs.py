@@ -46,6 +46,23 @@ def test_jagged_inputs_have_one_form(value: Any) -> None:
     assert (found.bags, found.n_ids, found.shape) == (3, 4, (3,))
 
 
+def test_a_nested_tensor_that_was_cut_out_of_a_padded_one_has_no_padding() -> None:
+    padded = torch.tensor([[5, 9, 9], [9, 9, 9], [9, 1, 5]])
+    starts, lengths = torch.tensor([0, 0, 1]), torch.tensor([1, 0, 2])
+    value = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged)
+    assert parts(flat(value)) == ([5, 1, 5], [0, 1, 1], [1, 0, 2])
+
+
+def test_offsets_that_were_made_in_inference_mode_serve_in_training() -> None:
+    config = TableConfig("t", 10, 4, "sum")
+    checker = Checker(config)
+    with torch.inference_mode():
+        checker.flat(IDS.view(2, 2))
+    offsets = checker.flat(IDS.view(2, 2)).offsets
+    assert offsets is not None
+    assert not offsets.is_inference()
+
+
 def test_bags_of_equal_length() -> None:
     found = flat(IDS.view(2, 2))
     assert parts(found) == ([5, 1, 5, 2], [0, 2], [2, 2])
@@ -86,7 +103,11 @@ def test_padding_does_not_count() -> None:
         ),
         (Jagged(IDS, torch.tensor([0]), torch.ones(4).double()), "weights have torch.float64"),
         (IDS.bool()[None], "ids has torch.bool"),
-        (IDS[None].to_sparse(), "a dense tensor"),
+        (
+            IDS[None].to_sparse(),
+            "ids has torch.int64 with the layout torch.sparse_coo; use a dense",
+        ),
+        (IDS[None].to("meta"), "ids has torch.int64 on meta; use a dense"),
         (Jagged([1, 2], torch.tensor([0])), "ids is a list"),  # type: ignore[arg-type]
         ((), "a tuple was passed"),
         (None, "a NoneType was passed"),

@@ -121,11 +121,16 @@ def test_tables_that_made_different_numbers_of_steps_are_stepped_together(rule: 
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        (SGD, {"lr": -1}, "SGD has lr=-1; it is at least 0"),
+        (SGD, {"lr": -1}, "SGD has lr=-1; it is a number of at least 0"),
+        (SGD, {"lr": "0.1"}, "SGD has lr='0.1'; it is a number of at least 0"),
+        (SGD, {"lr": None}, "SGD has lr=None"),
+        (SGD, {"lr": torch.tensor(0.1)}, "SGD has lr=tensor"),
         (SGD, {"momentum": 1.0}, "momentum=1.0"),
         (Adagrad, {"eps": -1}, "eps=-1"),
         (RowWiseAdagrad, {"lr_decay": -1}, "RowWiseAdagrad has lr_decay=-1"),
         (SparseAdam, {"betas": (0.9, 1.0)}, "betas"),
+        (SparseAdam, {"betas": (0.9,)}, "it is a pair of numbers"),
+        (SparseAdam, {"betas": 0.9}, "it is a pair of numbers"),
         (SparseAdam, {"eps": 0}, "eps=0"),
     ],
 )

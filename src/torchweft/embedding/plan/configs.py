@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 
+from torchweft.arguments import is_number
 from torchweft.embedding.errors import PlanError
 from torchweft.serialize.registry import rebuilds_plain
 
@@ -82,7 +83,7 @@ class Dynamic:
             raise PlanError(f"evict={self.evict!r}; use one of {', '.join(_EVICTS)}")
         if self.ttl is not None and (type(self.ttl) is not int or self.ttl < 1):
             raise PlanError(f"ttl={self.ttl!r}; it must be a positive number of steps, or None")
-        is_share = isinstance(self.min_frequency, (int, float)) and 0 <= self.min_frequency <= 1
+        is_share = is_number(self.min_frequency) and 0 <= self.min_frequency <= 1
         if not is_share:
             raise PlanError(f"min_frequency={self.min_frequency!r}; it is a share of steps, 0 to 1")
 
@@ -134,8 +135,12 @@ class TableConfig:
             self._refuse(f"dtype={self.dtype}; rows are of torch.float32 or torch.float64")
         if not isinstance(self.initial, (Normal, Uniform, Constant)):
             self._refuse(f"initial={self.initial!r}; use Normal, Uniform or Constant")
+        if not all(is_number(value) for value in vars(self.initial).values()):
+            self._refuse(f"initial={self.initial!r}; its values are numbers")
         if not isinstance(self.vocabulary, str):
             self._refuse(f"vocabulary={self.vocabulary!r}; name it, by a version or a hash")
+        if self.padding_idx is not None and type(self.padding_idx) is not int:
+            self._refuse(f"padding_idx={self.padding_idx!r}; it is an integer, or None")
         if self.dynamic is not None:
             self._check_dynamic()
         elif self.padding_idx is not None:
@@ -174,6 +179,8 @@ def check_names(configs: Iterable[TableConfig]) -> tuple[TableConfig, ...]:
     Raises:
         PlanError: There is none, one is of another type, or two have the same name.
     """
+    if not isinstance(configs, Iterable):
+        raise PlanError(f"the tables are {configs!r}; pass a list of TableConfig")
     found = tuple(configs)
     if not found:
         raise PlanError("there is no table; pass at least one TableConfig")

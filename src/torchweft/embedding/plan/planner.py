@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from torchweft.arguments import did_you_mean
+from torchweft.arguments import check_type, check_workers, did_you_mean, is_number
 from torchweft.embedding.errors import PlanError
 from torchweft.embedding.plan.configs import TableConfig, check_names
 from torchweft.embedding.plan.layout import Layout, lay_out
@@ -27,6 +27,7 @@ from torchweft.embedding.plan.shards import (
     Shard,
     Shards,
     TableWise,
+    check_place,
 )
 from torchweft.embedding.wire import Wire, row_bytes
 
@@ -191,11 +192,18 @@ def plan_tables(
 
     Raises:
         PlanError: A table cannot be placed as requested, or a name is of no table.
+        ArgumentTypeError: An argument is of a wrong type.
     """
     found = check_names(configs)
-    shares = _checked_shares(found, touched or {})
+    check_workers(servers, "servers")
+    check_type(wire, Wire, "wire", "Wire('fp16', 'fp16')")
+    shares = _checked_shares(found, {} if touched is None else touched)
+    _check_known(found, {} if places is None else places, "places")
     decided = dict(places or {})
-    _check_known(found, decided, "places")
+    for name, place in decided.items():
+        check_place(name, place)
+    if not isinstance(trainers, int):
+        check_workers(trainers, "trainers")
     names = [""] * trainers if isinstance(trainers, int) else list(trainers)
     if not names:
         raise PlanError(f"trainers={trainers!r}; there is at least one")
@@ -240,6 +248,12 @@ def plan_tables(
 
 def _spread(configs: Sequence[TableConfig], servers: Sequence[str]) -> dict[str, Place]:
     """Returns places on servers: large tables are cut by row, others go whole to the emptiest."""
+    if configs and not servers:
+        raise PlanError(
+            f"no server is named, so table {configs[0].name!r} can go to none; pass their names, "
+            "or places={...: Copies()}",
+            table=configs[0].name,
+        )
     share_bytes = sum(each.size_bytes for each in configs) / max(1, len(servers))
     loads = dict.fromkeys(servers, 0)
     places: dict[str, Place] = {}
@@ -346,17 +360,18 @@ def _checked_shares(
 ) -> Mapping[str, float]:
     _check_known(configs, touched, "touched")
     for name, share in touched.items():
-        if not 0 <= share <= 1:
-            raise PlanError(f"touched has {share} for table {name!r}; a share is from 0 to 1")
+        if not is_number(share) or not 0 <= share <= 1:
+            raise PlanError(f"touched has {share!r} for table {name!r}; a share is from 0 to 1")
     return touched
 
 
 def _check_known(configs: Sequence[TableConfig], given: Mapping[str, Any], what: str) -> None:
+    check_type(given, Mapping, what, f"a dict, such as {what}={{{configs[0].name!r}: ...}}")
     names = [config.name for config in configs]
     for name in given:
         if name not in names:
-            hint = did_you_mean(name, names)
-            raise PlanError(f"{what} names {name!r}, which is no table{hint}", table=name)
+            hint = did_you_mean(str(name), names)
+            raise PlanError(f"{what} names {name!r}, which is no table{hint}", table=str(name))
 
 
 def _trainers(count: int) -> str:

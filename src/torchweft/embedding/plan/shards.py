@@ -46,7 +46,8 @@ class RowWise:
         """Returns the shards of a table.
 
         Raises:
-            PlanError: There are more servers than rows, no server, or one is named twice.
+            PlanError: There are more servers than rows, no server, one is named twice, or one is
+                no name.
         """
         count = _checked_count(config, self.servers, config.rows, "rows")
         columns = range(config.dim)
@@ -73,7 +74,8 @@ class ColumnWise:
         """Returns the shards of a table; the first ones have a column more if necessary.
 
         Raises:
-            PlanError: There are more servers than columns, no server, or one is named twice.
+            PlanError: There are more servers than columns, no server, one is named twice, or one
+                is no name.
         """
         count = _checked_count(config, self.servers, config.dim, "columns")
         ends = [-(-config.dim * k // count) for k in range(count + 1)]
@@ -94,7 +96,12 @@ class TableWise:
     server: str
 
     def shards(self, config: TableConfig) -> tuple[Shard, ...]:
-        """Returns the only shard."""
+        """Returns the only shard.
+
+        Raises:
+            PlanError: The server is no name.
+        """
+        _checked_count(config, [self.server], 1, "rows")
         return (Shard(self.server, range(config.rows), range(config.dim)),)
 
 
@@ -131,6 +138,20 @@ class Shards:
 
 
 Place = RowWise | ColumnWise | TableWise | Copies | Shards
+
+
+def check_place(table: str, place: object) -> None:
+    """Checks the place that a program has chosen for a table.
+
+    Raises:
+        PlanError: It is none.
+    """
+    if not isinstance(place, Place):
+        raise PlanError(
+            f"the place of table {table!r} is {place!r}; use RowWise(...), TableWise(...), "
+            "ColumnWise(...), Shards(...) or Copies(), with the names of servers",
+            table=table,
+        )
 
 
 def check_cover(config: TableConfig, shards: Sequence[Shard]) -> None:
@@ -181,6 +202,13 @@ def _check_rows(config: TableConfig, columns: range, parts: Sequence[Shard]) -> 
 
 def _checked_count(config: TableConfig, servers: Sequence[str], limit: int, of_what: str) -> int:
     count = len(servers)
+    for server in servers:
+        if not isinstance(server, str):
+            _refuse(
+                config,
+                f"{server!r} is named as a server; pass names, such as RowWise('worker0', "
+                "'worker1') or RowWise(*servers)",
+            )
     if not count:
         _refuse(config, "no server is named for it")
     if len(set(servers)) < count:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.embedding import PlanError, TableConfig
+from torchweft.embedding import Normal, PlanError, TableConfig
 from torchweft.embedding.plan.configs import check_names
 
 
@@ -21,6 +21,9 @@ from torchweft.embedding.plan.configs import check_names
         ({"initial": 0.5}, "initial=0.5"),
         ({"padding_idx": 3}, "there are 3 rows"),
         ({"padding_idx": -4}, "there are 3 rows"),
+        ({"padding_idx": "1"}, "padding_idx='1'; it is an integer"),
+        ({"padding_idx": 1.0}, "padding_idx=1.0; it is an integer"),
+        ({"initial": Normal("a")}, "its values are numbers"),  # type: ignore[arg-type]
     ],
 )
 def test_values_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:

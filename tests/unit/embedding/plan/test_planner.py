@@ -15,6 +15,7 @@ from torchweft.embedding import (
     Wire,
     plan_tables,
 )
+from torchweft.errors import ArgumentTypeError
 
 WORDS = TableConfig("words", 10_000, 64)
 DAYS = TableConfig("days", 8, 64)
@@ -143,8 +144,30 @@ def test_the_plan_prints_as_a_table() -> None:
         ({"touched": {"words": 1.1}}, "a share is from 0 to 1"),
         ({"places": {"days": Copies()}}, "places names 'days'"),
         ({"trainers": 0}, "trainers=0"),
+        ({"touched": {"words": "0.1"}}, "touched has '0.1' for table 'words'"),
+        ({"places": {"words": "ps0"}}, r"the place of table 'words' is 'ps0'; use RowWise"),
+        ({"places": {"words": Copies}}, "the place of table 'words' is <class"),
+        ({"servers": []}, "no server is named, so table 'words'"),
+        ({"configs": WORDS}, "pass a list of TableConfig"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused(options: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        plan_tables([WORDS], SERVERS, **options)
+        plan_tables(**{"configs": [WORDS], "servers": SERVERS, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"servers": "ps0"}, "servers is 'ps0'; pass a list of names"),
+        ({"servers": [0, 1]}, r"servers is \[0, 1\]; pass a list of names"),
+        ({"trainers": "worker0"}, "trainers is 'worker0'; pass a list of names"),
+        ({"trainers": 1.5}, "trainers is 1.5; pass a list of names"),
+        ({"touched": [0.1]}, "touched is a list; pass a dict, such as touched={'words'"),
+        ({"places": ["words"]}, "places is a list; pass a dict"),
+        ({"wire": "fp16"}, "wire is 'fp16', a str; pass Wire"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=message):
+        plan_tables([WORDS], **{"servers": SERVERS, **options})

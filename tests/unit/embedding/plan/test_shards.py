@@ -89,6 +89,9 @@ def test_shards_that_do_not_cover_the_table_are_refused(shards: Any, message: st
         (RowWise(*"abcdefgh"), "it has 7 rows, too few for 8 servers"),
         (ColumnWise(*"abcdef"), "it has 5 columns, too few for 6 servers"),
         (RowWise("a", "a"), "name each once"),
+        (RowWise(["a", "b"]), r"\['a', 'b'\] is named as a server; pass names"),  # type: ignore[arg-type]
+        (ColumnWise(["a", "b"]), r"\['a', 'b'\] is named as a server"),  # type: ignore[arg-type]
+        (TableWise(["a"]), r"\['a'\] is named as a server"),  # type: ignore[arg-type]
     ],
 )
 def test_servers_that_cannot_work_are_refused(place: Any, message: str) -> None:
