@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.processes.ddp_functions import join
 from tests.processes.hybrid_functions import STEPS, train, train_alone
 from torchweft import rpc
 from torchweft.embedding import ColumnWise, Copies, RowWise, TableWise
+from torchweft.hybrid import HybridModel
 from torchweft.launch import Nursery, cluster
 
 # A process group has threads and connections of its own.
@@ -93,6 +94,30 @@ def test_the_placement_does_not_change_the_result(rule: str) -> None:
         {"tower.users": TableWise("worker0"), "days": TableWise("worker3")},
     ]:
         check_equal(train_all(rule, places=places), trained[0][0], 1e-12)
+
+
+class Shared(nn.Module):
+    """Has one table at two places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 4, sparse=True)
+        self.side = nn.Sequential(self.words, nn.Linear(4, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.side(ids) + self.words(ids).sum() / self.words.embedding_dim
+        return found
+
+
+def test_the_full_state_is_that_of_the_module_with_a_table_at_two_places() -> None:
+    module = Shared()
+    expected = {name: each.clone() for name, each in module.state_dict().items()}
+    model = HybridModel(module, SERVERS, name="shared")
+    found = model.full_state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert model(torch.tensor([1, 2])).shape == (2, 2)
+    model.close()
 
 
 def test_no_server_is_needed_if_all_tables_are_copies() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import did_you_mean
 from torchweft.embedding import Dynamic, TableConfig
+from torchweft.embedding.inputs import parts_of
 from torchweft.embedding.plan import Touched
 from torchweft.hybrid.errors import PlacementError
 
@@ -128,6 +129,8 @@ def _reason_to_keep(path: str, table: Any, users: Mapping[int, list[str]]) -> st
         return f"shared with {', '.join(map(repr, others))}"
     if not table.weight.requires_grad:
         return "it is frozen"
+    if table.weight._backward_hooks or table.weight._post_accumulate_grad_hooks:
+        return "its weight has hooks"
     if table.weight.dtype not in _DTYPES:
         return f"rows on servers have no {table.weight.dtype}"
     return ""
@@ -136,7 +139,7 @@ def _reason_to_keep(path: str, table: Any, users: Mapping[int, list[str]]) -> st
 def ids_of(table: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Returns the ids that a call of an embedding looks up, without those of padding."""
     given = args[0] if args else kwargs["input"]
-    ids: Tensor = (given.values() if given.is_nested else given).reshape(-1)
+    ids: Tensor = (parts_of(given)[0] if given.is_nested else given).reshape(-1)
     padding = table.padding_idx
     return ids if padding is None else ids[ids != padding]
 

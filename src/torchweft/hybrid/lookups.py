@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,25 @@ from torchweft.hybrid.finding import Found, ids_of
 from torchweft.hybrid.passes import Passes
 from torchweft.hybrid.reductions import Reductions
 
+_HOOKS: Final = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_is_full_backward_hook",
+)
+"""Where ``nn.Module`` keeps the hooks of its calls."""
+
 
 class RemoteTable(nn.Module):
     """Takes the place of an ``nn.Embedding`` or ``nn.EmbeddingBag`` whose rows are on servers.
 
-    Its call has the arguments of the module that it replaces. It has no parameters. An error in the
-    ids is that of ``torchweft.embedding.Tables.forward``.
+    Its call has the arguments of the module that it replaces, and it has the settings of that
+    module as attributes, such as ``embedding_dim``. It has no parameters. An error in the ids is
+    that of ``torchweft.embedding.Tables.forward``.
 
     Args:
         name: Name of the table.
@@ -29,9 +42,15 @@ class RemoteTable(nn.Module):
     def __init__(self, name: str, table: nn.Embedding | nn.EmbeddingBag) -> None:
         super().__init__()
         self.name = name
+        for setting in table.__constants__:
+            setattr(self, setting, getattr(table, setting))
         self.shape = tuple(table.weight.shape)
         self.includes_last = bool(getattr(table, "include_last_offset", False))
         self._passes: Passes | None = None
+        self.train(table.training)
+        # What the program has hung on the module stays: hooks see the same calls.
+        for hooks in _HOOKS:
+            setattr(self, hooks, getattr(table, hooks))
 
     def connect(self, passes: Passes) -> None:
         """Sets the passes of the model, which look the table up."""
@@ -47,6 +66,14 @@ class RemoteTable(nn.Module):
         assert self._passes is not None
         given = Jagged(input, offsets, per_sample_weights, self.includes_last)
         return self._passes.look_up(self.name, given)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"the weight of {self.name!r} is on servers, and the model uses it by itself; keep "
+                "the table with the trainers: places={...: Copies()}"
+            )
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         """Returns the size, for the text of the model."""

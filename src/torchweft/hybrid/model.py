@@ -15,7 +15,7 @@ from torchweft.arguments import UNSET_TIMEOUT, kind_of, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import Cache, Dynamic, Rule, Tables, Wire, handing
 from torchweft.embedding.groups import Aggregate
-from torchweft.embedding.options import check_options
+from torchweft.embedding.options import check_options, check_types
 from torchweft.embedding.plan import Place
 from torchweft.embedding.pulled import Pulled
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -23,7 +23,7 @@ from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.finding import Found, find_tables
 from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
-from torchweft.hybrid.offers import Offer, agree, make_offer
+from torchweft.hybrid.offers import Offer, agree, check_arguments, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
@@ -135,6 +135,10 @@ class HybridModel(nn.Module):
 
         def offer() -> Offer:
             check_options(self._trainers.names, staleness, reduction)
+            check_arguments(
+                servers=servers, places=places, touched=touched, dynamic=dynamic, ddp=ddp
+            )
+            check_types(name=name, seed=seed, cache=cache, wire=wire)
             reducers.append(reducer_of(comm_hook, comm_state, replicas))
             options["comm_hook"] = None if reducers[0] is None else reducers[0].name
             tables.extend(find_tables(module, places or {}, dynamic))
@@ -169,7 +173,12 @@ class HybridModel(nn.Module):
         there = set() if placed is None else {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
         self._fill(moved)
-        self._paths = {each.name: each.path for each in moved}
+        table_of = {id(each.table): each.name for each in moved}
+        self._paths = {
+            path: table_of[id(each)]
+            for path, each in module.named_modules(remove_duplicate=False)
+            if id(each) in table_of
+        }
         self._averages = reduction == "mean"
         self._passes = None if self.tables is None else Passes(self.tables)
         self._module = [module]  # in a list: it is registered below, as it is called
@@ -348,7 +357,7 @@ class HybridModel(nn.Module):
                 begin + key.removeprefix(replaced) if key.startswith(replaced) else key: value
                 for key, value in state.items()
             }
-        for name, path in self._paths.items():
+        for path, name in self._paths.items():
             assert self.tables is not None
             if self.tables.lookups.checker(name).config.dynamic is None:
                 state[f"{path}.weight"] = self.tables.weights(name)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from torchweft.arguments import check_type, check_workers, did_you_mean
 from torchweft.embedding import TableConfig, Wire
 from torchweft.embedding.plan import Place, Touched
 from torchweft.errors import ArgumentTypeError
@@ -29,6 +32,28 @@ class Offer(NamedTuple):
     token: str
 
 
+def check_arguments(
+    *, servers: Any, places: Any, touched: Any, dynamic: Any, ddp: Mapping[str, Any]
+) -> None:
+    """Checks the types of arguments of ``HybridModel``, and the names of further ones.
+
+    Raises:
+        ArgumentTypeError: One is of a wrong type, or ``DistributedDataParallel`` has no such one.
+    """
+    check_workers(servers, "servers")
+    by_path = {"places": places, "touched": touched, "dynamic": dynamic}
+    for name, value in by_path.items():
+        if value is not None:
+            check_type(value, Mapping, name, f"a dict by path, such as {name}={{'words': ...}}")
+    known = [*inspect.signature(DistributedDataParallel.__init__).parameters][2:]
+    for name in ddp:
+        if name not in known:
+            raise ArgumentTypeError(
+                f"{name!r} is no argument of HybridModel or DistributedDataParallel"
+                f"{did_you_mean(name, [*known, *by_path])}"
+            )
+
+
 def make_offer(
     module: nn.Module,
     tables: Sequence[Found],
@@ -41,7 +66,6 @@ def make_offer(
 ) -> Offer:
     """Returns the checked arguments of this trainer."""
     placed = [each for each in tables if each.config is not None]
-    _check_servers(servers)
     _check_replicas(module, placed, replicas)
     shares = {path.replace(".", "/"): share for path, share in touched.items()}
     if batches is not None:
@@ -88,11 +112,6 @@ def _dense_parts(module: nn.Module, tables: Sequence[Found]) -> Iterator[Dense]:
     for name, each in module.named_parameters():
         if id(each) not in placed:
             yield Dense(name, tuple(each.shape), each.nbytes, kept.get(id(each), ""))
-
-
-def _check_servers(servers: Sequence[str]) -> None:
-    if isinstance(servers, str) or not all(isinstance(each, str) for each in servers):
-        raise ArgumentTypeError(f"servers is {servers!r}; pass a list of names of workers")
 
 
 def _check_replicas(module: nn.Module, tables: Sequence[Found], replicas: Sequence[str]) -> None:

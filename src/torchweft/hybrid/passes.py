@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from torchweft.embedding import InputError, Jagged, RowStream, Tables
+from torchweft.embedding.inputs import parts_of
 from torchweft.embedding.lookups import Ahead, CachedAhead, Drawn, Flats
 
 B = TypeVar("B")
@@ -353,8 +354,7 @@ def _plain(given: Jagged) -> Jagged | None:
         return given
     if given.ids.layout is not torch.jagged:
         return None
-    nested: Any = given.ids
-    return Jagged(nested.values(), nested.offsets(), None, include_last_offset=True)
+    return Jagged(*parts_of(given.ids), include_last_offset=True)
 
 
 def _are_equal(expected: Jagged, given: Jagged) -> bool:

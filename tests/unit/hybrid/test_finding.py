@@ -61,6 +61,7 @@ def compute_weight(table: nn.Embedding) -> None:
         (lambda table: table.weight.requires_grad_(False), "it is frozen"),
         (lambda table: table.bfloat16(), "rows on servers have no torch.bfloat16"),
         (compute_weight, "its weight is computed from other parameters"),
+        (lambda table: table.weight.register_hook(torch.neg), "its weight has hooks"),
     ],
 )
 def test_the_reason_to_stay_is_told(change: Any, kept: str) -> None:
@@ -113,6 +114,22 @@ def test_a_module_that_occurs_twice_is_replaced_at_both_places() -> None:
     assert net.tower["day"] is net.tower["same"] is net.other[0] is remote
     assert not list(remote.parameters())
     assert repr(remote) == "RemoteTable('tower/day', 7, 4, on servers)"
+
+
+def test_what_replaces_a_table_has_its_settings_and_its_hooks() -> None:
+    net = Net()
+    table, seen = net.tower["day"], []
+    handle = table.register_forward_pre_hook(lambda _, args: seen.append(args))
+    table.register_forward_hook(lambda *_: torch.zeros(2))
+    (remote,) = replace_tables(net, find_tables(net))
+    assert (remote.num_embeddings, remote.embedding_dim, remote.padding_idx) == (7, 4, None)
+    with pytest.raises(AttributeError, match=r"the weight of 'tower/day' is on servers.*Copies"):
+        _ = remote.weight
+    remote.forward = lambda ids: ids + 1  # type: ignore[method-assign]
+    assert torch.equal(remote(1), torch.zeros(2))
+    handle.remove()
+    remote(2)
+    assert seen == [(1,)]
 
 
 def test_a_copy_notes_the_rows_that_have_had_a_gradient() -> None:
