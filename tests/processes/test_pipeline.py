@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -343,6 +343,10 @@ def test_stages_that_do_not_fit_are_named_with_shapes() -> None:
         ({"checkpoint": "sometimes"}, "pass one of 'never', 'except_last', 'always'"),
         ({"schedule": ScheduleZBVZeroBubble(1)}, "cannot have 1 micro-batches"),
         ({"ties": [((0, "weight"), (7, "weight"))]}, "there are the stages 0 to 1"),
+        ({"schedule": ScheduleGPipe}, r"schedule is an ABCMeta; .* such as ScheduleGPipe\(8\)"),
+        ({"schedule": 4}, "schedule is 4, an int; pass a schedule"),
+        ({"workers": "worker0"}, "workers is 'worker0'; pass a list of names"),
+        ({"loss": "mse"}, "loss is 'mse', a str; pass a function"),
     ],
 )
 def test_what_cannot_be_a_pipeline(arguments: dict[str, Any], text: str) -> None:
@@ -354,6 +358,66 @@ def test_what_cannot_be_a_pipeline(arguments: dict[str, Any], text: str) -> None
     }
     with pytest.raises(ConfigurationError, match=text):
         Pipe(**(usual | arguments))
+
+
+def make_none() -> Any:
+    return None
+
+
+def make_too_late() -> nn.Module:
+    raise KeyError("weights")
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [(make_none, "its function returned None; it returns a module"), (make_too_late, "KeyError")],
+)
+def test_a_stage_that_cannot_be_made_is_named(source: Any, text: str) -> None:
+    with pytest.raises(
+        PipelineError, match=f"stage 1 on worker 'worker1' .* made: {text}"
+    ) as error:
+        Pipe([nn.Linear(4, 4), source], WORKERS[:2], ScheduleGPipe(2), mse)
+    assert (error.value.stage, error.value.worker) == (1, "worker1")
+
+
+def test_a_closed_pipeline_says_so() -> None:
+    pipe = Pipe(layers(4), WORKERS[:2], ScheduleGPipe(4), mse)
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
+    inputs, target = regression(24)
+    pipe.step(inputs, target)
+    kept = list(pipe._deployment._hosts)  # As if the workers had not yet heard that they are gone.
+    pipe.close()
+    for use in (lambda: pipe.step(inputs, target), lambda: pipe(inputs), optimizer.step):
+        with pytest.raises(ArgumentTypeError, match="it was closed"):
+            use()
+    del kept
+
+
+def test_options_that_cannot_work() -> None:
+    with Pipe(layers(4), WORKERS[:2], ScheduleGPipe(4), mse) as pipe:
+        with pytest.raises(ArgumentTypeError, match="optimizer_class is 'SGD', a str"):
+            pipe.optimizer("SGD")  # type: ignore[arg-type]
+        for norm in ("1", -1.0, float("nan")):
+            with pytest.raises(ConfigurationError, match="max_norm is"):
+                pipe.clip_grad_norm_(norm)  # type: ignore[arg-type]
+
+
+class Outputs(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class Forked(nn.Module):
+    def forward(self, x: Tensor) -> Outputs:
+        return Outputs(x, x + 1)
+
+
+def test_outputs_with_names_keep_them() -> None:
+    with Pipe([nn.Identity(), Forked()], WORKERS[:2], ScheduleGPipe(2)) as pipe:
+        x = torch.arange(8.0).view(4, 2)
+        found = pipe(x)
+    assert isinstance(found, Outputs)
+    assert torch.equal(found.second, x + 1)
 
 
 def test_batches_that_cannot_be_cut() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from torchweft.agent.current import current
+from torchweft.arguments import check_workers, wrong_type
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.pipeline import host, stream_host
 from torchweft.pipeline.copies import Copies, find_copies
@@ -87,8 +88,13 @@ class Layout(NamedTuple):
         """Returns the layout of a schedule on workers.
 
         Raises:
+            ArgumentTypeError: One of them is of a wrong type.
             ConfigurationError: A worker is named twice, or the schedule cannot have their number.
         """
+        check_workers(workers, "workers")
+        if isinstance(schedule, type) or not callable(getattr(schedule, "table", None)):
+            shown = schedule.__name__ if isinstance(schedule, type) else "Schedule1F1B"
+            raise wrong_type("schedule", schedule, f"pass a schedule, such as {shown}(8)")
         names = tuple(workers)
         if len(set(names)) != len(names) or not names:
             raise ConfigurationError(

@@ -83,7 +83,8 @@ def set_up(assignment: Assignment) -> RRef[Host]:
 
 def close(pipe: int) -> None:
     """Ends the runner of a pipeline; the last reference releases its stages."""
-    runner = _runners.get(pipe)
+    # Else a step that comes before that reference has gone would be put to it, and never answered.
+    runner = _runners.pop(pipe, None)
     if runner is not None:
         runner.close()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchweft import checkpoint as snapshots
 from torchweft.agent.current import current
-from torchweft.arguments import limit_of
+from torchweft.arguments import is_number, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline import host, moving, stream_host, weights
 from torchweft.pipeline.checking import check_stages
@@ -64,6 +64,7 @@ class Pipe:
 
     Raises:
         StageMismatch: With an example, a stage cannot take the values that it gets.
+        ArgumentTypeError: An argument is of a wrong type.
         ConfigurationError: The numbers of stages, workers and micro-batches do not fit; or the
             schedule is asynchronous and stages share a weight, or there is no optimizer.
         UnknownWorker: There is no such worker.
@@ -108,6 +109,8 @@ class Pipe:
     ) -> None:
         _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
         _check_choice("reduction", reduction, ("mean", "sum"))
+        _check_callable("loss", loss)
+        _check_callable("optimizer", optimizer)
         limit_s = limit_of(timeout, WAIT_S)
         self._settings = Settings(
             loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
@@ -263,10 +266,13 @@ class Pipe:
             options: Keyword arguments of the optimizer.
 
         Raises:
+            ArgumentTypeError: ``optimizer_class`` cannot be called.
             ConfigurationError: The schedule is asynchronous.
         """
         self._check_synchronous("optimizer")
         self._check_idle()
+        if not callable(optimizer_class):
+            raise wrong_type("optimizer_class", optimizer_class, "pass a class of torch.optim")
         self._optimizer = PipeOptimizer(
             lambda: self._deployment, self._drop_gradients, optimizer_class, options
         )
@@ -284,9 +290,12 @@ class Pipe:
             The norm over all stages before it, a float64 tensor without dimensions.
 
         Raises:
-            ConfigurationError: The schedule is asynchronous.
+            ConfigurationError: The schedule is asynchronous, or ``max_norm`` is no number of at
+                least 0.
         """
         self._check_synchronous("clip_grad_norm_")
+        if not is_number(max_norm) or not max_norm >= 0:
+            raise ConfigurationError(f"max_norm is {max_norm!r}; it is a number of at least 0")
         norm = torch.stack(self._all(host.squared_norm)).sum().sqrt()
         self._all(host.scale_gradients, min(1.0, max_norm / (float(norm) + 1e-6)))
         return norm
@@ -594,6 +603,11 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         )
 
 
+def _check_callable(name: str, value: object) -> None:
+    if value is not None and not callable(value):
+        raise wrong_type(name, value, "pass a function or class, which is called on workers")
+
+
 def _joined(outputs: Sequence[Any]) -> Any:
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -601,5 +615,6 @@ def _joined(outputs: Sequence[Any]) -> Any:
     if isinstance(first, dict):
         return {key: _joined([each[key] for each in outputs]) for key in first}
     if isinstance(first, (tuple, list)):
-        return type(first)(_joined(column) for column in zip(*outputs, strict=True))
+        columns = [_joined(column) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
     return list(outputs)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from torchweft.agent.agent import SERVED_STREAMS
 from torchweft.agent.peers import Peer
+from torchweft.arguments import kind_of
 from torchweft.errors import PipelineError, WeftError, WorkerLost
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
@@ -134,7 +135,7 @@ class Runner:
         self.stages = {
             stage: self._make_stage(
                 stage,
-                made if isinstance(made, nn.Module) else made(),
+                self._made(stage, made),
                 wiring,
                 Objective(assignment.loss, assignment.divisor)
                 if stage == last and assignment.loss is not None
@@ -168,6 +169,24 @@ class Runner:
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True
         )
         self._thread.start()
+
+    def _made(self, stage: int, source: Callable[[], nn.Module] | nn.Module) -> nn.Module:
+        if isinstance(source, nn.Module):
+            return source
+        where = f"stage {stage} on worker {self.name!r} could not be made"
+        try:
+            module: object = source()
+        except Exception as error:
+            raise PipelineError(
+                f"{where}: {type(error).__name__}: {error}", stage=stage, worker=self.name
+            ) from error
+        if not isinstance(module, nn.Module):
+            raise PipelineError(
+                f"{where}: its function returned {kind_of(module)}; it returns a module",
+                stage=stage,
+                worker=self.name,
+            )
+        return module
 
     def _make_stage(self, *args: Any) -> StageRun:
         if self.assignment.check_finite:
