@@ -19,6 +19,7 @@ import torch
 from torchweft import knobs
 from torchweft.agent.agent import SERVED_STREAMS
 from torchweft.agent.current import current
+from torchweft.arguments import limit_of
 from torchweft.checkpoint import files, parts, reading, snapshots
 from torchweft.checkpoint.parts import Options, Owned, staged_parts
 from torchweft.checkpoint.plan import Places
@@ -42,10 +43,8 @@ class Deadline:
     """
 
     def __init__(self, timeout_s: float) -> None:
-        if timeout_s < 0:
-            timeout_s = knobs.CHECKPOINT_TIMEOUT_S.get()
-        self.timeout_s = timeout_s
-        self._end_s = time.monotonic() + timeout_s if timeout_s else math.inf
+        self.timeout_s = limit_of(timeout_s, knobs.CHECKPOINT_TIMEOUT_S.get())
+        self._end_s = time.monotonic() + self.timeout_s if self.timeout_s else math.inf
 
     def left_s(self) -> float:
         """Returns the remaining seconds as the timeout of a call: 0 for no limit.

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torchweft.agent.current import current
+from torchweft.arguments import kind_of
 from torchweft.checkpoint.kinds import is_plain
 from torchweft.checkpoint.parts import Owned
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -154,15 +155,19 @@ def _inside(container: Any, prefix: str) -> Iterator[Leaf]:
 def _checked(key: object, prefix: str) -> str:
     if not isinstance(key, str):
         raise ArgumentTypeError(
-            f"the state has the key {key!r} in {prefix or 'it'!r}, a {type(key).__name__}; name "
-            "its entries by strings"
+            f"the state has the key {key!r}{_place(prefix)}, {kind_of(key)}; name its entries by "
+            "strings"
         )
     if not key or SEPARATOR in key:
         raise ConfigurationError(
-            f"the state has the key {key!r} in {prefix or 'it'!r}; a key must not be empty, and "
-            f"have no {SEPARATOR!r}"
+            f"the state has the key {key!r}{_place(prefix)}; a key must not be empty, and have no "
+            f"{SEPARATOR!r}"
         )
     return key
+
+
+def _place(prefix: str) -> str:
+    return f" in {prefix.removesuffix(SEPARATOR)!r}" if prefix else ""
 
 
 def group_numbers(optimizer: DistributedOptimizer) -> list[int]:

@@ -316,7 +316,7 @@ def _begin(
 
     Only one save to a directory runs at a time.
     """
-    if not isinstance(step, int) or step < 0:
+    if type(step) is not int or step < 0:
         raise ConfigurationError(f"step is {step!r}; pass the number of steps that are done")
     check_keep(keep)
     deadline = Deadline(timeout)

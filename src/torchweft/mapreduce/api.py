@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
+from torchweft.arguments import limit_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce.map_call import MapCall, MapFuture
 from torchweft.mapreduce.partitioners import (
@@ -94,6 +95,7 @@ def remote_async_call(
         NotInitialized: This process is not a worker.
     """
     _check(func, reducer, concurrency)
+    limit_of(timeout, 0)
     manner = Manner(timeout, balance, rerun, concurrency)
     while True:
         made = cut(partitioner, args, kwargs)

@@ -31,15 +31,17 @@ def test_the_state_itself_is_no_entry() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "error"),
+    ("state", "error", "message"),
     [
-        ([nn.Linear(1, 1)], ArgumentTypeError),
-        ({1: nn.Linear(1, 1)}, ArgumentTypeError),
-        ({"a/b": 1}, ConfigurationError),
-        ({"a": {"": torch.ones(1)}}, ConfigurationError),
+        ([nn.Linear(1, 1)], ArgumentTypeError, "the state is a list"),
+        ({1: nn.Linear(1, 1)}, ArgumentTypeError, "has the key 1, an int; name"),
+        ({"a/b": 1}, ConfigurationError, "has the key 'a/b'; a key must not"),
+        ({"a": {"": torch.ones(1)}}, ConfigurationError, "has the key '' in 'a'; a key must not"),
     ],
     ids=["list", "number", "slash", "empty"],
 )
-def test_keys_that_name_nothing_are_refused(state: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
+def test_keys_that_name_nothing_are_refused(
+    state: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         leaves(state)

@@ -172,6 +172,7 @@ def test_any_callable_can_be_decorated() -> None:
         ({"reducer": 3}, "reducer is 3"),
         ({"concurrency": 1.5}, "concurrency is 1.5"),
         ({"partitioner": 1.5}, "partitioner"),
+        ({"timeout": "3"}, "timeout is '3', a str"),
     ],
 )
 def test_arguments_of_wrong_types(how: dict[str, Any], message: str) -> None:
