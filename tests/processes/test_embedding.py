@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +47,7 @@ from torchweft.embedding import (
     host,
     plan_tables,
 )
-from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
+from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, SerializationError
 from torchweft.launch import Nursery
 
 # The tests share workers, which connect to one another on first use.
@@ -539,6 +540,14 @@ def test_a_lookup_whose_gradient_is_never_computed_leaves_nothing_behind() -> No
     del found
     assert count_leaves() == 0  # Without the garbage collector.
     assert optimizer.param_groups[0]["params"] == []
+    tables.close()
+
+
+def test_tables_cannot_be_copied() -> None:
+    tables, _ = own_tables("copied")
+    with pytest.raises(SerializationError, match="Tables cannot be copied or sent"):
+        copy.deepcopy(nn.ModuleDict({"tables": tables}))
+    assert tables({"seen": torch.tensor([[1]])})["seen"].shape == (1, 4)
     tables.close()
 
 

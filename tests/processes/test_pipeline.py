@@ -195,6 +195,34 @@ def test_skips_ties_and_arguments_of_the_batch(schedule: Any, is_made_there: boo
             assert distance(pipe.gradients(), alone) < TINY
 
 
+class AddOne(nn.Module):
+    """Changes its input in place; not alike if it does so twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.add_(1)
+
+
+@pytest.mark.parametrize("schedule", [Schedule1F1B(4), ScheduleZBH1(4)])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_stage_may_begin_with_an_operation_in_place(schedule: Any, checkpoint: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), AddOne(), nn.ReLU(inplace=True), nn.Linear(8, 2))
+    inputs, target = torch.randn(8, 8), torch.randn(8, 2)
+    with Pipe(
+        cut_sequential(model, [1]), WORKERS[:2], schedule, mse, checkpoint=checkpoint
+    ) as pipe:
+        for _ in range(2):
+            loss = pipe.step(inputs, target)
+        gradients = pipe.gradients()
+    for _ in range(2):
+        expected = mse(model(inputs), target)
+        expected.backward()
+    assert loss.item() == pytest.approx(expected.item())
+    for name, weight in model.named_parameters():
+        found = gradients[name]
+        assert found is not None
+        assert torch.allclose(found, weight.grad, atol=1e-5)
+
+
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adam])
 def test_training_with_tied_weights_and_clipping_is_that_of_one_process(make: Any) -> None:
     alone = nn.ModuleList(transformer(4))

@@ -6,7 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from torchweft.embedding.resharding import Resharding
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.stream import RowStream
 from torchweft.embedding.wire import Wire
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 from torchweft.rpc.telling import tell
@@ -475,6 +475,12 @@ class Tables(nn.Module):
             self._optimizer,
             self.copies,
             self._client.timeout_s,
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            "Tables cannot be copied or sent: a copy would make steps of this trainer again, and "
+            "close its rows; copy the dense part of the model alone, or keep save()"
         )
 
     # Figures

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils import _pytree
 
 from torchweft.autograd.local_engine import accumulate
 from torchweft.errors import ConfigurationError
@@ -73,6 +74,35 @@ class _Held:
                     yield stage, tensor
 
 
+class _Enter(torch.autograd.Function):
+    """Leads from an input that requires grad to a tensor of its memory, which is no leaf.
+
+    So a stage may begin with an operation in place, as layers in the middle of a model may.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor) -> Tensor:
+        """Returns the tensor."""
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        """Returns the gradient."""
+        return gradient
+
+
+def _entered(value: Any) -> Any:
+    enter: Any = _Enter.apply  # It has a type in some versions of torch, and none in others.
+    return enter(value) if isinstance(value, Tensor) and value.requires_grad else value
+
+
+def _versions_of(arguments: Sequence[Any]) -> list[int]:
+    """Returns how often each tensor was changed in place; 0 where torch does not count it."""
+    leaves = _pytree.tree_leaves(arguments)
+    tensors = [each for each in leaves if isinstance(each, Tensor)]
+    return [0 if each.is_inference() else each._version for each in tensors]
+
+
 class StageRun:
     """Runs one stage. One thread uses it.
 
@@ -109,6 +139,11 @@ class StageRun:
         self._outputs = Redirection() if share_memory else None
         self._gradients = Redirection() if share_memory else None
         self._held: dict[int, _Held] = {}
+        # A change of a value that other stages take, too, would be one that they do not see.
+        is_alone = all(wiring.consumers(each) == (stage,) for each in self.sources)
+        self._may_change = is_alone and not share_memory
+        self._changes_inputs: bool | None = None
+        """Whether its forward changes its inputs in place; None until it is known."""
 
     @property
     def held(self) -> int:
@@ -158,12 +193,14 @@ class StageRun:
         rerun = None
         if self._checkpoints(microbatch):
             rerun = held.rerun = _Rerun(arguments, weights, target, torch.get_rng_state())
-        if rerun is None and outputs is None:
-            output, held.loss = self._run(arguments, weights, target)
-        else:
-            redirected = nullcontext() if outputs is None else outputs.run(arguments)
-            with redirected, torch.set_grad_enabled(rerun is None):
+        if outputs is not None:
+            with outputs.run(arguments), torch.set_grad_enabled(rerun is None):
                 output, held.loss = self._run(arguments, weights, target)
+        elif rerun is None:
+            output, held.loss = self._run(self._taken_in(arguments), weights, target)
+        else:
+            with torch.no_grad():
+                output, held.loss = self._run_first(rerun)
         outgoing = {}
         needs_grad = bool(rerun) and (any(held.inputs.values()) or bool(self.parameters()))
         for consumer in self.consumers:
@@ -173,6 +210,35 @@ class StageRun:
             outgoing = {each: outputs.own(packet) for each, packet in outgoing.items()}
             held.versions += [each._version for sent in held.sent.values() for each in sent]
         return outgoing, None if held.loss is None else held.loss.detach()
+
+    def _taken_in(self, arguments: Sequence[Any]) -> Sequence[Any]:
+        """Returns arguments that the module may change in place, where that is its own affair."""
+        if not self._may_change or not self.sources:
+            return arguments
+        found: Sequence[Any] = _pytree.tree_map(_entered, arguments)
+        return found
+
+    def _run_first(self, rerun: _Rerun) -> tuple[Any, Tensor | None]:
+        """Runs a forward that will be run again, from inputs as they are now.
+
+        The first one ever, and each one of a module that changes its inputs, has copies of them.
+        """
+        arguments = rerun.arguments
+        if self._changes_inputs is False:
+            before = _versions_of(arguments)
+            output = self._run(arguments, rerun.weights, rerun.target)
+            if _versions_of(arguments) != before:
+                raise RuntimeError(
+                    f"it changed one of {describe(tuple(arguments))} in place, and has not done so "
+                    "before; its forward cannot be run again, so make the pipeline with "
+                    "checkpoint='never', or use an operation that makes a new tensor"
+                )
+            return output
+        copies = _pytree.tree_map_only(Tensor, torch.clone, arguments)
+        before = _versions_of(copies)
+        output = self._run(copies, rerun.weights, rerun.target)
+        self._changes_inputs = _versions_of(copies) != before
+        return output
 
     def _run(
         self, arguments: Sequence[Any], weights: Leaves | None, target: Any
@@ -328,7 +394,8 @@ class StageRun:
         buffers = [(each, each.clone()) for each in self.module.buffers()]
         try:
             with torch.enable_grad():
-                output, held.loss = self._run(rerun.arguments, rerun.weights, rerun.target)
+                given = self._taken_in(rerun.arguments)
+                output, held.loss = self._run(given, rerun.weights, rerun.target)
         finally:
             torch.set_rng_state(now)
             for buffer, before in buffers:

@@ -61,6 +61,11 @@ def test_the_shapes_of_each_stage() -> None:
     )
 
 
+def test_a_stage_may_change_a_value_in_place_that_it_alone_takes() -> None:
+    found = check_stages(chain(nn.Linear(3, 4), nn.ReLU(inplace=True)), torch.ones(4, 3), 2)
+    assert found[1] == "float32[2, 4]"
+
+
 def test_nothing_is_computed_and_no_stage_is_changed() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(), nn.Linear(3, 3))
@@ -95,7 +100,14 @@ def test_nothing_is_computed_and_no_stage_is_changed() -> None:
             1,
         ),
         (chain(Fork(), nn.Linear(3, 3)), r"float32\[2, 3\], float32\[2\] from stage 0: TypeErr", 1),
-        (chain(nn.Linear(3, 4), nn.ReLU(inplace=True)), "a leaf Variable .* in-place", 1),
+        (
+            Stages(
+                (nn.Linear(3, 4), nn.ReLU(inplace=True), Join()),
+                Wiring.checked([[BATCH], [0], [0, 1]]),
+            ),
+            "a leaf Variable .* in-place",
+            1,
+        ),
     ],
 )
 def test_a_stage_that_cannot_take_its_values_is_named(
