@@ -444,6 +444,7 @@ def test_clocks_that_may_differ_are_measured(
         ({"limit": 0}, "a worker keeps from 1"),
         ({"timeout": 0}, "a positive number of seconds"),
         ({"path": "no/such/folder/trace.json"}, "'no/such/folder' does not exist"),
+        ({"path": "/"}, "'/' is a folder; pass the name of a file"),
     ],
 )
 def test_bad_arguments_are_named(others: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -149,6 +149,9 @@ def _slices_of_call(
         began_s = created.at_s
         if request is not None and request.sent is not None:
             began_s = min(request.sent.began_s, began_s)
+        elif starts_arrow and served is not None:
+            # A worker may serve its own call before the thread that has made it goes on.
+            began_s = min(served.arrived_s, began_s)
         told = {**args, "to": callee, **_bytes_of(request, "sent")}
         name, thread = f"create {call.function}", created.thread
         one = Slice(call.caller, thread, began_s, created.at_s, "create", name, told)
@@ -351,7 +354,8 @@ def _in_flight(joined: Joined, numbers: Mapping[int, int], began_s: float) -> It
             changes.append((sent_s, message.sender, size_bytes))
             changes.append((max(message.received.at_s, sent_s), message.sender, -size_bytes))
     in_flight: dict[int, int] = defaultdict(int)
-    for at_s, sender, change in sorted(changes):
+    # At one moment, bytes are sent before they are read.
+    for at_s, sender, change in sorted(changes, key=lambda each: (each[0], -each[2])):
         in_flight[sender] += change
         yield {
             "name": "bytes in flight",

@@ -54,7 +54,7 @@ class Trace:
         timeout: Seconds to wait for the other workers, at the begin and at the end.
 
     Raises:
-        ConfigurationError: There is no folder for the file, or a number is not positive.
+        ConfigurationError: The file cannot be made in its folder, or a number is not positive.
         ObserveError: A worker is traced already, at the begin of the block.
         NotInitialized: This process is no worker.
 
@@ -90,6 +90,12 @@ class Trace:
         self.path = Path(path)
         if not self.path.parent.is_dir():
             raise ConfigurationError(f"the folder {str(self.path.parent)!r} does not exist")
+        if self.path.is_dir():
+            raise ConfigurationError(f"{str(self.path)!r} is a folder; pass the name of a file")
+        if not os.access(self.path.parent, os.W_OK | os.X_OK):
+            raise ConfigurationError(
+                f"no file can be made in the folder {str(self.path.parent)!r}; pass another one"
+            )
         self.missing: dict[str, str] = {}
         self.clock_error_s = 0.0
         self.dropped: dict[str, int] = {}

@@ -18,7 +18,16 @@ from torchweft.observe.tracing.graph import graph_of
 from torchweft.observe.tracing.joining import Joined, join
 from torchweft.observe.tracing.reading import load, summary
 from torchweft.protocol.observing.clocks import SAME
-from torchweft.protocol.observing.trace import STEP, Made, Profiled, Ran, Record, Served
+from torchweft.protocol.observing.trace import (
+    STEP,
+    Created,
+    Made,
+    Profiled,
+    Ran,
+    Received,
+    Record,
+    Served,
+)
 
 ABOUT = {
     "clock_error_us": 3.0,
@@ -78,6 +87,25 @@ def test_bytes_in_flight_return_to_nothing(path: Path) -> None:
     for each in found.counters:
         by_worker[each["pid"]].append(each["args"]["bytes"])
     assert by_worker == {1: [100, 0, 80, 0], 2: [60, 0]}
+
+
+def test_bytes_are_sent_before_they_are_read_though_a_clock_says_otherwise(path: Path) -> None:
+    caller, callee = call()
+    early = [each._replace(at_s=0.999) if isinstance(each, Received) else each for each in callee]
+    with path.open("w") as file:
+        chrome.write(file, join([(worker(0, caller), SAME), (worker(1, early), SAME)]), ABOUT, 0.0)
+    events = json.loads(path.read_text())["traceEvents"]
+    told = [each["args"]["bytes"] for each in events if each["ph"] == "C" and each["pid"] == 1]
+    assert told == [100, 0]
+
+
+def test_a_value_that_a_worker_makes_on_itself_has_an_arrow_forwards(path: Path) -> None:
+    """Its function may run before the thread that has asked for it goes on."""
+    served = (0.9, 0.91, 0.95, 0.96, SERVING, SERVING, 0, 0, 3, "torch.ones", 0, False)
+    records = [Served(*served), Created(1.0, MAIN, 0, 3, "torch.ones")]
+    found = written(join([(worker(0, records), SAME), (worker(1, []), SAME)]), path)
+    (flow,) = found.flows.values()
+    assert [each["cat"] for each in flow] == ["create", "run"]
 
 
 def test_a_call_with_a_future_is_on_a_track_of_its_own(path: Path) -> None:
