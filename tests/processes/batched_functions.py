@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,22 @@ def model() -> nn.Module:
     """Returns a model that is the same wherever it is made."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+class Log(logging.Handler):
+    """Takes what Weft warns of on its worker, until the end."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._texts: list[str] = []
+        logging.getLogger("torchweft").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._texts.append(record.getMessage())
+
+    def end(self) -> list[str]:
+        logging.getLogger("torchweft").removeHandler(self)
+        return self._texts
 
 
 class Server:

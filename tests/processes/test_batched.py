@@ -21,7 +21,7 @@ from torchweft.errors import (
     QueueFull,
 )
 from torchweft.launch import Cluster
-from torchweft.rpc.functions import BatchStatistics, batch_statistics, expect_calls
+from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched, expect_calls
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 CALLERS = ("driver", "worker0", "worker1")
@@ -62,6 +62,35 @@ def test_a_server_says_how_many_calls_make_a_batch(group: Cluster) -> None:
         expect_calls(server.three, 0)
     with pytest.raises(ArgumentTypeError, match="that batched decorates"):
         expect_calls(server.seen_runs, 1)
+
+
+def test_a_method_without_its_object_has_no_queue(group: Cluster) -> None:
+    for ask in (lambda: batch_statistics(Server.three), lambda: expect_calls(Server.three, 2)):
+        with pytest.raises(ArgumentTypeError, match=r"Server.three is a method.*also of="):
+            ask()
+
+
+def test_a_function_that_comes_with_each_call_is_warned_of(group: Cluster) -> None:
+    """Its calls find no others; a class by value is there as long as its objects are."""
+
+    @batched
+    def lone(values: Tensor) -> Tensor:
+        return torch.full((len(values),), len(values))
+
+    class Local:
+        @batched(largest=2, smallest=2, longest_wait=batched_functions.LIMIT_S)
+        def pair(self, values: Tensor) -> Tensor:
+            return torch.full((len(values),), len(values))
+
+    log = rpc.remote("worker0", batched_functions.Log)
+    assert log.rpc_sync().get_name() is None
+    made = [rpc.rpc_async("worker0", lone, (torch.ones(1),)) for _ in range(3)]
+    assert [each.wait().item() for each in made] == [1, 1, 1]
+    local = rpc.remote("worker0", Local)
+    pairs = [local.rpc_async().pair(torch.ones(1)) for _ in range(4)]
+    assert [each.wait().item() for each in pairs] == [2] * 4
+    (text,) = log.rpc_sync().end()
+    assert "lone is batched, and its calls run one by one" in text
 
 
 def test_results_that_stay_on_the_worker(group: Cluster) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import math
 import threading
 import time
@@ -16,7 +17,7 @@ import torch
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.served_calls import current_call
-from torchweft.arguments import wrong_type
+from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
@@ -35,6 +36,8 @@ from torchweft.serialize.functions import resolve
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_log = logging.getLogger("torchweft")
 
 TAKEN = object()
 """Returned to the server of calls in place of a result: the call is answered with its batch."""
@@ -102,6 +105,7 @@ def batched(
 
     Raises:
         ConfigurationError: An option is out of range.
+        ArgumentTypeError: An option is of another type, or the function is a coroutine or generator.
 
     Example::
 
@@ -119,7 +123,12 @@ def batched(
 
 
 def _check(options: Options) -> None:
-    largest, smallest, longest_wait_s, limit, *_ = options
+    largest, smallest, longest_wait_s, limit, pad, *_ = options
+    for name, count in (("largest", largest), ("smallest", smallest), ("limit", limit)):
+        checked_int(name, count)
+    for name, number in (("longest_wait", longest_wait_s), ("pad", 0 if pad is None else pad)):
+        if not isinstance(number, (int, float)):
+            raise wrong_type(name, number, "pass a number")
     if not 1 <= smallest <= largest <= limit:
         raise ConfigurationError(
             f"batched(smallest={smallest}, largest={largest}, limit={limit}): they must be at "
@@ -137,6 +146,10 @@ def _decorated(function: Callable[..., Any], options: Options) -> Callable[..., 
     if inspect.iscoroutinefunction(function):
         raise ArgumentTypeError(
             f"{function.__qualname__} is an async def; a batched function computes its result"
+        )
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ArgumentTypeError(
+            f"{function.__qualname__} is a generator; a batched function returns its result"
         )
     batches = _Batches(function, options)
 
@@ -162,7 +175,7 @@ def batch_statistics(function: Callable[..., Any], of: Any = None) -> BatchStati
         of: The object whose method it is, or a reference to it.
 
     Raises:
-        ArgumentTypeError: The function is not batched.
+        ArgumentTypeError: The function is not batched, or is a method and its object is missing.
     """
     if isinstance(of, Handle):
         of = of.local_value()  # type: ignore[attr-defined]
@@ -188,7 +201,7 @@ def expect_calls(function: Callable[..., Any], count: int) -> None:
             ``largest`` count as ``largest``.
 
     Raises:
-        ArgumentTypeError: The function is not batched.
+        ArgumentTypeError: The function is not batched, or is a method without its object.
         ConfigurationError: ``count`` is not at least 1.
     """
     batches = getattr(function, _BATCHES, None)
@@ -233,11 +246,13 @@ class _Batches:
         self._runner = Runner(function, self._name, options)
         self._running = threading.RLock()
         """For calls without a group: one batch at a time; the function may call itself."""
+        self.is_by_value = False
+        """Whether another process has sent the function, and may send it again."""
         self._queues: Slot[_Queues] = Slot(dict)
         """Of each worker that this process becomes: they end with it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Batches, (self._function, self._options)
+        return _by_value, (self._function, self._options)
 
     def answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the result of a call, or ``TAKEN`` if it is one of another worker.
@@ -307,9 +322,24 @@ class _Batches:
         with self._lock:
             found = queues.get(id(owner))
             if found is None or found[0]() is not owner:
+                if self.is_by_value and (owner is None or inspect.isclass(owner)):
+                    self._warn_if_again()
                 queue = BatchQueue(self._function, self._name, self._options, agent)
                 found = queues[id(owner)] = (self._reference_to(owner, queues), queue)
             return found[1]
+
+    def _warn_if_again(self) -> None:
+        """Warns, once, of a function that comes with its calls: each time with a new queue."""
+        name = f"{self._function.__module__}.{self._name}"
+        count = _sent[name] = _sent.get(name, 0) + 1
+        if count == 2:
+            _log.warning(
+                "%s is batched, and its calls run one by one: a function of the main program "
+                "travels with each call, so no two calls are of the same function here. Define it "
+                "in a module that the workers import, or make it a method of an object that one "
+                "of them has",
+                name,
+            )
 
     def _reference_to(self, owner: object, queues: _Queues) -> Callable[[], object]:
         if owner is None:
@@ -331,6 +361,7 @@ class _Batches:
 
     def expect(self, owner: object, count: int) -> None:
         """Sets how many calls make a batch in the queue of one object, or of the function."""
+        self._check_owner(owner)
         if current_agent.is_set():
             bound = (owner,) if self._is_method else ()
             queue = self._queue_of(bound, current_agent.current())
@@ -338,11 +369,20 @@ class _Batches:
 
     def statistics(self, owner: object) -> BatchStatistics:
         """Returns the statistics of the queue of one object, or of the function."""
+        self._check_owner(owner)
         if not current_agent.is_set():
             return BatchStatistics()
         queues = current_agent.current().slots[self._queues]
         found = queues.get(id(owner if self._is_method else None))
         return BatchStatistics() if found is None else found[1].statistics()
+
+    def _check_owner(self, owner: object) -> None:
+        """Refuses a method without its object, which has no queue."""
+        if self._is_method and owner is None:
+            raise ArgumentTypeError(
+                f"{self._name} is a method, and each object has a queue of its own; pass the "
+                "method of an object, as in server.classify, or to batch_statistics also of="
+            )
 
     def _result(self, bound: tuple[Any, ...], parts: Parts) -> Any:
         """Makes a call by a thread of this worker, and waits for its result."""
@@ -382,6 +422,17 @@ class _Batches:
             call=self._name,
             elapsed_s=limit_s,
         )
+
+
+_sent: dict[str, int] = {}
+"""How often functions have come that have no object, by name."""
+
+
+def _by_value(function: Callable[..., Any], options: Options) -> _Batches:
+    """Makes the queues of a function that has come from another process."""
+    found = _Batches(function, options)
+    found.is_by_value = True
+    return found
 
 
 class _Alone(NamedTuple):

@@ -164,5 +164,15 @@ def test_mistakes() -> None:
         @batched
         async def soon() -> None: ...
 
+    with pytest.raises(TypeError, match="is a generator"):
+
+        @batched
+        def values() -> Any:
+            yield 1
+
+    for option in ({"largest": 3.5}, {"smallest": "1"}, {"longest_wait": "1"}, {"pad": "0"}):
+        with pytest.raises(TypeError, match=next(iter(option))):
+            batched(**option)  # type: ignore[call-overload]
+
     with pytest.raises(TypeError, match="batched decorates"):
         batch_statistics(print)
