@@ -130,6 +130,18 @@ def test_waiting_for_a_version_is_bounded(group: Cluster) -> None:
     sampler.close()
 
 
+def test_a_closed_subscriber_waits_for_nothing(group: Cluster) -> None:
+    trainer = Trainer()
+    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
+    sampler.close()
+    assert sampler.subscriber.update() == 0
+    with pytest.raises(ConfigurationError, match="is closed"):
+        sampler.subscriber.update(LIMIT_S)
+    with pytest.raises(ConfigurationError, match="is closed"):
+        sampler.subscriber.follow(trainer.publisher)
+    wait_until(lambda: not trainer.publisher._subscriptions, lambda: "it is told after its end")
+
+
 # Bad input
 
 
@@ -147,9 +159,20 @@ def test_another_model_is_refused_and_named(group: Cluster) -> None:
     with pytest.raises(WeightsMismatch, match=r"the source on 'driver' has 'third\.weight'"):
         trainer.publisher.publish()
     assert trainer.publisher.version == 0
+    tied = Model()
+    publisher = Publisher({"a": tied.first.weight, "b": tied.first.weight})
+    publisher.publish()
+    publisher._source["b"] = torch.ones_like(tied.first.weight)  # type: ignore[index]
+    with pytest.raises(WeightsMismatch, match="'a' and 'b' apart"):
+        publisher.publish()
+    assert publisher.version == 1
 
 
 def test_arguments_that_cannot_work(group: Cluster) -> None:
     for options in ({"deltas": -1}, {"after": 1.5}, {"dtype": torch.int64}):
         with pytest.raises(ConfigurationError, match=next(iter(options))):
             Publisher(Model(), **options)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="dtype is 'bfloat16', a str"):
+        Publisher(Model(), dtype="bfloat16")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="publisher is 3, an int"):
+        Subscriber(3, Model())  # type: ignore[arg-type]

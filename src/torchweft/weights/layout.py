@@ -110,15 +110,19 @@ def layout_of(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layou
     places: dict[object, int] = {}
     end = 0
     for name, tensor in tensors.items():
-        key: object = name
-        if tensor.numel():
-            key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        key: object = _memory_of(tensor) if tensor.numel() else name
         published = _published(tensor, dtype)
         entry = Entry(tuple(tensor.shape), published, places.setdefault(key, end))
         entries[name] = entry
         if entry.offset == end:
             end += -(-entry.size_bytes // ALIGNMENT) * ALIGNMENT
     return Layout(entries, max(end, ALIGNMENT))
+
+
+def _memory_of(tensor: Tensor) -> object:
+    """Returns what is equal for tensors that share all of their memory, and its meaning."""
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, bits
 
 
 def _published(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
@@ -165,6 +169,30 @@ def check_same(
                 "dtype=... to the publisher, or convert the subscriber's model",
                 tensor=name,
             )
+
+
+def check_shared(layout: Layout, tensors: Mapping[str, Tensor], subject: str) -> None:
+    """Checks that tensors with one place in the layout still share their memory.
+
+    Args:
+        layout: The published one.
+        tensors: The state, of the same names and shapes.
+        subject: A noun phrase for the state, which begins the message.
+
+    Raises:
+        WeightsMismatch: They do not: one of them would be published under the names of all.
+    """
+    firsts: dict[int, tuple[str, object]] = {}
+    for name, entry in layout.entries.items():
+        if entry.size_bytes:
+            memory = _memory_of(tensors[name])
+            first, shared = firsts.setdefault(entry.offset, (name, memory))
+            if memory != shared:
+                raise WeightsMismatch(
+                    f"{subject} has {first!r} and {name!r} apart, and they shared their memory "
+                    "when the publisher was made; make another publisher for the changed model",
+                    tensor=name,
+                )
 
 
 def _some(names: tuple[str, ...]) -> str:

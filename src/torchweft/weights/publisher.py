@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchweft.agent.current import current
+from torchweft.arguments import wrong_type
 from torchweft.channel.gpu_calls import GpuCalls
 from torchweft.errors import ConfigurationError, WeftError
 from torchweft.protocol.weights import Offer, Offers, Version
@@ -19,7 +20,7 @@ from torchweft.rpc.current_call import check_types
 from torchweft.rpc.futures import Future
 from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import delta, inbox
-from torchweft.weights.layout import Layout, Source, check_same, layout_of, tensors_of
+from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.storage import Memory, Storage
 
 _ANNOUNCE_S = 60.0
@@ -136,6 +137,8 @@ class Publisher:
         for name, value in (("deltas", deltas), ("after", after)):
             if type(value) is not int or value < 0:
                 raise ConfigurationError(f"{name}={value!r}: pass a number, at least 0")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise wrong_type("dtype", dtype, "pass one such as torch.bfloat16")
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigurationError(f"dtype={dtype}: pass a floating-point type")
         agent = current()
@@ -176,7 +179,9 @@ class Publisher:
         began_s = time.perf_counter()
         with self._publishing:
             tensors = tensors_of(self._source)
-            check_same(self._layout, tensors, self._dtype, f"the source on {self._worker!r}")
+            subject = f"the source on {self._worker!r}"
+            check_same(self._layout, tensors, self._dtype, subject)
+            check_shared(self._layout, tensors, subject)
             agent = current()
             kept = self._storage.take(agent)
             fill(self._layout, tensors, kept.tensor, agent.page_locks.calls)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
-from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.arguments import wrong_type
+from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.protocol.weights import Following, Next, Version
 from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.futures import Future, ignore_errors
@@ -92,6 +93,7 @@ class Subscriber:
         timeout: float = 300.0,
     ) -> None:
         self._agent = current()
+        _check_publisher(publisher)
         self._worker = self._agent.me.name
         self._targets = tensors_of(module)
         self._in_place = in_place
@@ -126,7 +128,10 @@ class Subscriber:
         Raises:
             WeightsMismatch: It publishes other tensors; the former publisher is followed.
             WorkerLost: Its worker is lost.
+            ConfigurationError: This subscriber is closed.
         """
+        _check_publisher(publisher)
+        self._check_open()
         self._subscribe(publisher)
 
     def _subscribe(self, publisher: RRef[Publisher] | Publisher) -> None:
@@ -291,8 +296,12 @@ class Subscriber:
         Raises:
             CallTimeout: None arrived within a ``timeout`` above 0.
             WorkerLost: The publisher is lost, with a ``timeout`` above 0.
+            ConfigurationError: This subscriber is closed, with a ``timeout`` above 0.
+            WeightsMismatch: Tensors that are one here have different values in the version.
             WeftError: A fetch failed for another reason; the version in use stays.
         """
+        if not isinstance(timeout, (int, float)):
+            raise wrong_type("timeout", timeout, "pass a number of seconds, 0 for no wait")
         with self._updating:
             if timeout > 0 and self._ready is None:
                 self._wait(timeout)
@@ -330,6 +339,11 @@ class Subscriber:
                 )
             if self._ready is None and self.lost is not None:
                 raise self.lost
+            self._check_open()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigurationError("this subscriber is closed: no version will arrive any more")
 
     def statistics(self) -> Taken:
         """Returns the counts so far."""
@@ -364,6 +378,11 @@ class Subscriber:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _check_publisher(publisher: object) -> None:
+    if not isinstance(publisher, (RRef, Publisher)):
+        raise wrong_type("publisher", publisher, "pass a Publisher, or a reference to one")
 
 
 def _fetch(of: weakref.ref[Subscriber], publisher: RRef[Publisher], number: int) -> None:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torchweft.weights.errors import WeightsMismatch
+
 
 class Switch(NamedTuple):
     """A prepared change of a state to a version.
@@ -44,11 +46,31 @@ def prepare(
 
     Parameters on the CPU take the memory of the values. Buffers, which a module may write, tensors
     of a dict, and tensors on other devices keep theirs.
+
+    Raises:
+        WeightsMismatch: Two names are one tensor here, and their values differ.
     """
     swaps: list[tuple[Tensor, Tensor]] = []
     copies: list[tuple[Tensor, Tensor]] = []
+    firsts: dict[int, str] = {}
     for name, target in targets.items():
+        first = firsts.setdefault(id(target), name)
+        if first != name:
+            if not _is_equal(values[first], values[name]):
+                raise WeightsMismatch(
+                    f"{first!r} and {name!r} are one tensor of the subscriber, and have different "
+                    "values at the publisher; publisher and subscriber need the same model",
+                    tensor=name,
+                )
+            continue
         is_swapped = not in_place and isinstance(target, nn.Parameter)
         is_swapped = is_swapped and target.device == values[name].device
         (swaps if is_swapped else copies).append((target, values[name]))
     return Switch(swaps, copies)
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two contiguous tensors have the same bytes."""
+    if one.data_ptr() == other.data_ptr():
+        return True
+    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tests.unit.channel.fake_gpu import FakeGpu
 from torchweft.errors import ArgumentTypeError
 from torchweft.weights import WeightsMismatch
-from torchweft.weights.layout import ALIGNMENT, check_same, layout_of, tensors_of
+from torchweft.weights.layout import ALIGNMENT, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.publisher import fill
 
 
@@ -67,6 +67,23 @@ def test_tied_weights_have_one_place() -> None:
     assert len(places) == len(entries) - 1
     assert all(place % ALIGNMENT == 0 for place in places)
     version_of(tensors_of(model))
+
+
+def test_weights_that_are_no_longer_tied_are_refused() -> None:
+    """One of them would be published under both names."""
+    model = Tied()
+    layout = layout_of(tensors_of(model), None)
+    check_shared(layout, tensors_of(model), "the source")
+    model.head.weight = nn.Parameter(model.head.weight.detach() + 1)
+    with pytest.raises(WeightsMismatch, match=r"'embedding\.weight' and 'head\.weight' apart"):
+        check_shared(layout, tensors_of(model), "the source")
+
+
+def test_a_conjugate_view_has_a_place_of_its_own() -> None:
+    number = torch.tensor([1 + 2j])
+    found = version_of({"number": number, "conjugate": number.conj()})
+    assert found["number"].tolist() == [1 + 2j]
+    assert found["conjugate"].tolist() == [1 - 2j]
 
 
 @pytest.mark.parametrize(

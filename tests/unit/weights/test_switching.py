@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torchweft.weights import WeightsMismatch
 from torchweft.weights.layout import tensors_of
 from torchweft.weights.switching import prepare
 
@@ -25,6 +26,20 @@ def test_parameters_are_swapped_and_buffers_copied(in_place: bool) -> None:
         is_swapped = isinstance(target, nn.Parameter) and not in_place
         expected = values[name].data_ptr() if is_swapped else before[name]
         assert target.data_ptr() == expected, name
+
+
+def test_one_tensor_of_two_names_gets_one_value() -> None:
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    model[1].weight = model[0].weight
+    values = {"0.weight": torch.full((2, 2), torch.nan), "1.weight": torch.full((2, 2), torch.nan)}
+    prepare(tensors_of(model), values, in_place=False).run()
+    assert model[0].weight.data_ptr() == values["0.weight"].data_ptr()
+    values["1.weight"] = torch.ones(2, 2)
+    with pytest.raises(
+        WeightsMismatch, match=r"'0.weight' and '1.weight' are one tensor"
+    ) as caught:
+        prepare(tensors_of(model), values, in_place=False)
+    assert caught.value.tensor == "1.weight"
 
 
 def test_an_interrupt_leaves_no_state_half_way() -> None:

@@ -105,7 +105,8 @@ def batched(
 
     Raises:
         ConfigurationError: An option is out of range.
-        ArgumentTypeError: An option is of another type, or the function is a coroutine or generator.
+        ArgumentTypeError: An option is of another type, or the function returns a coroutine or a
+            generator.
 
     Example::
 

@@ -167,7 +167,7 @@ def test_mistakes() -> None:
     with pytest.raises(TypeError, match="is a generator"):
 
         @batched
-        def values() -> Any:
+        def values() -> Iterator[int]:
             yield 1
 
     for option in ({"largest": 3.5}, {"smallest": "1"}, {"longest_wait": "1"}, {"pad": "0"}):
