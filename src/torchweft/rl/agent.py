@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.arguments import wrong_type
 from torchweft.rl.errors import WrongActions
 from torchweft.rl.policies import NUMBER, Decision, LocalPolicy
 from torchweft.rpc import RRef, expose, functions
@@ -35,6 +36,8 @@ class Agent:
     """
 
     def __init__(self, policy: LocalPolicy) -> None:
+        if not callable(getattr(policy, "act", None)):
+            raise wrong_type("policy", policy, "pass a LocalPolicy, whose decide runs the network")
         self.policy = policy
         self._lock = threading.Lock()
         self._observers = self._awaited = 1

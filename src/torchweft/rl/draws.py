@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchweft.errors import ConfigurationError
+
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _UNIT = 2.0**-53
@@ -61,7 +63,11 @@ def categorical(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
 
     Returns:
         Actions, int64 ``(batch,)``, and their log-probabilities ``(batch,)``.
+
+    Raises:
+        ConfigurationError: ``draws`` or ``logits`` has another shape.
     """
+    _check("categorical", "logits", logits, draws, 1)
     logs = logits.log_softmax(dim=1)
     below = logs.double().exp().cumsum(dim=1)
     # Rounding may leave the last sum below a draw.
@@ -79,7 +85,20 @@ def epsilon_greedy(scores: Tensor, draws: Tensor, epsilon: float) -> Tensor:
 
     Returns:
         Actions, int64 ``(batch,)``.
+
+    Raises:
+        ConfigurationError: ``draws`` or ``scores`` has another shape.
     """
+    _check("epsilon_greedy", "scores", scores, draws, 2)
     draws = draws.to(scores.device)
     guesses = (draws[:, 1] * scores.shape[1]).long()
     return torch.where(draws[:, 0] < epsilon, guesses, scores.argmax(dim=1))
+
+
+def _check(function: str, name: str, given: Tensor, draws: Tensor, count: int) -> None:
+    if given.ndim != 2 or draws.shape != (len(given), count):
+        raise ConfigurationError(
+            f"{function} was given {name} of shape {list(given.shape)} and draws of shape "
+            f"{list(draws.shape)}; they must be (batch, actions) and (batch, {count}). Make the "
+            f"policy with draws={count}, or pass {count} of its columns"
+        )

@@ -21,8 +21,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from torchweft.arguments import checked_int, kind_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.rl.errors import UnservedSpace, WrongObservations
+from torchweft.runtime.reports import log_exception
 from torchweft.serialize.registry import rebuilds_plain
 
 Array = NDArray[Any]
@@ -51,6 +53,10 @@ class Environments:
     vectorized: bool = False
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.make, str) or callable(self.make)):
+            raise wrong_type("make", self.make, "pass the name of environments, or a function")
+        for name in ("count", "seed", "halves"):
+            checked_int(name, getattr(self, name))
         if self.halves not in (1, 2) or self.count < 1 or self.count % self.halves:
             raise ConfigurationError(
                 f"count={self.count}, halves={self.halves}: pass at least one environment, and "
@@ -151,7 +157,25 @@ class Group(Protocol):
         """Takes a step in each."""
 
     def close(self) -> None:
-        """Closes them."""
+        """Closes them; logs the errors of those that cannot be closed."""
+
+
+_RESET = "reset", "observation and info"
+_STEP = "step", "observation, reward, terminated, truncated and info"
+
+
+def _parts(found: Any, of: tuple[str, str], number: int) -> Any:
+    """Returns the result of a method of an environment, if it has gymnasium's parts."""
+    method, parts = of
+    count = parts.count(",") + 2
+    if not isinstance(found, (tuple, list)) or len(found) != count:
+        is_several = isinstance(found, (tuple, list))
+        text = f"{len(found)} values" if is_several else kind_of(found)
+        raise ConfigurationError(
+            f"{method} of environment {number} returned {text}; it must return {parts}, as in "
+            "gymnasium"
+        )
+    return found
 
 
 class _List:
@@ -167,7 +191,7 @@ class _List:
     def reset(self) -> Array:
         return self._stacked(
             [
-                environment.reset(seed=int(number))[0]
+                _parts(environment.reset(seed=int(number)), _RESET, number)[0]
                 for environment, number in zip(self._environments, self.numbers, strict=True)
             ]
         )
@@ -201,10 +225,12 @@ class _List:
         for place, environment in enumerate(self._environments):
             action = actions[place]
             found = environment.step(action if action.ndim else action.item())
+            found = _parts(found, _STEP, self.numbers[place])
             observation, rewards[place], terminated[place], truncated[place], _ = found
             if terminated[place] or truncated[place]:
-                finals[place] = np.asarray(observation, self._dtype)
-                observation, _ = environment.reset()
+                # A copy, as some environments return the same array again and again.
+                finals[place] = np.array(observation, self._dtype)
+                observation, _ = _parts(environment.reset(), _RESET, self.numbers[place])
             observations.append(observation)
         is_reset = np.zeros(size, np.bool_)
         return Stepped(
@@ -213,7 +239,7 @@ class _List:
 
     def close(self) -> None:
         for environment in self._environments:
-            environment.close()
+            _close(environment)
 
 
 class _Native:
@@ -250,4 +276,12 @@ class _Native:
         return Stepped(observations.copy(), rewards, terminated, truncated, is_reset, {})
 
     def close(self) -> None:
-        self._environment.close()
+        _close(self._environment)
+
+
+def _close(environment: Any) -> None:
+    """Closes an environment; one that fails does not keep the others open."""
+    try:
+        environment.close()
+    except Exception:
+        log_exception("%s failed when it was closed", environment)

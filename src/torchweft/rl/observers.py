@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from torchweft.arguments import checked_int, wrong_type
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
@@ -106,11 +107,17 @@ class Observers:
             raise ConfigurationError(
                 f"where={where!r}: pass 'process', 'threads', or a list of workers"
             )
-        if steps < 1 or count < 1 or time_limit_s <= 0 or not where:
+        if not isinstance(environments, Environments):
+            raise wrong_type("environments", environments, "pass rl.Environments(...)")
+        for name, number in (("count", count), ("steps", steps), ("most_stale", most_stale or 0)):
+            checked_int(name, number)
+        if steps < 1 or count < 1 or not time_limit_s > 0 or (most_stale or 0) < 0:
             raise ConfigurationError(
-                f"{len(where)} places, count={count}, steps={steps}, time_limit_s={time_limit_s}: "
-                "pass 1 or more, and a positive time"
+                f"count={count}, steps={steps}, time_limit_s={time_limit_s}, "
+                f"most_stale={most_stale}: pass 1 or more, a positive time, and 0 or more, or None"
             )
+        if not where:
+            raise ConfigurationError("where names no workers: pass one for each observer")
         _check_agent(agent)
         self.refused = 0
         self.staleness: dict[int, int] = {}
@@ -125,6 +132,7 @@ class Observers:
         self._full_batches = full_batches
         self._by_reference_bytes = by_reference_bytes
         self._expected = 0
+        self._is_closed = False
         self._program = program_of(environments.make, self._agent)
         self._spaces: tuple[str, str] | None = None
         self._introduced: dict[int, Introduction] | None = None
@@ -221,6 +229,7 @@ class Observers:
             ConfigurationError: There is no such observer.
             Exception: It could not be made; it stays left out.
         """
+        self._check_open()
         if not 0 <= number < len(self._seats):
             raise ConfigurationError(f"observer {number} of {len(self._seats)} does not exist")
         seat = self._seats[number]
@@ -241,6 +250,7 @@ class Observers:
         Args:
             agent: As for the constructor.
         """
+        self._check_open()
         _check_agent(agent)
         self._agent, self._agent_lost = agent, None
         self._program = program_of(self._environments.make, agent)
@@ -276,6 +286,7 @@ class Observers:
         For an open group, where a launcher restarts workers under their names. Blocks for at most
         the time limit.
         """
+        self._check_open()
         lost = [seat for seat in self._seats if seat.state == LOST]
         self._close(lost)
         self._open(lost)
@@ -283,6 +294,7 @@ class Observers:
 
     def close(self) -> None:
         """Closes all observers; does not wait for those on workers."""
+        self._is_closed = True
         places = [seat.place for seat in self._seats]
         self._close(self._seats)
         for place in places:
@@ -361,6 +373,7 @@ class Observers:
     # Results
 
     def _start_ready(self) -> None:
+        self._check_open()
         self._check_agent()
         ready = [seat for seat in self._seats if seat.state == READY]
         is_alone = isinstance(self._where, str) and self._where == "process"
@@ -467,6 +480,10 @@ class Observers:
                 cause=error.cause,
             )
             self._agent_lost.__cause__ = error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConfigurationError("these observers are closed; make others for further steps")
 
     def _check_agent(self) -> None:
         if self._agent_lost is not None:

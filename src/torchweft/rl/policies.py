@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchweft.errors import ConfigurationError
+from torchweft.arguments import kind_of, wrong_type
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rl.draws import uniform
 from torchweft.rl.errors import WrongActions, WrongObservations
 from torchweft.serialize.registry import rebuilds_plain
@@ -98,6 +99,8 @@ class LocalPolicy:
         self.version = 0
         self.forwards = 0
         self.decisions = 0
+        if not isinstance(observation_shape, (tuple, list)):
+            raise wrong_type("observation_shape", observation_shape, "pass a tuple, such as (4,)")
         self._shape = tuple(observation_shape)
         self._draws = draws
         self._rows = rows
@@ -178,7 +181,17 @@ class LocalPolicy:
         given = (observations, draws, states)
         if self._rows and count != self._rows:
             given = tuple(_filled(each, self._rows) for each in given)  # type: ignore[assignment]
-        actions, outputs, states = self.decide(*given)
+        made = self.decide(*given)
+        if (
+            not isinstance(made, (tuple, list))
+            or len(made) != 3
+            or not isinstance(made[1], Mapping)
+        ):
+            raise ArgumentTypeError(
+                f"{type(self).__qualname__}.decide must return a tuple: actions, a dict of further "
+                f"outputs, and states; it returned {_told(made)}"
+            )
+        actions, outputs, states = made
         _check_rows(len(given[0]), actions, outputs, states)
         if len(actions) == count:
             return actions, outputs, states
@@ -229,8 +242,16 @@ class LocalPolicy:
             self._states = {int(number): each for number, each in state["states"].items()}
 
 
+def _told(made: Any) -> str:
+    if not isinstance(made, (tuple, list)):
+        return kind_of(made)
+    return f"{kind_of(made)} of {', '.join(map(kind_of, made)) or 'nothing'}"
+
+
 def _check_rows(rows: int, actions: Tensor, outputs: dict[str, Tensor], states: Tensor) -> None:
     for name, each in {"actions": actions, **outputs, "states": states}.items():
+        if not isinstance(each, Tensor):
+            raise wrong_type(f"{name} of decide", each, f"return a tensor with {rows} rows")
         if not each.ndim or len(each) != rows:
             raise WrongActions(
                 f"decide was given {rows} rows of observations and returned {name} of shape "

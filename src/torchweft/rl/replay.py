@@ -16,8 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchweft.arguments import checked_int, wrong_type
 from torchweft.errors import ConfigurationError
-from torchweft.rl.errors import BadPriority, ColumnsMismatch, NotEnough
+from torchweft.rl.errors import BadPriority, ColumnsMismatch, NotEnough, ReplayError
 from torchweft.rpc import expose
 from torchweft.serialize.registry import rebuilds_plain
 
@@ -107,6 +108,7 @@ class ReplayBuffer:
         weight_power: float = 0.4,
         seed: int = 0,
     ) -> None:
+        checked_int("capacity", capacity)
         if capacity < 1 or not 0 <= priority_power < np.inf or not 0 <= weight_power <= 1:
             raise ConfigurationError(
                 f"capacity={capacity}, priority_power={priority_power}, "
@@ -140,6 +142,7 @@ class ReplayBuffer:
         Raises:
             ColumnsMismatch: Columns, dtypes or shapes differ from those of the first call, or
                 columns have unequally many rows. Nothing is added.
+            ArgumentTypeError: A column is no tensor.
         """
         with self._lock:
             count = self._checked(columns)
@@ -159,12 +162,22 @@ class ReplayBuffer:
             return self._added
 
     def _checked(self, columns: Mapping[str, Tensor]) -> int:
+        if not isinstance(columns, Mapping):
+            raise wrong_type("columns", columns, "pass a dict of tensors by name")
         if not columns or (self._columns and columns.keys() != self._columns.keys()):
             differing = sorted(columns.keys() ^ self._columns.keys())
             raise ColumnsMismatch(
                 f"rows have the columns {sorted(columns)}, the buffer has {sorted(self._columns)}",
                 column=differing[0] if differing else "",
             )
+        for name, column in columns.items():
+            if not isinstance(column, Tensor):
+                raise wrong_type(f"column {name!r}", column, "pass a tensor of shape (rows, ...)")
+            if not column.ndim:
+                raise ColumnsMismatch(
+                    f"column {name!r} is a tensor without dimensions, and so has no rows",
+                    column=name,
+                )
         count = len(next(iter(columns.values())))
         for name, column in columns.items():
             stored = self._columns.get(name, column)
@@ -190,6 +203,8 @@ class ReplayBuffer:
         Raises:
             NotEnough: Fewer are stored, or all priorities are 0.
         """
+        if checked_int("count", count) < 0:
+            raise ConfigurationError(f"count={count}: pass 0 or more")
         with self._lock:
             stored = len(self)
             has_weight = self._tree is None or self._tree.total > 0
@@ -242,11 +257,15 @@ class ReplayBuffer:
             raise ConfigurationError(
                 "this buffer samples uniformly; make it with a priority_power above 0"
             )
+        for name, given in (("rows", rows), ("priorities", priorities)):
+            if not isinstance(given, Tensor):
+                raise wrong_type(name, given, "pass a tensor of shape (rows,)")
         values = priorities.detach().cpu().double().numpy()
-        if values.shape != tuple(rows.shape):
+        if rows.ndim != 1 or values.shape != tuple(rows.shape):
             raise BadPriority(
-                f"{list(rows.shape)} rows and {list(values.shape)} priorities: pass one for each",
-                position=min(len(rows), len(values)),
+                f"rows of shape {list(rows.shape)} and priorities of shape {list(values.shape)}: "
+                "pass a priority for each row, both of shape (rows,)",
+                position=min(rows.numel(), values.size),
             )
         bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if bad.size:
@@ -277,7 +296,26 @@ class ReplayBuffer:
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the state of a snapshot of a buffer of the same capacity."""
+        """Takes the state of a snapshot of a buffer of the same capacity and kind of sampling.
+
+        Raises:
+            ReplayError: The state is of another buffer; nothing has changed.
+        """
+        columns, added = state["columns"], state["added"]
+        stored = len(next(iter(columns.values()))) if columns else 0
+        if stored != min(added, self._capacity):
+            raise ReplayError(
+                f"a snapshot with {stored} of {added} rows is of a buffer of another capacity than "
+                f"{self._capacity}; make a buffer of the same capacity, or add the rows one after "
+                "the other"
+            )
+        if stored and bool(len(state["weights"])) != (self._tree is not None):
+            kinds = ["by priority", "uniformly"]
+            had, has = kinds if self._tree is None else kinds[::-1]
+            raise ReplayError(
+                f"the snapshot is of a buffer that samples {had}, and this one samples {has}; make "
+                "it with the priority_power of the former"
+            )
         with self._lock:
             self._added, self._highest = state["added"], state["highest"]
             self._columns = {}

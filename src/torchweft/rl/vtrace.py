@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+
 
 class VTrace(NamedTuple):
     """What a learner of values and of a policy needs.
@@ -50,7 +52,19 @@ def v_trace(
         discount: Factor of the rewards of the next step.
         trace_decay: Further factor of the traces.
         most_ratio: Bound of the ratios, both of the traces and of the differences.
+
+    Raises:
+        ConfigurationError: Arguments have different shapes, or no steps.
+        ArgumentTypeError: ``terminated`` or ``ends`` is not of type bool.
     """
+    _check(
+        values,
+        log_ratios=log_ratios,
+        rewards=rewards,
+        next_values=next_values,
+        terminated=terminated,
+        ends=ends,
+    )
     with torch.no_grad():
         ratios = log_ratios.exp().clamp(max=most_ratio)
         following = discount * next_values * ~terminated
@@ -67,3 +81,20 @@ def v_trace(
         next_targets = torch.where(ends, next_values, next_targets)
         advantages = ratios * (rewards + discount * next_targets * ~terminated - values)
         return VTrace(targets, advantages)
+
+
+def _check(values: Tensor, **others: Tensor) -> None:
+    """Refuses tensors that PyTorch would combine with another meaning, without an error."""
+    for name, each in others.items():
+        if each.shape != values.shape:
+            raise ConfigurationError(
+                f"{name} has the shape {list(each.shape)}, and values {list(values.shape)}; all "
+                "arguments must have the same, (steps, environments)"
+            )
+    for name in ("terminated", "ends"):
+        if others[name].dtype != torch.bool:
+            raise ArgumentTypeError(
+                f"{name} is a tensor of {others[name].dtype}; pass one of torch.bool"
+            )
+    if not values.ndim or not len(values):
+        raise ConfigurationError(f"values has the shape {list(values.shape)}: it has no steps")

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
 from tests.rl_environments import Walk, Walks, walk_policy
@@ -14,6 +14,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.rl import (
     Decision,
     Environments,
+    LocalPolicy,
     NoObservers,
     Observer,
     Observers,
@@ -207,6 +208,72 @@ def test_spaces_are_told_apart_by_a_text() -> None:
     same, copied, other = map(described, boxes)
     assert same == copied
     assert same != other
+
+
+class OneArray(Walk):
+    """Counts its steps, in the same array again and again."""
+
+    observation_space = Walk.observation_space._replace(shape=(1,))
+
+    def __init__(self) -> None:
+        self._array = np.zeros(1, np.float32)
+
+    def reset(self, seed: int | None = None) -> Any:
+        self._array[:] = 0
+        return self._array, {}
+
+    def step(self, action: int) -> Any:
+        self._array += 1
+        return self._array, 1.0, bool(self._array[0] == 3), False, {}
+
+
+class Still(LocalPolicy):
+    def decide(self, observations: Tensor, draws: Tensor, states: Tensor) -> Any:
+        return torch.zeros(len(observations), dtype=torch.int64), {}, states
+
+
+def still(*shape: int) -> Still:
+    return Still(nn.Linear(1, 1), shape)
+
+
+def test_an_environment_may_return_the_same_array_again_and_again() -> None:
+    found = Observer(0, Environments(OneArray, 2), still(1)).observe(5)
+    assert found.observations[:, 1, 0].tolist() == [0, 1, 2, 0, 1]
+    assert found.next_observations()[:, 1, 0].tolist() == [1, 2, 3, 1, 2]
+    assert found.final_observations.tolist() == [[3], [3]]
+
+
+def test_environments_without_the_parts_of_gymnasium_are_named() -> None:
+    class Older(OneArray):
+        def step(self, action: int) -> Any:
+            return super().step(action)[:4]
+
+    class Oldest(OneArray):
+        def reset(self, seed: int | None = None) -> Any:
+            return super().reset()[0]
+
+    for make, text in (
+        (Older, "step of environment 6 returned 4 values; it must return observation, reward, te"),
+        (Oldest, "reset of environment 6 returned a ndarray; it must return observation and info"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            Observer(2, Environments(make, 3), still(1)).observe(1)
+
+
+def test_an_environment_that_cannot_be_closed_keeps_no_other_open(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    closed: list[int] = []
+
+    class Unclosed(OneArray):
+        def close(self) -> None:
+            closed.append(len(closed))
+            raise OSError("the device is busy")
+
+    with Observers("process", Environments(Unclosed, 2), still(1), count=2, steps=1) as observers:
+        observers.round()
+    assert len(closed) == 4
+    assert caplog.text.count("failed when it was closed") == 4
 
 
 def test_after_an_error_episodes_begin_anew() -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, repeat
+from typing import Any
 
 import pytest
 import torch
@@ -64,6 +65,45 @@ def test_join_needs_trajectories_of_one_length() -> None:
             found += observers.round()
     with pytest.raises(ConfigurationError, match="given: observer0: 2, observer0: 3"):
         join(found)
+
+
+def test_closed_observers_say_so() -> None:
+    with Observers("process", Environments(Walk, 2), walk_policy(), steps=2) as observers:
+        trajectories = observers.stream()
+        next(trajectories)
+    uses: list[Callable[[], object]] = [
+        observers.round,
+        lambda: next(trajectories),
+        lambda: next(observers.stream()),
+        observers.take_back,
+        lambda: observers.replace(0),
+        lambda: observers.follow(walk_policy()),
+    ]
+    for use in uses:
+        with pytest.raises(ConfigurationError, match="these observers are closed"):
+            use()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"steps": 0}, "steps=0"),
+        ({"most_stale": -1}, "most_stale=-1"),
+        ({"steps": 2.5}, "steps is 2.5, a float"),
+        ({"where": []}, "names no workers"),
+        ({"environments": "CartPole-v1"}, "environments is 'CartPole-v1', a str"),
+    ],
+)
+def test_arguments_that_cannot_work(options: dict[str, Any], text: str) -> None:
+    given = {"where": "process", "environments": Environments(Walk), "agent": walk_policy()}
+    with pytest.raises(ConfigurationError, match=text):
+        Observers(**{**given, **options})
+
+
+def test_environments_that_cannot_be() -> None:
+    for options, text in (({"make": 3}, "make is 3"), ({"count": "2"}, "count is '2', a str")):
+        with pytest.raises(TypeError, match=text):
+            Environments(**{"make": Walk, **options})  # type: ignore[arg-type]
 
 
 def test_an_agent_that_cannot_be_asked() -> None:

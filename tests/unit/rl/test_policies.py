@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from tests.on_gpu import on_gpu
 from tests.rl_environments import walk_policy
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rl import (
     Agent,
     Decision,
@@ -64,6 +67,39 @@ def test_epsilon_greedy() -> None:
     shares = torch.bincount(epsilon_greedy(scores, draws, 0.4), minlength=4) / 20_000
     assert torch.allclose(shares, torch.tensor([0.1, 0.7, 0.1, 0.1]), atol=0.02)
     assert (epsilon_greedy(scores, draws, 0.0) == 1).all()
+
+
+def test_draws_of_another_shape_are_refused() -> None:
+    """With three actions, two columns would be compared with one probability each."""
+    logits = torch.zeros(4, 3)
+    for draws in (torch.rand(4, 2), torch.rand(4), torch.rand(3, 1)):
+        with pytest.raises(ConfigurationError, match="Make the policy with draws=1"):
+            categorical(logits, draws)
+    with pytest.raises(ConfigurationError, match=r"and \(batch, 2\)"):
+        epsilon_greedy(logits, torch.rand(4, 1), 0.1)
+
+
+def test_what_decide_returns_is_checked() -> None:
+    class Returning(LocalPolicy):
+        found: Any = None
+
+        def decide(self, *given: torch.Tensor) -> Any:
+            return self.found
+
+    policy = Returning(nn.Linear(1, 1), (1,))
+    actions, states = torch.zeros(3), torch.zeros(3, 0)
+    for found, text in (
+        (actions, "it returned a Tensor"),
+        ((actions, states), "it returned a tuple of a Tensor, a Tensor"),
+        ((actions, {"value": 3.0}, states), "value of decide is 3.0, a float"),
+    ):
+        policy.found = found
+        with pytest.raises(ArgumentTypeError, match=text):
+            policy.act(torch.zeros(3, 1), asked([0, 1, 2]))
+    with pytest.raises(TypeError, match="observation_shape is 4, an int"):
+        LocalPolicy(nn.Linear(1, 1), 4)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="policy is a Linear"):
+        Agent(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 @given(st.permutations(range(24)), st.lists(st.integers(1, 23), max_size=5, unique=True))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.on_gpu import on_gpu
 from torchweft.errors import ConfigurationError
-from torchweft.rl import BadPriority, ColumnsMismatch, NotEnough, ReplayBuffer, SumTree
+from torchweft.rl import BadPriority, ColumnsMismatch, NotEnough, ReplayBuffer, ReplayError, SumTree
 
 
 def rows(*numbers: int) -> dict[str, Any]:
@@ -93,6 +93,54 @@ def test_a_snapshot_goes_on_alike(power: float) -> None:
     assert torch.equal(samples[0].rows, samples[1].rows)
     assert torch.equal(samples[0].weights, samples[1].weights)
     assert torch.equal(samples[0].columns["pair"], samples[1].columns["pair"])
+
+
+@pytest.mark.parametrize(
+    ("power", "capacity", "text"),
+    [
+        (0.6, 20, "with 6 of 9 rows is of a buffer of another capacity than 20"),
+        (0.6, 4, "of another capacity than 4"),
+        (0.0, 6, "samples by priority, and this one samples uniformly"),
+    ],
+)
+def test_a_snapshot_of_another_buffer_changes_nothing(
+    power: float, capacity: int, text: str
+) -> None:
+    """Memory without rows would be sampled."""
+    one = ReplayBuffer(6, priority_power=0.6)
+    one.add(rows(*range(9)))
+    other = ReplayBuffer(capacity, priority_power=power)
+    other.add(rows(0))
+    with pytest.raises(ReplayError, match=text):
+        other.load_state_dict(one.state_dict())
+    assert set(other.sample(9).rows.tolist()) == {0}
+
+
+def test_a_snapshot_that_fits_is_for_any_capacity() -> None:
+    one, other = ReplayBuffer(6), ReplayBuffer(9)
+    one.add(rows(0, 1, 2))
+    other.load_state_dict(one.state_dict())
+    assert set(other.sample(50).columns["number"].tolist()) == {0, 1, 2}
+
+
+def test_values_that_are_no_rows() -> None:
+    buffer = ReplayBuffer(4, priority_power=1.0)
+    buffer.add(rows(0, 1))
+    for columns, text in (
+        ([1], "columns is a list"),
+        ({**rows(2), "number": np.ones(1)}, "column 'number' is a ndarray"),
+        ({**rows(2), "number": torch.tensor(1)}, "'number' is a tensor without dimensions"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            buffer.add(columns)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="count=-1"):
+        buffer.sample(-1)
+    with pytest.raises(TypeError, match="priorities is a list"):
+        buffer.set_priorities(torch.arange(2), [1.0, 1.0])  # type: ignore[arg-type]
+    with pytest.raises(BadPriority, match=r"rows of shape \[\]"):
+        buffer.set_priorities(torch.tensor(1), torch.tensor(1.0))
+    with pytest.raises(TypeError, match=r"capacity is 2\.5"):
+        ReplayBuffer(2.5)  # type: ignore[arg-type]
 
 
 def test_rows_that_do_not_fit_change_nothing() -> None:

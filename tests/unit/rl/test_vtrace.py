@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given as for_any
 from hypothesis import strategies as st
 
+from torchweft.errors import ConfigurationError
 from torchweft.rl import v_trace
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 4))
+@for_any(st.integers(0, 2**32 - 1), st.integers(1, 9), st.integers(1, 4))
 def test_it_is_the_sum_of_the_paper(seed: int, steps: int, environments: int) -> None:
     """Each target as the paper defines it: a sum over all later steps of the episode."""
     generator = torch.Generator().manual_seed(seed)
@@ -55,3 +57,19 @@ def test_on_policy_it_is_the_return() -> None:
     found = v_trace(zeros, zeros + 1, zeros, last, flags, flags, discount=0.5)
     assert found.targets.flatten().tolist() == [2.375, 2.75, 3.5, 5.0]
     assert not found.targets.requires_grad
+
+
+def test_tensors_that_pytorch_would_stretch_are_refused() -> None:
+    zeros, flags = torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool)
+    good = [zeros, zeros, zeros, zeros, flags, flags]
+    for place, bad, error, text in (
+        (1, zeros[:, :1], ConfigurationError, r"rewards has the shape \[4, 1\]"),
+        (2, zeros[..., None], ConfigurationError, r"and values \[4, 2, 1\]"),
+        (4, flags.long(), TypeError, "terminated is a tensor of torch.int64"),
+        (5, flags.float(), TypeError, "ends is a tensor of torch.float32"),
+    ):
+        given = [*good[:place], bad, *good[place + 1 :]]
+        with pytest.raises(error, match=text):
+            v_trace(*given, discount=0.9)
+    with pytest.raises(ConfigurationError, match="no steps"):
+        v_trace(*[each[:0] for each in good], discount=0.9)
