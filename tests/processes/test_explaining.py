@@ -309,6 +309,11 @@ def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
     status, _, err = said_by("explain", str(tmp_path / "missing"))
     assert status == 2
     assert "cannot read the folder" in err
+    (tmp_path / "worker0.weft.json").mkdir()
+    status, _, err = said_by("explain", str(tmp_path))
+    assert status == 2
+    assert "worker0.weft.json': Is a directory" in err
+    (tmp_path / "worker0.weft.json").rmdir()
     (tmp_path / "worker0.weft.json").write_text("{}")
     status, _, err = said_by("explain", str(tmp_path))
     assert status == FAILURE_STATUS

@@ -100,7 +100,7 @@ def test_an_error_comes_at_its_place_and_ends_the_stream() -> None:
 def test_a_value_that_is_late_may_come_later() -> None:
     with rpc.stream("worker0", functions.wait_before, (7,), timeout=0.05) as numbers:
         assert next(numbers) == 7
-        with pytest.raises(CallTimeout, match="worker0"):
+        with pytest.raises(CallTimeout, match="of wait_before on worker 'worker0' had no value"):
             next(numbers)
         rpc.rpc_sync("worker0", functions.go_on)
         found: list[int] = []

@@ -334,7 +334,7 @@ def test_mistakes(group: Cluster) -> None:
     agent, environments = Agent(walk_policy()), Environments(Walk, 1)
     with pytest.raises(ConfigurationError, match="where='worker0': pass"):
         Observers("worker0", environments, agent)
-    with pytest.raises(ConfigurationError, match="0 places"):
+    with pytest.raises(ConfigurationError, match="names no workers"):
         Observers([], environments, agent)
     with pytest.raises(ConfigurationError, match="steps=0"):
         Observers("process", environments, agent, steps=0)

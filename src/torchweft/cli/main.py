@@ -42,9 +42,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = _build_parser(given).parse_args(given)
+        options, unknown = _build_parser(given).parse_known_args(given)
     except ConfigurationError as error:
         print(f"torchweft run: {error}", file=sys.stderr)
+        return USAGE_STATUS
+    if unknown:
+        command = f"torchweft {options.subcommand}"
+        print(
+            f"{command}: unrecognized arguments: {' '.join(unknown)}; see {command} --help",
+            file=sys.stderr,
+        )
         return USAGE_STATUS
     try:
         status: int = options.execute(options)

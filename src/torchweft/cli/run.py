@@ -255,7 +255,9 @@ def job_of(options: argparse.Namespace, *, is_here: bool = True) -> Job:
     """
     if not options.program:
         missing = "module after -m" if options.is_module else "script"
-        raise ConfigurationError(f"there is no {missing}; write: torchweft run -n 2 train.py")
+        raise ConfigurationError(
+            f"there is no {missing}; write: torchweft {options.subcommand} -n 2 train.py"
+        )
     program, *arguments = options.program
     if is_here and not options.is_module:
         _check_script(program)

@@ -102,6 +102,7 @@ def run_top(options: argparse.Namespace) -> int:
             raise ConfigurationError(
                 f"--{name} is {getattr(options, name)}; it is at least {_LEAST_INTERVAL_S} s"
             )
+    _check_together(options)
     try:
         group = find(options.group, Access.from_environment())
         if options.worker is not None and options.worker not in group.workers:
@@ -121,6 +122,17 @@ def run_top(options: argparse.Namespace) -> int:
     except BrokenPipeError:  # As of a program whose output goes to ``head``.
         sys.stdout = None  # Python would complain at exit.
         return 0
+
+
+def _check_together(options: argparse.Namespace) -> None:
+    """Refuses options of which one would have no effect."""
+    given = [name for name in ("once", "json", "waits", "web") if getattr(options, name)]
+    if options.web and len(given) > 1:
+        raise ConfigurationError(f"--{given[0]} prints once, and --web serves a page: omit one")
+    if options.waits and options.worker is not None:
+        raise ConfigurationError("--waits is of all workers, and --worker of one: omit one")
+    if not options.web and (options.host != LOOPBACK or options.port):
+        raise ConfigurationError("--host and --port are for the page: add --web")
 
 
 def run_explain(options: argparse.Namespace) -> int:

@@ -27,7 +27,7 @@ def read_folder(folder: str) -> Answers:
     So are those that are stopped on this host, and whose report is older than that of another.
 
     Raises:
-        ConfigurationError: The folder cannot be read.
+        ConfigurationError: The folder, or a file in it, cannot be read.
         GroupNotFound: It has no report, or those of several groups.
         ProtocolError: A file is no report.
     """
@@ -38,11 +38,13 @@ def read_folder(folder: str) -> Answers:
     answers = Answers()
     for name in names:
         path = os.path.join(folder, name)
-        with open(path, "rb") as file:
-            try:
+        try:
+            with open(path, "rb") as file:
                 answers.reports.append(decode_report(file.read()))
-            except ProtocolError as error:
-                raise ProtocolError(f"{path!r}: {error}") from error
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
+        except ProtocolError as error:
+            raise ProtocolError(f"{path!r}: {error}") from error
     if not answers.reports:
         raise GroupNotFound(
             f"the folder {folder!r} has no report of a worker (*{FILE_SUFFIX}): a worker writes "

@@ -15,7 +15,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.arguments import limit_of
 from torchweft.autograd.contexts import current_id, enter
-from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
+from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.calls import Destination, call_and_wait, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import detached
@@ -105,8 +105,17 @@ class Stream(Generic[T]):
             self._pull()  # The worker was lost when the last value was taken: raises.
         future = self._pulled[0]
         if self._timeout_s and not future.done():
-            for _ in as_completed([future], self._timeout_s):
-                pass
+            try:
+                for _ in as_completed([future], self._timeout_s):
+                    pass
+            except CallTimeout as error:
+                raise CallTimeout(
+                    f"the stream of {self._name} on worker {self._peer.name!r} had no value within "
+                    f"{error.elapsed_s:.1f} s; it goes on, and the value may be taken later",
+                    worker=self._peer.name,
+                    call=self._name,
+                    elapsed_s=error.elapsed_s,
+                ) from None
         try:
             found = future.wait()
         except Exception:

@@ -49,6 +49,11 @@ def test_help_shows_examples(capsys: pytest.CaptureFixture[str]) -> None:
         ("run -n 2 --names a,,b train.py", "a worker name is empty in 'a,,b'"),
         ("run --names a,b,a train.py", "worker name 'a' is given twice"),
         ("run -n 2 --names a,b,c train.py", "3 names for 2 workers"),
+        ("manifest --image x -n 2", "there is no script; write: torchweft manifest -n 2 train.py"),
+        ("top --jsn", "torchweft top: unrecognized arguments: --jsn; see torchweft top --help"),
+        ("top --once --web", "--once prints once, and --web serves a page: omit one"),
+        ("top --waits --worker a", "--waits is of all workers, and --worker of one: omit one"),
+        ("top --once --port 80", "--host and --port are for the page: add --web"),
         ("run -n 2 --master-port 70000 train.py", "a port is a number from 1 to 65535"),
     ],
 )
