@@ -58,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigurationError as error:
         print(f"torchweft {options.subcommand}: {error}", file=sys.stderr)
         return USAGE_STATUS
+    except KeyboardInterrupt:
+        return run.INTERRUPTED_STATUS
     return status
 
 

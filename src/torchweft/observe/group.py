@@ -191,9 +191,11 @@ def find(target: str, access: Access) -> Group:
     if refusing and not groups:
         raise _refused(access)
     if silent and not groups:
+        is_one = len(silent) == 1
+        subject = "a worker" if is_one else f"{len(silent)} workers"
         raise ObserveError(
-            f"{len(silent)} workers on this host do not answer: "
-            + "; ".join(f"one {why}" for why in silent)
+            f"{subject} on this host {'does' if is_one else 'do'} not answer: "
+            + "; ".join(f"{'it' if is_one else 'one'} {why}" for why in silent)
         )
     others = f"; there are: {_listed(groups)}" if groups else _none_here()
     asked = f"there is no group {target!r} on this host" if target else "no group runs on this host"

@@ -28,7 +28,6 @@ from torchweft.protocol.observing.report import DETAIL, FILE_SUFFIX, SHUTDOWN, e
 from torchweft.rpc.activity import threads
 from torchweft.rpc.reporting import Reporter
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.reports import log_exception
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -118,8 +117,9 @@ class Dumps:
     def _try_to_write(self, reason: str, is_wanted: bool) -> None:
         try:
             self.write(reason, is_wanted=is_wanted)
-        except (OSError, ConfigurationError):
-            log_exception("worker %r could not write what it does", self._agent.info.name)
+        except (OSError, ConfigurationError) as error:
+            name = self._agent.info.name
+            _log.warning("worker %r could not write what it does: %s", name, error)
 
     def _on_message(self, peer: Peer, _: Frame) -> None:
         self.write_soon(f"worker {peer.name!r} waits for long")

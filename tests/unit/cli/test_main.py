@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from torchweft.cli import doctor
 from torchweft.cli.main import USAGE_STATUS, main
+from torchweft.cli.run import INTERRUPTED_STATUS
 from torchweft.secret import Secret
 
 
@@ -83,3 +85,15 @@ def test_a_file_that_is_there_is_kept(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["secret", "new", str(path)]) == USAGE_STATUS
     assert path.read_text() == "mine"
     assert capsys.readouterr().err.startswith(f"torchweft secret: '{path}' is there already")
+
+
+def test_ctrl_c_ends_a_command_without_a_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "run", interrupted)
+    assert main(["doctor"]) == INTERRUPTED_STATUS
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("", "")

@@ -77,7 +77,7 @@ def test_workers_with_another_secret_are_told_from_none(host: dict[str, object])
 
 def test_workers_that_do_not_answer_are_told_from_none(host: dict[str, object]) -> None:
     host["unix:@1"] = TimeoutError()
-    with pytest.raises(ObserveError, match="1 workers on this host do not answer: one does not"):
+    with pytest.raises(ObserveError, match="a worker on this host does not answer: it does not"):
         find("", OPEN)
 
 
