@@ -191,7 +191,7 @@ class _List:
     def reset(self) -> Array:
         return self._stacked(
             [
-                _parts(environment.reset(seed=int(number)), _RESET, number)[0]
+                _parts(environment.reset(seed=int(number)), _RESET, int(number))[0]
                 for environment, number in zip(self._environments, self.numbers, strict=True)
             ]
         )

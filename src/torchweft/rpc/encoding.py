@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -339,10 +340,11 @@ class Encoder:
             self._outside.take_back(message_id)
 
 
-def _own_parameters(name: bytes) -> tuple[str, ...]:
+def _own_parameters(name: bytes | None) -> tuple[str, ...]:
     """Returns the parameters of a function of Weft that precede the program's arguments."""
-    if not name.startswith(_OWN):
+    if name is None or not name.startswith(_OWN):
         return ()
-    code = getattr(resolve(name), "__code__", None)
-    takes_others = code is not None and code.co_flags & inspect.CO_VARARGS
-    return code.co_varnames[: code.co_posonlyargcount] if takes_others else ()
+    code: CodeType | None = getattr(resolve(name), "__code__", None)
+    if code is None or not code.co_flags & inspect.CO_VARARGS:
+        return ()
+    return code.co_varnames[: code.co_posonlyargcount]
