@@ -111,7 +111,12 @@ def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
     Raises:
         ConfigurationError: One of them cannot work.
     """
-    max_norm, norm_type = float(max_norm), float(norm_type)
+    try:
+        max_norm, norm_type = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"max_norm is {max_norm!r}, and norm_type is {norm_type!r}; pass numbers"
+        ) from None
     if not max_norm >= 0:
         raise ConfigurationError(f"max_norm is {max_norm}; it is at least 0")
     if not norm_type > 0:

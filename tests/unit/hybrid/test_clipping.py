@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -59,7 +60,9 @@ def test_a_norm_that_is_small_enough_leaves_the_gradients() -> None:
         coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=True)
 
 
-@pytest.mark.parametrize("given", [(-1, 2), (math.nan, 2), (1, 0), (1, -2), (1, math.nan)])
-def test_norms_that_cannot_be_used_are_refused(given: tuple[float, float]) -> None:
+@pytest.mark.parametrize(
+    "given", [(-1, 2), (math.nan, 2), (1, 0), (1, -2), (1, math.nan), ("big", 2), (None, 2)]
+)
+def test_norms_that_cannot_be_used_are_refused(given: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"_norm is|norm_type is"):
         check_norms(*given)
