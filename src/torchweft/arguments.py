@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from numbers import Real
 from typing import Any
 
@@ -72,7 +72,7 @@ def check_workers(names: Any, name: str) -> None:
     Raises:
         ArgumentTypeError: It is no list of names; a text alone is none either.
     """
-    is_list = isinstance(names, Iterable) and not isinstance(names, (str, bytes))
+    is_list = isinstance(names, Collection) and not isinstance(names, (str, bytes))
     if not is_list or not all(isinstance(each, str) for each in names):
         raise ArgumentTypeError(f"{name} is {names!r}; pass a list of names of workers")
 

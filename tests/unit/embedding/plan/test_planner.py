@@ -163,6 +163,7 @@ def test_arguments_that_cannot_work_are_refused(options: Any, message: str) -> N
         ({"servers": [0, 1]}, r"servers is \[0, 1\]; pass a list of names"),
         ({"trainers": "worker0"}, "trainers is 'worker0'; pass a list of names"),
         ({"trainers": 1.5}, "trainers is 1.5; pass a list of names"),
+        ({"servers": iter(SERVERS)}, "servers is <list_iterator .*; pass a list of names"),
         ({"touched": [0.1]}, "touched is a list; pass a dict, such as touched={'words'"),
         ({"places": ["words"]}, "places is a list; pass a dict"),
         ({"wire": "fp16"}, "wire is 'fp16', a str; pass Wire"),
