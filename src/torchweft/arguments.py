@@ -106,9 +106,9 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
 
     Args:
         name: The unknown name.
-        names: The known ones.
+        names: The known ones; those that Python calls by itself are not suggested.
         prefix: Common prefix of the names, which the comparison ignores.
     """
-    ends = [each.removeprefix(prefix) for each in names]
+    ends = [each.removeprefix(prefix) for each in names if not each.startswith("__")]
     close = difflib.get_close_matches(name.removeprefix(prefix), ends, 1)
     return f"; did you mean {prefix + close[0]!r}?" if close else ""

@@ -70,3 +70,4 @@ def test_near_names_are_suggested() -> None:
     names = ["forward", "backward", "train"]
     assert did_you_mean("foward", names) == "; did you mean 'forward'?"
     assert did_you_mean("evaluate", names) == ""
+    assert did_you_mean("__call__", ["__le__", "__lt__"]) == ""

@@ -119,6 +119,8 @@ def __getattr__(name: str) -> Any:
             ", which torch.distributed.rpc has; a program that needs it runs unchanged under "
             "python -m torchweft.compat"
         )
+    elif name in functions.__all__:
+        text += f"; use torchweft.rpc.functions.{name}"
     else:
         text += did_you_mean(name, __all__)
     raise AttributeError(text)

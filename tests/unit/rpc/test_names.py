@@ -105,6 +105,8 @@ def test_an_unknown_name_is_answered_with_the_one_that_was_meant() -> None:
         rpc.rpc_asinc  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'xylophone'$"):
         rpc.xylophone  # noqa: B018
+    with pytest.raises(AttributeError, match=r"use torchweft\.rpc\.functions\.batched$"):
+        rpc.batched  # type: ignore[attr-defined]  # noqa: B018
     for name, instead in rpc._INSTEAD.items():
         assert not hasattr(rpc, name)
         with pytest.raises(AttributeError, match=f"{re.escape(instead)}$"):
