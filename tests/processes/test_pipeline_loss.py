@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torchweft import rpc
 from torchweft.errors import PipelineError, WorkerLost
 from torchweft.launch import Nursery
 from torchweft.pipeline import Pipe, Schedule1F1B
+from torchweft.pipeline.runner import Runner
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 WORKERS = ["worker0", "worker1", "worker2"]
@@ -54,19 +56,34 @@ def pid() -> int:
     return os.getpid()
 
 
+def resume_when_late(stopped: int) -> None:
+    """Lets a stopped worker go on as soon as a stage of this worker has waited too long."""
+    tell = Runner._too_late
+
+    def too_late(self: Runner, key: Any) -> PipelineError:
+        os.kill(stopped, signal.SIGCONT)
+        return tell(self, key)
+
+    Runner._too_late = too_late  # type: ignore[method-assign]
+
+
 def test_a_stage_that_waits_in_vain_says_for_what(nursery: Nursery) -> None:
     with torchweft.cluster(workers=3, nursery=nursery):
         stopped = rpc.rpc_sync("worker1", pid)
+        for other in ("worker0", "worker2"):
+            rpc.rpc_sync(other, resume_when_late, (stopped,))
         inputs = torch.randn(8, 4, dtype=torch.float64)
         target = torch.randn(8, WIDTH, dtype=torch.float64)
         with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse, timeout=1.0) as pipe:
-            resume = threading.Timer(2.5, os.kill, (stopped, signal.SIGCONT))
+            resume = threading.Timer(LIMIT_S, os.kill, (stopped, signal.SIGCONT))
             os.kill(stopped, signal.SIGSTOP)
             resume.start()
             try:
                 with pytest.raises(PipelineError, match=r"waited 1 s for the \w+ of"):
                     pipe.step(inputs, target)
             finally:
+                resume.cancel()
                 resume.join()
+                os.kill(stopped, signal.SIGCONT)
         with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse) as pipe:
             pipe.step(inputs, target)
