@@ -11,7 +11,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 INSTALL := $(PIP) install -qq
-# Tests wait for a third of their time, so three at once keep two cores busy.
+# Tests wait for a quarter of their time, so three at once keep two cores busy.
 JOBS := 3
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist loadfile
 

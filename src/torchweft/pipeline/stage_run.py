@@ -143,10 +143,7 @@ class StageRun:
         is_alone = all(wiring.consumers(each) == (stage,) for each in self.sources)
         self._may_change = is_alone and not share_memory
         self._changes_inputs: bool | None = None
-        """Whether its forward changes its inputs in place; None until it is known.
-
-        To be ready for it takes a tenth of the work for a micro-batch.
-        """
+        """Whether its forward changes its inputs in place; None until it is known."""
 
     @property
     def held(self) -> int:

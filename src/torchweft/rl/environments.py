@@ -160,14 +160,14 @@ class Group(Protocol):
         """Closes them; logs the errors of those that cannot be closed."""
 
 
-_RESET = "reset", "observation and info"
-_STEP = "step", "observation, reward, terminated, truncated and info"
+_RESET = "reset", 2, "observation and info"
+_STEP = "step", 5, "observation, reward, terminated, truncated and info"
+"""Methods of environments, with the number and the names of what they return."""
 
 
-def _parts(found: Any, of: tuple[str, str], number: int) -> Any:
+def _parts(found: Any, of: tuple[str, int, str], number: int) -> Any:
     """Returns the result of a method of an environment, if it has gymnasium's parts."""
-    method, parts = of
-    count = parts.count(",") + 2
+    method, count, parts = of
     if not isinstance(found, (tuple, list)) or len(found) != count:
         is_several = isinstance(found, (tuple, list))
         text = f"{len(found)} values" if is_several else kind_of(found)

@@ -121,7 +121,7 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
     (tensor,) = tensors
     if type(tensor) is not Tensor or tensor.requires_grad:
         return _encode_any(tensors)
-    # The exception of torch for a sparse tensor takes as long as half a small call.
+    # An exception of torch, as for a sparse tensor, takes 20 us.
     if not tensor.is_cpu or tensor.layout is not _STRIDED_LAYOUT:
         return None
     code = _CODES.get(tensor.dtype)
