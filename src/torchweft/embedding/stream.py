@@ -9,6 +9,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from torch import Tensor
 
 from torchweft.arguments import check_type
+from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 
 B = TypeVar("B")
@@ -30,7 +31,7 @@ class _Waiting(NamedTuple, Generic[B]):
     lookup: Ahead
 
 
-class RowStream(Generic[B]):
+class RowStream(Closing, Generic[B]):
     """Yields batches in order, each with the outputs of its lookups; see ``Tables.stream``.
 
     Also a context manager, which closes it. Not thread-safe.
@@ -92,9 +93,3 @@ class RowStream(Generic[B]):
         self._is_closed = True
         while self._waiting:
             self._waiting.pop().lookup.cancel()
-
-    def __enter__(self) -> RowStream[B]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

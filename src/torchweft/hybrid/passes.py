@@ -22,6 +22,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from torchweft.closing import Closing
 from torchweft.embedding import InputError, Jagged, RowStream, Tables
 from torchweft.embedding.inputs import parts_of
 from torchweft.embedding.lookups import Ahead, CachedAhead, Drawn, Flats
@@ -212,7 +213,7 @@ class _Sent:
             self._sent.cancel()
 
 
-class BatchStream(Generic[B]):
+class BatchStream(Closing, Generic[B]):
     """Yields batches in order, whose rows are here; see ``HybridModel.stream``.
 
     Also a context manager, which closes it. Not thread-safe.
@@ -234,12 +235,6 @@ class BatchStream(Generic[B]):
     def close(self) -> None:
         """Cancels the pulls that are under way. The stream is at its end then."""
         self._rows.close()
-
-    def __enter__(self) -> BatchStream[B]:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _wrapped(arguments: Callable[[B], Arguments]) -> Callable[[B], Mapping[str, Any]]:

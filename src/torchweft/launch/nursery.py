@@ -9,9 +9,9 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Protocol
 
+from torchweft.closing import Closing
 from torchweft.errors import LaunchError
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.report import describe_exit
@@ -66,7 +66,7 @@ class WorkerSource(Protocol):
         """Ends all workers and closes the connections; idempotent."""
 
 
-class Nursery:
+class Nursery(Closing):
     """A helper process that forks workers. They end with it, and it ends with this process.
 
     Make a nursery yourself to start several clusters in succession from the same warm process::
@@ -169,17 +169,6 @@ class Nursery:
         """Ends the nursery and closes the connection; idempotent."""
         self.end()
         self._control.close()
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = "running" if self._process.poll() is None else "ended"

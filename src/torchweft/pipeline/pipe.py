@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torchweft import checkpoint as snapshots
 from torchweft.agent.current import current
 from torchweft.arguments import is_number, limit_of, wrong_type
+from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline import host, moving, stream_host, weights
 from torchweft.pipeline.checking import check_stages
@@ -29,7 +30,7 @@ from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
 
 
-class Pipe:
+class Pipe(Closing):
     """A model in stages on several workers, which work on different micro-batches at a time.
 
     The process that makes it is its driver, and may be one of the workers. Activations and
@@ -588,12 +589,6 @@ class Pipe:
         if losses is not None:
             losses.close()
         self._deployment.close()
-
-    def __enter__(self) -> Pipe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

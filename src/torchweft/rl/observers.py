@@ -18,13 +18,13 @@ import copy
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from torchweft.arguments import checked_int, wrong_type
+from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rl.agent import Agent, RemotePolicy
 from torchweft.rl.environments import Environments
@@ -41,7 +41,7 @@ from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
 
@@ -62,7 +62,7 @@ class _Seat:
         """Which agent, of those that were followed one after the other, the trajectory is of."""
 
 
-class Observers:
+class Observers(Closing):
     """Makes observers, and collects their trajectories. For one thread at a time; closes itself.
 
     Args:
@@ -301,17 +301,6 @@ class Observers:
             if isinstance(place, InThread):
                 place.join(self._time_limit_s)
         self._forget(self._seats, waits=False)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # Making observers
 

@@ -8,10 +8,10 @@ import math
 import queue
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from torchweft.arguments import limit_of, wrong_type
+from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.fan_out import next_done
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Failed = Callable[[Stream[T], Exception], object]
 
 
-class Merged(Generic[T]):
+class Merged(Closing, Generic[T]):
     """Values of several streams as they come; made by ``merged``. For one thread at a time.
 
     An iterator of streams with their values, and a context manager that closes the streams.
@@ -107,17 +107,6 @@ class Merged(Generic[T]):
         streams, self._open = self._open, {}
         for stream in streams.values():
             stream.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"Merged({', '.join(map(repr, self._open.values()))})"

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.arguments import limit_of
 from torchweft.autograd.contexts import current_id, enter
+from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.calls import Destination, call_and_wait, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -39,7 +39,7 @@ _END = b"torchweft.rpc.stream_sources:end"
 _numbers = itertools.count(1)
 
 
-class Stream(Generic[T]):
+class Stream(Closing, Generic[T]):
     """The values of a remote generator, in order; made by ``stream``. For one thread at a time.
 
     An iterator, and a context manager that closes it. Dropping it closes it as well.
@@ -150,17 +150,6 @@ class Stream(Generic[T]):
             ignore_errors(ended)
         except Exception:
             pass  # The worker is lost, or this one has left: the generator ends all the same.
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):

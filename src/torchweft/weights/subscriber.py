@@ -8,7 +8,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
+from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.protocol.weights import Following, Next, Version
 from torchweft.rpc import RRef, on_worker_lost
@@ -28,7 +28,7 @@ from torchweft.weights.publisher import Publisher, Sent, words_of
 from torchweft.weights.switching import Switch, prepare
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 _log = logging.getLogger("torchweft")
 
@@ -61,7 +61,7 @@ class _Ready(NamedTuple):
     switch: Switch
 
 
-class Subscriber:
+class Subscriber(Closing):
     """Has the newest version of a publisher at hand, and puts it into a module when asked.
 
     Versions are fetched by a thread that lives for one fetch, while the module is in use.
@@ -367,17 +367,6 @@ class Subscriber:
         inbox.leave(self._key)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _check_publisher(publisher: object) -> None:

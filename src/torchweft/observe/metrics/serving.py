@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from torchweft import scraping
 from torchweft.arguments import checked_int, wrong_type
+from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.observe.metrics.reading import TIMEOUT_S, check, reader_of
 from torchweft.rpc.node import Node, current_node
@@ -86,7 +86,7 @@ class Listening:
         self._endpoint.close()
 
 
-class Server:
+class Server(Closing):
     """An endpoint that serves metrics; also a context manager, which closes it. Thread-safe.
 
     Attributes:
@@ -104,17 +104,6 @@ class Server:
         """Ends it; nothing if it has ended. Blocks for half a second at most."""
         self._node.on_end.pop(self, None)
         self._endpoint.close()
-
-    def __enter__(self) -> Server:
-        return self
-
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<metrics at {self.url}>"

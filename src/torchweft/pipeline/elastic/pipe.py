@@ -18,6 +18,7 @@ from torchweft.agent.current import current
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.checkpoint import Snapshot
 from torchweft.checkpoint import restore as restore_part
+from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.cutting import Stages, find_ties
 from torchweft.pipeline.deployment import Schedules
@@ -86,7 +87,7 @@ class _Progress:
         self.n_frozen, self.epoch = state["n_frozen"], state["epoch"]
 
 
-class ElasticPipe:
+class ElasticPipe(Closing):
     """A pipeline that becomes shorter, with more replicas, as its first layers freeze.
 
     All workers take part at any time. At first each has a stage. When layers freeze, those that
@@ -407,12 +408,6 @@ class ElasticPipe:
         """Ends the pipeline, and releases all that the workers keep."""
         self.pipe.close()
         self._stores.clear()
-
-    def __enter__(self) -> ElasticPipe:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _checked(model: object) -> nn.Sequential:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from torchweft.closing import Closing
 from torchweft.errors import NotSupported
 from torchweft.transport.secure.stream import TlsStream
 from torchweft.wire.frames import Buffer
@@ -36,7 +37,7 @@ _NOTHING = memoryview(b"")
 CUT_OFF = "the connection was cut off: it ended without the other side's farewell"
 
 
-class SecureConnection:
+class SecureConnection(Closing):
     """A TLS connection. Thread-safe for one reader, one writer and a thread that ends it.
 
     Args:
@@ -280,12 +281,6 @@ class SecureConnection:
         """Ends the connection and frees its descriptor. Only when no thread uses it any more."""
         self._say_farewell()
         self._socket.close()
-
-    def __enter__(self) -> SecureConnection:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
     def _say_farewell(self) -> None:
         """Tells the peer that it has received everything, if the socket has room now."""
