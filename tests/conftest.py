@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import importlib
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 # Before torch is imported anywhere: the machine's cores are for the workers of the tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +34,25 @@ def pytest_configure(config: pytest.Config) -> None:
         # A job in the background of a shell ignores Ctrl-C, as its processes would.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     config.pluginmanager.register(LeakCheck())
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Has each of several processes compile a share of the tests, not all of them.
+
+    Each collects all tests. Pytest adds its messages to their ``assert`` statements first, which
+    takes longer than the rest, and keeps the compiled files for the next process that needs them.
+    """
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if count == 1:
+        return
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    root = session.config.rootpath
+    files = sorted(file for each in session.config.args for file in Path(each).rglob("test_*.py"))
+    for file in files[number::count]:
+        name = ".".join(file.absolute().relative_to(root).with_suffix("").parts)
+        # The collection imports it again, and tells why it cannot.
+        with contextlib.suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
