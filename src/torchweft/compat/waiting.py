@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ def uninstall() -> None:
     torch.futures.collect_all = _stock_collect_all
 
 
-def wait_all(futures: Sequence[AnyFuture]) -> list[Any]:
+def wait_all(futures: Iterable[AnyFuture]) -> list[Any]:
     """Waits for all futures, or until one has failed.
 
     Returns:
@@ -42,15 +42,17 @@ def wait_all(futures: Sequence[AnyFuture]) -> list[Any]:
     Raises:
         Exception: The error of a failed future.
     """
+    futures = list(futures)
     collect_all(futures).wait()
     return [future.wait() for future in futures]
 
 
-def collect_all(futures: Sequence[AnyFuture]) -> torch.futures.Future[list[AnyFuture]]:
+def collect_all(futures: Iterable[AnyFuture]) -> torch.futures.Future[list[AnyFuture]]:
     """Returns a future of all futures, done when all are done or one has failed."""
+    futures = list(futures)
     made_here = [future for future in futures if isinstance(future, torch.futures.Future)]
     if not made_here:
-        return _stock_collect_all(list(futures))
+        return _stock_collect_all(futures)
     collected: torch.futures.Future[list[AnyFuture]] = torch.futures.Future()
     may_end = threading.Lock()  # acquired once, by the callback that completes `collected`
 
@@ -66,13 +68,13 @@ def collect_all(futures: Sequence[AnyFuture]) -> torch.futures.Future[list[AnyFu
             try:
                 all_done.value()
                 # Not the objects that C++ has made: they do not order work on GPUs.
-                collected.set_result(list(futures))
+                collected.set_result(futures)
             except Exception as error:  # C++ has completed a future with it
                 collected.set_exception(error.with_traceback(None))  # type: ignore[arg-type]
 
     for future in made_here:
         future.add_done_callback(note)
-    _stock_collect_all(list(futures)).add_done_callback(finish)
+    _stock_collect_all(futures).add_done_callback(finish)
     return collected
 
 

@@ -459,10 +459,10 @@ def shown(value: object) -> str:
 def as_runtime_error(error: BaseException) -> BaseException:
     """Returns an error that is a RuntimeError as well as its original type.
 
-    It has the name, the text and the attributes of the original. If there can be no such type, as
-    for a group of exceptions, the original is returned.
+    It has the name, the text and the attributes of the original. If there can be no such type, the
+    original is returned.
     """
-    if isinstance(error, (RuntimeError, *GROUPS)) or not isinstance(error, Exception):
+    if isinstance(error, RuntimeError) or not isinstance(error, Exception):
         return error
     try:
         kind: Any = type(error)

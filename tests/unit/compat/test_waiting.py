@@ -29,6 +29,8 @@ def test_values_of_all(futures: list[torch.futures.Future[Any]]) -> None:
         future.set_result(number)
     assert [future.wait() for future in collected.wait()] == [0, 1, 2]
     assert waiting.wait_all(futures) == [0, 1, 2]
+    assert waiting.wait_all(future for future in futures) == [0, 1, 2]
+    assert len(waiting.collect_all(future for future in futures).wait()) == len(futures)
     assert waiting.wait_all([]) == []
 
 

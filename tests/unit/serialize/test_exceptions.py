@@ -481,6 +481,17 @@ def test_it_survives_pickle(error: Exception) -> None:
     assert str(copy) == str(error)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no groups of exceptions")
+def test_a_group_is_a_runtime_error_and_comes_apart() -> None:
+    group: Any = ExceptionGroup("two", [ValueError("a"), KeyError("b")])  # noqa: F821
+    arrived: Any = both(group)
+    assert isinstance(arrived, RuntimeError)
+    assert isinstance(arrived, type(group))
+    assert str(arrived) == str(group)
+    assert [repr(each) for each in arrived.exceptions] == ["ValueError('a')", "KeyError('b')"]
+    assert repr(arrived.subgroup(KeyError).exceptions) == "(KeyError('b'),)"
+
+
 def test_another_worker_gets_the_original_type() -> None:
     try:
         raise both(Keyword(code=3, where="here"))
