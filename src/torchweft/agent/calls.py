@@ -13,14 +13,30 @@ from torchweft.protocol.calls import Named, OpenCall, ServedCall
 from torchweft.runtime.interrupts import call as run
 from torchweft.wire.frames import Frame
 
+READING = (0,)
+"""What a ``MainReader`` is made of."""
 
-class MainReader:
-    """Reads links in the main thread for another purpose than a call.
 
-    Its function is in ``open_calls.WAITING``, so that links of an interrupted one are given back.
+class MainReader(list[int]):
+    """The main thread as the reader of one link, in ``Link.readers`` under 0.
+
+    It contains that 0 for as long as it may read. A signal handler that needs the link takes it
+    from the reader that it has interrupted; this reader then goes on without the link.
     """
 
-    __slots__ = ()
+    __slots__ = ("owner",)
+
+    owner: object
+    """The object for which it reads. A function in ``open_calls.WAITING`` has it as a local
+    variable, so that links of an interrupted one are given back. Set after the creation, since an
+    ``__init__`` would double its time, and each call makes a reader."""
+
+    def release(self, readers: dict[int, object]) -> None:
+        """Takes itself out of a link's ``readers``, once, in one step; see ``interrupts``."""
+        try:
+            _ = [*map(readers.pop, map(list.pop, (self,)))]
+        except IndexError:
+            pass  # Released before.
 
 
 class PendingCall(OpenCall):

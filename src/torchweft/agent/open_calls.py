@@ -11,7 +11,7 @@ import time
 from _thread import get_ident
 from collections.abc import Callable, Mapping, Set
 
-from torchweft.agent.calls import MainReader, PendingCall
+from torchweft.agent.calls import READING, MainReader, PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import FirstContacts, Sender
@@ -237,8 +237,8 @@ class OpenCalls:
             link = peer.link
             if link is None:
                 continue
-            reader = link.taken_by or link.readers.get(0)
-            if isinstance(reader, (PendingCall, MainReader)) and not is_waiting(reader):
+            reader = link.readers.get(0) if link.taken_by is None else link.taken_by
+            if isinstance(reader, MainReader) and not is_waiting(reader.owner):
                 self._receiver.give_back(peer, link, reader)
             link.wake_writer()
 
@@ -265,38 +265,43 @@ class OpenCalls:
                 self.ask(peer, call, request)
             self._wait_in_main(call)
             return
-        reactor, is_reader = self._reactor, False
+        reactor, reader, is_reader = self._reactor, MainReader(READING), False
+        reader.owner = call
         try:
-            is_reader = link.readers.setdefault(0, call) is call
+            is_reader = link.readers.setdefault(0, reader) is reader
             if is_reader:
-                link.taken_by = call
+                link.taken_by = reader
                 reactor.pause_reading(link.read_fd)
+            else:
+                self._receiver.take_from_interrupted(peer, link)
             if request is not None:
                 self.ask(peer, call, request, may_block=False)
             if is_reader:
-                self._read_own(peer, link, call, consumed)
+                self._read_own(peer, link, call, reader, consumed)
                 # ``give_back``, inlined.
-                link.readers.pop(0)
+                reader.release(link.readers)
                 if link.pending:
                     self._receiver.read_pending(peer, link)
                 else:
                     reactor.resume_reading(link.read_fd)
                 link.taken_by = None
         except BaseException:
-            self._receiver.give_back(peer, link, call)
+            self._receiver.give_back(peer, link, reader)
             link.wake_writer()
             raise
         if not (consumed or call.error or call.is_done):
             self._wait_in_main(call)
 
-    def _read_own(self, peer: Peer, link: Link, call: PendingCall, consumed: list[int]) -> None:
+    def _read_own(
+        self, peer: Peer, link: Link, call: PendingCall, reader: MainReader, consumed: list[int]
+    ) -> None:
         """Reads until ``call`` is answered, or other data arrives."""
         spinning = link.answer_spinning
         look = spinning.begin() if spinning.is_worthwhile() else None
         if self._reactor.unarmed:
             self._reactor.arm_unarmed()
         while not (call.error or call.is_done or peer.lost):
-            frames = link.receive_own(may_block=look is None)
+            frames = link.receive_own(reader, may_block=look is None)
             if not frames:
                 if frames is None or time.monotonic() > call.deadline_s - READ_TICK_S:
                     return
@@ -311,11 +316,11 @@ class OpenCalls:
                 peer.held.release(int.from_bytes(frame.control[:8], "little"))
             if answer is not None:
                 call.frame = answer
-                link.end_own(frames, consumed)
+                link.end_own(frames, reader, consumed)
                 if look is not None:
                     spinning.succeeded()
                 return
-            link.end_own(frames, [])
+            link.end_own(frames, reader, [])
 
     def _wait_in_main(self, call: PendingCall) -> None:
         """Waits, in the main thread, for another thread to complete ``call``."""
@@ -422,10 +427,10 @@ class OpenCalls:
             _run_on_done(call, None)
 
 
-def is_waiting(reader: PendingCall | MainReader) -> bool:
-    """Whether some thread waits for ``reader``, and will give back the links that it reads."""
+def is_waiting(owner: object) -> bool:
+    """Whether some thread waits for ``owner``, and will give back the links that it reads."""
     return any(
-        step.f_code in WAITING and any(each is reader for each in step.f_locals.values())
+        step.f_code in WAITING and any(each is owner for each in step.f_locals.values())
         for stack in all_stacks().values()
         for step in stack
     )

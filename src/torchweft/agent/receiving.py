@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchweft.agent.calls import PendingCall
+from torchweft.agent.calls import MainReader, PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import ServedCall
@@ -260,15 +260,23 @@ class Receiver:
 
     # What the main thread leaves to others
 
-    def give_back(self, peer: Peer, link: Link, reader: object) -> None:
+    def take_from_interrupted(self, peer: Peer, link: Link) -> None:
+        """Leaves a link to other threads if a reader has it that a signal handler interrupted.
+
+        In the main thread only: there, such a reader cannot go on before the handler returns.
+        """
+        reader = link.readers.get(0)
+        if isinstance(reader, MainReader):
+            self.give_back(peer, link, reader)
+
+    def give_back(self, peer: Peer, link: Link, reader: MainReader) -> None:
         """Leaves a link that ``reader`` has taken in the main thread to other threads.
 
         Interruptible at any step, and repeatable, also by another thread: the last step records
         that it is done.
         """
         if link.taken_by is reader:
-            if link.readers.get(0) is reader:
-                link.readers.pop(0)
+            reader.release(link.readers)
             if link.pending:
                 self.read_pending(peer, link)
             else:
@@ -276,7 +284,7 @@ class Receiver:
             link.taken_by = None
         elif link.readers.get(0) is reader:
             # Interrupted before ``taken_by`` was set: still armed, or read by no thread.
-            link.readers.pop(0)
+            reader.release(link.readers)
             self._reactor.resume_reading(link.read_fd)
 
     def read_pending(self, peer: Peer, link: Link) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import repeat
 
 from torchweft.agent.agent import Agent
-from torchweft.agent.calls import MainReader
+from torchweft.agent.calls import READING, MainReader
 from torchweft.agent.open_calls import WAITING
 from torchweft.agent.peers import Peer
 from torchweft.autograd.pass_state import LedPassState
@@ -28,6 +28,7 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
 Reading = list[tuple[Peer, Link]]
+OwnReading = list[tuple[Peer, Link, MainReader]]
 
 _PASS_IN_CALLS = 3
 """How much longer to spin for the answer of a small pass than for that of a small call."""
@@ -36,20 +37,6 @@ _KINDS = (int(Kind.BACKWARD), int(Kind.GRADIENTS))
 
 _MOST_READ = 8
 """The most connections for which taking over, at each wait, costs less than being woken."""
-
-
-class PassReader(MainReader):
-    """The main thread, as reader of the messages of a pass that it leads."""
-
-    __slots__ = ("led",)
-
-    def __init__(self, led: LedPassState) -> None:
-        self.led = led
-
-    def owns(self, frames: Sequence[Frame]) -> bool:
-        """Whether all of ``frames`` are messages of the pass."""
-        pass_id = self.led.pass_id
-        return not [each for each in frames if each.id != pass_id or each.kind not in _KINDS]
 
 
 class Listener:
@@ -127,44 +114,54 @@ class Listener:
             send: Sends this worker's messages.
             led: The pass, which gets the messages.
         """
-        agent, reader = self._agent, PassReader(led)
-        pairs: Reading = []
+        agent = self._agent
+        held: OwnReading = []
         try:
             for peer in peers[: _MOST_READ + 1]:
                 link = peer.link
                 if link is None or not link.may_be_interrupted or link.is_free:
                     break
+                reader = MainReader(READING)
+                reader.owner = led
+                held.append((peer, link, reader))
                 if link.readers.setdefault(0, reader) is not reader:
+                    agent.receiver.take_from_interrupted(peer, link)
+                    held.pop()
                     break
-                pairs.append((peer, link))
                 link.taken_by = reader
                 agent.reactor.pause_reading(link.read_fd)
             send()
-            if 0 < len(pairs) == len(peers) <= _MOST_READ and led.outcome is None:
-                self._read_own(pairs, reader)
+            if 0 < len(held) == len(peers) <= _MOST_READ and led.outcome is None:
+                self._read_own(held, led)
         finally:
+            for peer, link, reader in held:
+                agent.receiver.give_back(peer, link, reader)
             for peer in peers:
                 if peer.link is not None:
-                    agent.receiver.give_back(peer, peer.link, reader)
                     peer.link.wake_writer()
 
-    def _read_own(self, pairs: Reading, reader: PassReader) -> None:
+    def _read_own(self, held: OwnReading, led: LedPassState) -> None:
         """Reads until there is a message of the pass, or a message for another thread."""
-        led, is_only = reader.led, len(pairs) == 1
+        is_only = len(held) == 1
         inbox, deadline_s = led.inbox, led.deadline_s()
-        spinning = self._spinning_of(pairs[0][0])
+        spinning = self._spinning_of(held[0][0])
         look = spinning.begin() if spinning.is_worthwhile() else None
         if self._agent.reactor.unarmed:
             self._agent.reactor.arm_unarmed()
         poll = None
         while not inbox:
-            for peer, link in pairs:
-                frames = link.receive_own(may_block=look is None and is_only)
+            for peer, link, reader in held:
+                frames = link.receive_own(reader, may_block=look is None and is_only)
                 if frames:
-                    if not reader.owns(frames):
+                    if not _belong(frames, led.pass_id):
                         return  # The next reader handles all of them.
+                    consumed: list[int] = []
                     inbox.extend(zip(repeat(peer), frames))
-                    link.end_own(frames, [])
+                    link.end_own(frames, reader, consumed)
+                    if not consumed:  # A signal handler took the link: another thread reads them.
+                        for frame in frames:
+                            inbox.remove((peer, frame))
+                        return
                 elif frames is None or peer.lost is not None:
                     return
             if look is not None:
@@ -173,7 +170,7 @@ class Listener:
                 elif not look.goes_on():
                     look = None
             elif not (inbox or is_only):
-                poll = poll or _poll_of(pairs)
+                poll = poll or _poll_of([(peer, link) for peer, link, _ in held])
                 poll.poll(READ_TICK_S * 1e3)
             if not inbox and time.monotonic() > deadline_s:
                 return
@@ -208,6 +205,11 @@ class Listener:
                 self._agent.receiver.read(peer, link, may_block=link.is_broken)
 
         return read
+
+
+def _belong(frames: Sequence[Frame], pass_id: int) -> bool:
+    """Whether all of ``frames`` are messages of the pass."""
+    return not [each for each in frames if each.id != pass_id or each.kind not in _KINDS]
 
 
 def _poll_of(reading: Reading) -> select.poll:

@@ -11,6 +11,8 @@ that waits for an answer and reads it straight from the socket.
 
 The main thread may be interrupted at any step (see ``torchweft.runtime.interrupts``). It writes
 one message and, with ``receive_own``, reads its own answers. All else it leaves to other threads.
+The interrupting signal handler may itself write and read: it first takes both from the code that it
+has interrupted.
 
 The socket itself blocks; ``MSG_DONTWAIT`` makes a single call non-blocking, and a receive
 timeout lets a blocked reader look at the clock now and then.
@@ -21,11 +23,13 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+import sys
 import threading
 import time
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from torchweft.runtime import interrupts
@@ -79,6 +83,8 @@ class Link:
         self._queue: deque[Buffer] = deque()
         # The main thread's write in progress: the parts, then the size that each write took.
         self._begun: list[Any] | None = None
+        # The flags of that write. Emptied by a signal handler that writes the message instead.
+        self._may_begin: list[int] = []
         self._writing = threading.Lock()
         self._is_full = False
         self._is_closed = False
@@ -144,30 +150,56 @@ class Link:
         """Writes at most one message in the main thread; the reactor flushes the rest."""
         if self._queue or len(parts) > _IOV_LIMIT or self._writing.locked():
             self._queue.extend(parts)
+            if self._writing.locked() and self._has_interrupted_itself():
+                self._write_for_interrupted()
         else:
             with self._writing:
                 if self._queue or self._begun is not None:
                     self._queue.extend(parts)
                 else:
-                    self._begun = begun = [parts]
-                    self._begin(begun)
+                    self._begin(parts)
         if self._queue or self._begun is not None:
             self._when_full(self)
             if may_block:
                 self._wait_for_flush()
 
-    def _begin(self, begun: list[Any]) -> None:
-        (parts,) = begun
+    def _begin(self, parts: list[Buffer]) -> None:
+        begun: list[Any] = [parts]
+        now: list[int] = [_DONTWAIT]
+        self._begun, self._may_begin = begun, now
         try:
             if len(parts) == 1:
-                begun += map(self._socket.send, parts, _NOW)
+                begun += map(self._socket.send, parts, now)
             else:
-                begun += map(self._socket.sendmsg, (parts,), ((),), _NOW)
+                begun += map(self._socket.sendmsg, (parts,), ((),), now)
         except OSError:
             return  # Full, or broken: ``flush`` finds out which.
-        if begun[1] == sum(map(len, parts)):
+        is_whole = bool(now) and begun[1] == sum(map(len, parts))
+        if is_whole and self._begun is begun:
             self._begun = None
             self.bytes_sent += begun[1]
+
+    def _has_interrupted_itself(self) -> bool:
+        """Whether this is a signal handler that has interrupted a write of the main thread."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is Link._begin.__code__ and frame.f_locals["self"] is self:
+                return True
+            frame = frame.f_back
+        return False
+
+    def _write_for_interrupted(self) -> None:
+        """Writes the interrupted message and the queue, for ``SEND_PATIENCE_S`` at most."""
+        self._may_begin.clear()  # The interrupted write does not go on.
+        limit_s = time.monotonic() + SEND_PATIENCE_S
+        while time.monotonic() < limit_s:
+            self._take_begun()
+            parts = [self._queue.popleft() for _ in range(min(len(self._queue), _IOV_LIMIT))]
+            if not parts:
+                return
+            self._begin(parts)
+            if self._begun is not None:
+                time.sleep(_DRAIN_POLL_S)
 
     def _take_begun(self) -> None:
         """Moves the rest of the main thread's write in progress to the front of the queue."""
@@ -295,35 +327,42 @@ class Link:
         size = self._receive_some(0 if may_block else _DONTWAIT)
         return self.parser.received(size) if size else []
 
-    def receive_own(self, *, may_block: bool) -> list[Frame] | None:
+    def receive_own(self, reader: list[int], *, may_block: bool) -> list[Frame] | None:
         """Receives frames in the main thread, the reader; ``end_own`` or ``receive`` must follow.
+
+        Args:
+            reader: Contains 0 while it may read. A signal handler may clear it, at any step.
+            may_block: Whether to wait, for about ``READ_TICK_S`` at most, if nothing has arrived.
 
         Returns:
             The frames; empty if nothing arrived. None if only ``receive``, in another thread, can
             tell what arrived.
         """
-        space = self.parser.idle_space()
-        if space is None or self.pending:
+        space, pending = self.parser.idle_space(), self.pending
+        if space is None or pending:
             return None
         try:
             if may_block:
-                self.pending += map(self._socket.recv_into, (space,))
-            else:
-                self.pending += map(self._socket.recv_into, (space,), (0,), _NOW)
+                # A signal handler may run in here and take the link, so this receives nothing.
+                self._socket.recv(1, socket.MSG_PEEK)
+            pending.extend(map(self._socket.recv_into, (space,), reader, _NOW))
         except BlockingIOError:
             return []
         except OSError:
             return None
-        return self.parser.whole_frames(self.pending[0])
+        frames = self.parser.whole_frames(pending[0]) if pending else None
+        return frames if reader else None  # Otherwise another thread reads them.
 
-    def end_own(self, frames: Sequence[Frame], consumed: list[int]) -> None:
+    def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
         """Notes that the frames of ``receive_own`` have been handled.
 
         Args:
             frames: These frames, for subclasses.
-            consumed: Extended with the received sizes in the step that clears ``pending``.
+            reader: See ``receive_own``.
+            consumed: Extended with the received size in the step that clears ``pending``; not if
+                another thread reads the frames.
         """
-        consumed += map(self.pending.pop, (0,) * len(self.pending))
+        consumed.extend(map(self.pending.pop, reader))
         self.bytes_received += sum(consumed)
 
     def _parse_pending(self) -> list[Frame]:

@@ -103,10 +103,10 @@ def test_the_main_thread_sleeps_where_spinning_is_not_worthwhile(
     reads = 0
     receive_own = Link.receive_own
 
-    def count_reads(link: Link, **options: bool) -> object:
+    def count_reads(link: Link, reader: list[int], **options: bool) -> object:
         nonlocal reads
         reads += 1
-        return receive_own(link, **options)
+        return receive_own(link, reader, **options)
 
     monkeypatch.setattr(Link, "receive_own", count_reads)
     name = PassName(1, 1, 1, PassMode())

@@ -1,5 +1,7 @@
 """Ctrl-C at every step of a call in the main thread loses no connection, call or frame.
 
+Nor does a signal handler that makes a call itself.
+
 Python runs signal handlers at the start of a function and after a call has returned. The tests
 raise at each of these steps in turn, until a call has no more of them; ``make test`` skips some.
 """
@@ -35,8 +37,14 @@ class Interrupt(BaseException):
     """The exception that a signal handler raises."""
 
 
-def interrupt_at(step: int, run: Callable[[], object]) -> bool:
-    """Calls ``run`` and raises at one of its steps; returns whether that step was reached.
+def interrupt() -> None:
+    raise Interrupt
+
+
+def interrupt_at(
+    step: int, run: Callable[[], object], handler: Callable[[], object] = interrupt
+) -> bool:
+    """Runs ``handler`` at one of the steps of ``run``; returns whether that step was reached.
 
     Steps of a weak reference's callback are left out: Python ignores an exception there. The tests
     of ``channel.shm.borrowed`` try them.
@@ -51,7 +59,7 @@ def interrupt_at(step: int, run: Callable[[], object]) -> bool:
         if event in ("call", "c_return") and code.co_filename.startswith(PACKAGE):
             seen += 1
             if seen == step:
-                raise Interrupt
+                handler()
 
     sys.setprofile(profile)
     try:
@@ -115,6 +123,30 @@ def test_a_call_may_be_interrupted_at_any_step(
     assert step > 40
 
 
+@pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.parametrize(("way", "stride"), [(call_at_once, 1), (call_and_wait, 1), (send_much, 7)])
+def test_a_signal_handler_may_call_at_any_step(
+    pair: Pair, way: Callable[[Pair], object], stride: int
+) -> None:
+    outcomes: list[object] = []
+
+    def call() -> None:
+        sys.setprofile(None)
+        outcomes.append(pair.sync(double, 5))
+
+    step = 1
+    while interrupt_at(step, lambda: outcomes.append(way(pair)), call):
+        assert outcomes[0] == 10
+        assert torch.equal(torch.as_tensor(outcomes[1]), torch.as_tensor(expected[way]))
+        outcomes.clear()
+        check_is_sound(pair)
+        step += every(stride)
+    assert step > 40
+
+
+expected = {call_at_once: 4, call_and_wait: 4, send_much: torch.full((50_000,), 2.0)}
+
+
 def pass_in(pair: Pair) -> tuple[int, Callable[[], None]]:
     """Returns a new context, and a function that runs a backward pass over one hop in it."""
     engine = pair.caller.engine
@@ -145,6 +177,26 @@ def test_a_backward_pass_may_be_interrupted_at_any_step(pair: Pair) -> None:
     context_id, run = pass_in(pair)
     run()
     pair.caller.engine.release(context_id)
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_signal_handler_may_call_at_any_step_of_a_backward_pass(pair: Pair) -> None:
+    outcomes: list[object] = []
+
+    def call() -> None:
+        sys.setprofile(None)
+        outcomes.append(pair.sync(double, 5))
+
+    step, is_interrupted = 1, True
+    while is_interrupted:
+        context_id, run = pass_in(pair)
+        is_interrupted = interrupt_at(step, run, call)
+        check_is_sound(pair)
+        pair.caller.engine.release(context_id)
+        assert outcomes == [10] * is_interrupted
+        outcomes.clear()
+        step += every(5)
+    assert step > 100
 
 
 @pytest.mark.keeps("threads", "descriptors")
@@ -200,7 +252,8 @@ def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
         looked.append(call)
         seen.append(is_waiting(call))
         pair.caller.agent.calls.mend()
-        seen.append(link.taken_by in (call, None))
+        taken_by = link.taken_by
+        seen.append(taken_by is None or taken_by.owner is call)  # type: ignore[attr-defined]
 
     looked: list[Any] = []
     hooks.append(look)

@@ -157,6 +157,6 @@ def test_frames_of_the_main_thread_are_noted_when_it_has_handled_them(
     link.parser.space()[0][: len(REPLY)] = REPLY
     frames = link.parser.whole_frames(len(REPLY))
     assert frames is not None
-    link.end_own(frames, [])
+    link.end_own(frames, [0], [])
     (found,) = records(rows)
     assert (found.size_bytes, found.number) == (len(REPLY), 7)

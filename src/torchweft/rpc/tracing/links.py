@@ -112,10 +112,10 @@ def traced_link(base: type[Link], rows: Rows) -> type[Link]:
             count: int = hold(self, parts)
             return count
 
-        def end_own(self, frames: Sequence[Frame], consumed: list[int]) -> None:
+        def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
             # Otherwise another thread receives these frames once more, and the parser notes them.
             note_frames(frames, self.traced_peer)
-            end_own(self, frames, consumed)
+            end_own(self, frames, reader, consumed)
 
     note_frames = frames_noter(rows)
     return Traced
