@@ -90,6 +90,8 @@ class Link:
         self._is_closed = False
         tune(connection)
         self.read_fd = connection.fileno()
+        # A copy on which the main thread waits, from its first wait until ``end_wait``.
+        self._waiting: socket.socket | None = None
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
 
@@ -344,7 +346,10 @@ class Link:
         try:
             if may_block:
                 # A signal handler may run in here and take the link, so this receives nothing.
-                self._socket.recv(1, socket.MSG_PEEK)
+                waiting = self._waiting
+                if waiting is None:
+                    waiting = self._waiting = self._socket.dup()
+                waiting.recv(1, socket.MSG_PEEK)
             pending.extend(map(self._socket.recv_into, (space,), reader, _NOW))
         except BlockingIOError:
             return []
@@ -352,6 +357,12 @@ class Link:
             return None
         frames = self.parser.whole_frames(pending[0]) if pending else None
         return frames if reader else None  # Otherwise another thread reads them.
+
+    def end_wait(self) -> None:
+        """Ends a wait of ``receive_own`` that this signal handler has interrupted."""
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            waiting.close()
 
     def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
         """Notes that the frames of ``receive_own`` have been handled.
@@ -423,6 +434,7 @@ class Link:
         """Frees the descriptors in a forked process; its parent keeps the connection."""
         self._socket.close()
         self._write_socket.close()
+        self.end_wait()
 
     def free(self) -> bool:
         """Frees descriptors and memory of a link that was hung up, once no thread uses them.
@@ -458,6 +470,7 @@ class Link:
         self.read_fd = self.write_fd = -1
         self._socket.close()
         self._write_socket.close()
+        self.end_wait()
         self._queue.clear()
         self._begun = None
         self.pending = []

@@ -9,6 +9,7 @@ raise at each of these steps in turn, until a call has no more of them; ``make t
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -214,6 +215,31 @@ def test_the_future_of_an_interrupted_wait_is_completed(pair: Pair) -> None:
             outcomes.append(ended(future))
         assert not pair.caller.agent.calls._client.completions
     assert 4 in outcomes
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_signal_handler_may_call_during_a_wait(pair: Pair) -> None:
+    outcomes: list[object] = []
+
+    def call(_: int, __: object) -> None:
+        outcomes.append(pair.sync(double, 5))
+        may_end.set()
+
+    def signal_when_waited_for(waited: PendingCall) -> None:
+        while not is_waiting(waited):
+            pass
+        signal.pthread_kill(interrupts.main_id, signal.SIGUSR2)
+
+    before = signal.signal(signal.SIGUSR2, call)
+    try:
+        future = pair.start(double_soon)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(signal_when_waited_for, future._call)
+            assert future.wait() == 4
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert outcomes == [10]
+    check_is_sound(pair)
 
 
 def ended(future: Future[Any]) -> object:
