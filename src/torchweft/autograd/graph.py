@@ -21,6 +21,7 @@ from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_
 from torchweft.autograd.local_engine import with_leaf_hooks
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
+from torchweft.autograd.sharded import check_unsharded
 from torchweft.autograd.walk import (
     End,
     Live,
@@ -247,8 +248,10 @@ class LocalPass:
         """
         if self._reached_of is None:
             self._reached_of = self._walk_all()
-            if is_any_known() and not self._mode.for_inputs:
-                self._find_averaging(self._reached_of.values())
+            if not self._mode.for_inputs:
+                check_unsharded(self._reached_of.values())
+                if is_any_known():
+                    self._find_averaging(self._reached_of.values())
         try:
             return self._reached_of[message_id]
         except KeyError:
