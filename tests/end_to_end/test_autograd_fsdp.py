@@ -51,9 +51,8 @@ def train(rank: int, path: str) -> tuple[str, list[Tensor], Tensor]:
     mesh = distributed.device_mesh.init_device_mesh("cpu", (len(TRAINERS),))
     fully_shard(net, mesh=mesh)
     inputs = batch_of(rank).requires_grad_()
-    with context() as context_id:
-        with pytest.raises(AutogradError) as caught:
-            backward(context_id, [net(rpc.rpc_sync("worker2", double, (inputs,))).square().mean()])
+    with context() as context_id, pytest.raises(AutogradError) as caught:
+        backward(context_id, [net(rpc.rpc_sync("worker2", double, (inputs,))).square().mean()])
     with context() as context_id:
         received = rpc.rpc_sync("worker2", double, (inputs,))
         leaf = received.detach().requires_grad_()

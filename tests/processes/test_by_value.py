@@ -62,6 +62,24 @@ def test_an_ordinary_call_sends_no_code(group: Cluster) -> None:
     assert codes_sent("worker0") == before
 
 
+def test_functions_that_torch_compiles_can_be_called_again(group: Cluster) -> None:
+    """What ``torch.compile`` has kept of the first call must not serve the second function."""
+    number = torch.ones(2)
+
+    def add(value: torch.Tensor) -> torch.Tensor:
+        return value + number
+
+    def compiled_there(value: torch.Tensor) -> torch.Tensor:
+        return torch.compile(lambda value: add(value), backend="eager")(value)
+
+    compiled_here = torch.compile(add, backend="eager")
+    for call in range(1, 4):
+        number = torch.full((2,), float(call))
+        for function in (compiled_there, compiled_here, lambda value: compiled_here(value)):
+            arrived = rpc.rpc_sync("worker0", function, args=(torch.zeros(2),))
+            assert torch.equal(arrived, number)
+
+
 def test_captured_references_are_handed_on(group: Cluster) -> None:
     def call(way: str) -> Any:
         kept = [rpc.remote(name, functions.identity, args=(name,)) for name in group.names]

@@ -2,7 +2,7 @@
 
 FSDP gathers a parameter for the forward pass. Its hooks reduce what a backward pass has accumulated
 into ``.grad`` of the gathered parameter, and free it. A pass of Weft asks for gradients and
-accumulates nothing. So FSDP would find nothing to reduce, and the gradients would be lost, silently.
+accumulates nothing. So FSDP would find nothing to reduce, and the gradients would be lost silently.
 
 PyTorch tells nobody which parameters are gathered ones, so this module reads FSDP's own records.
 Where another version of PyTorch has other records, nothing is found.

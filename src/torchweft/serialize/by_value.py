@@ -45,6 +45,7 @@ _GLOBAL_STEPS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _MODULE_TEXTS = ("__name__", "__package__", "__file__")
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), CodeType)
 _OWN_TEXTS = ("__name__", "__qualname__", "__module__", "__doc__")
+_COMPILER = "torch._dynamo"
 _ABSENT = object()
 _TEXTS = (str, type(None))
 
@@ -214,7 +215,7 @@ def _are_by_name(shape: _Shape) -> bool:
 def _add_cells(function: FunctionType, layout: Layout, captured: list[Any]) -> bool:
     """Adds the values in the cells of a function; returns whether it has that layout."""
     for cell, module in zip(function.__closure__ or (), layout.cells, strict=True):
-        value = _content(cell)
+        value = content_of(cell)
         if type(value) is ModuleType:
             if value.__name__ != module:
                 return False
@@ -286,7 +287,7 @@ def _layout(function: FunctionType, known: _Known) -> Layout | None:
         return None
     present = {name: values[name] for name in known.globals if name in values}
     modules = {name: value for name, value in present.items() if type(value) is ModuleType}
-    contents = [_content(cell) for cell in function.__closure__ or ()]
+    contents = [content_of(cell) for cell in function.__closure__ or ()]
     used = [each for each in (*modules.values(), *contents) if type(each) is ModuleType]
     is_empty = any(each is _ABSENT for each in contents)
     if is_empty or not all(map(_goes_by_name, used)):
@@ -312,7 +313,8 @@ def _goes_by_name(module: ModuleType) -> bool:
     return name in sys.modules and not by_value
 
 
-def _content(cell: CellType) -> object:
+def content_of(cell: CellType) -> object:
+    """Returns the value in a cell; a value that is nothing else if there is none."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -390,7 +392,8 @@ class Loaded:
         """Returns a new function with certain globals, without its captured values."""
         values.update(self._globals)
         cells = tuple(map(CellType, self._cells)) if self._cells else None
-        function = FunctionType(self._code, values, self._name, None, cells)
+        code = _copied(self._code) if _COMPILER in sys.modules else self._code
+        function = FunctionType(code, values, self._name, None, cells)
         for name, value in self._attributes:
             setattr(function, name, value)
         return function
@@ -415,6 +418,16 @@ class Loaded:
             place += len(layout.keywords)
         if layout.annotated:
             function.__annotations__ = dict(zip(layout.annotated, captured[place:], strict=True))
+
+
+def _copied(code: CodeType) -> CodeType:
+    """Returns a copy of a code object, and of those in it.
+
+    ``torch.compile`` keeps its results with the code object, and puts what they refer to into the
+    globals of the function. So functions with globals of their own must not share a code object.
+    """
+    constants = [_copied(each) if type(each) is CodeType else each for each in code.co_consts]
+    return code.replace(co_consts=tuple(constants))
 
 
 def _module(name: str) -> object:

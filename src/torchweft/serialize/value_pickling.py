@@ -10,14 +10,14 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
 from torch import Tensor
 
 from torchweft.errors import ProtocolError
-from torchweft.serialize.by_value import Code, take_apart
+from torchweft.serialize.by_value import Code, content_of, take_apart
 from torchweft.serialize.functions import MAIN_MODULES
 
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -78,10 +78,15 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return NotImplemented
             return super().reducer_override(value)
         reduced = self.take_out(self, value)
+        if reduced is NotImplemented and type(value) is ModuleType:
+            reduced = _reduce_part_of_module(value)
         return super().reducer_override(value) if reduced is NotImplemented else reduced
 
     def _dynamic_function_reduce(self, function: FunctionType) -> Any:
         """Takes the place of cloudpickle's own method, which this class calls where it must."""
+        compiler = _compiler_of(function)
+        if compiler is not None:
+            return compiler, (vars(function)["_torchdynamo_orig_callable"],)
         parts = take_apart(function)
         if parts is None:
             return super()._dynamic_function_reduce(function)
@@ -126,6 +131,27 @@ class ReducingPickler(ValuePickler):
     def reducer_override(self, value: Any) -> Any:
         reducer = self.reducers.get(type(value))
         return super().reducer_override(value) if reducer is None else reducer(value)
+
+
+def _compiler_of(function: FunctionType) -> Any:
+    """Returns the object of ``torch.compile`` that made a function of another one, or None."""
+    if "_torchdynamo_orig_callable" not in vars(function):
+        return None
+    for cell in function.__closure__ or ():
+        content = content_of(cell)
+        # Its class reduces itself, for compiled modules.
+        if type(content).__name__ == "OptimizeContext":
+            return content
+    return None
+
+
+def _reduce_part_of_module(module: ModuleType) -> Any:
+    """Reduces a module that only its parent has, as extensions written in C make them."""
+    parent, _, name = module.__name__.rpartition(".")
+    home = sys.modules.get(parent)
+    if module.__name__ in sys.modules or getattr(home, name, None) is not module:
+        return NotImplemented
+    return getattr, (home, name)
 
 
 def _is_in_main(value: Any) -> bool:

@@ -141,7 +141,8 @@ def test_a_function_arrives_as_cloudpickle_sends_it(kind: str, trip: Callable[[A
     assert arrived.__globals__.keys() - hidden == expected.__globals__.keys() - hidden
 
 
-def test_its_code_is_loaded_once_and_its_functions_are_new() -> None:
+def test_its_code_is_loaded_once_and_its_functions_are_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # Else each has a copy.
     code, captured = apart(lambda value: value + counter)
     kept = Code(code.content)
     first, rest = bind(kept, (*captured, 1))

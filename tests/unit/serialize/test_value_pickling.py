@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import sys
 from typing import Any
 
 import cloudpickle
@@ -51,6 +52,14 @@ def test_a_function_and_its_method_that_refer_to_each_other() -> None:
     assert arrived()().method() is arrived
     assert "Local" in arrived()().parent()
     assert arrived().__doc__ == Local.__doc__
+
+
+def test_a_function_that_refers_to_a_module_without_an_import() -> None:
+    """An extension written in C has it as an attribute, and no import finds it."""
+    decorate: Any = torch.autograd.function.once_differentiable
+    function = decorate(lambda ctx, gradient: gradient)
+    assert "torch._C._functions" not in sys.modules
+    assert by_codes(function).__globals__["_functions"] is torch._C._functions  # type: ignore[attr-defined]
 
 
 def test_tensors_and_functions_are_one_object_each_in_a_pickle() -> None:
@@ -139,7 +148,8 @@ def test_enumerations_and_dataclasses_of_a_function_travel() -> None:
     assert arrived[2].origin() == arrived[2](0)
 
 
-def test_one_code_of_many_functions_is_named_once() -> None:
+def test_one_code_of_many_functions_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # Else each has a copy.
     functions = [(lambda x, y=y: x + y) for y in range(5)]
     codes: list[Code] = []
     packed = pack(functions, main_by_name=True, codes=codes)
