@@ -118,6 +118,23 @@ def test_train_and_eval_reach_the_module() -> None:
         assert module.get_module_rref().rpc_sync().describe()[0] is mode
 
 
+def test_a_deep_copy_is_a_module_of_its_own_on_the_same_worker() -> None:
+    """As for a target network: the copy must not follow what the original learns."""
+    model = nn.Sequential(RemoteModule(FIRST, Scale, args=(2.0,)), nn.Flatten(0)).eval()
+    target = copy.deepcopy(model)
+    value = torch.ones(1)
+    assert isinstance(target[0], RemoteModule)
+    assert target[0].training is False
+    assert target[0].get_module_rref().rpc_sync().describe() == (False, FIRST)
+    optimizer = DistributedOptimizer(torch.optim.SGD, model[0].remote_parameters(), lr=1.0)
+    with context() as context_id:
+        backward(context_id, [model(value).sum()])
+        optimizer.step(context_id)
+    assert (model(value).item(), target(value).item()) == (1, 2)
+    target.load_state_dict(model.state_dict())
+    assert target(value).item() == 1
+
+
 def test_state_goes_both_ways() -> None:
     module, other = (RemoteModule(FIRST, Scale, args=(factor,)) for factor in (2.0, 3.0))
     state = module.state_dict()

@@ -163,6 +163,10 @@ class RemoteModule(torchweft.nn.RemoteModule):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({torchweft.nn.RemoteModule.extra_repr(self)})"
 
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Raises SerializationError, as PyTorch does."""
+        self.__reduce__()
+
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when "

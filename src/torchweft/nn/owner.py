@@ -6,6 +6,7 @@ class exposes ``forward``.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -64,6 +65,14 @@ def create(
     module = make(module_cls, args, kwargs, device)
     _made().add(module)
     return RRef(module)
+
+
+@remotely_callable
+def duplicate(module: RRef[nn.Module]) -> RRef[nn.Module]:
+    """Makes a deep copy of a module on this worker and returns a reference to it."""
+    made = copy.deepcopy(_module(module))
+    _made().add(made)
+    return RRef(made)
 
 
 def make(

@@ -207,7 +207,8 @@ class RemoteModule(nn.Module):
     It can be sent in arguments and results, as a reference. It can also be part of a larger
     module. The larger module's ``parameters()`` are then the local parameters only; its ``train``,
     ``eval``, ``apply``, ``state_dict`` and ``load_state_dict`` reach the remote part as well; and
-    its ``to`` leaves the remote part where it is.
+    its ``to`` leaves the remote part where it is. ``copy.deepcopy`` makes a copy on the owner, as
+    for a target network.
 
     Methods that make no sense remotely, like ``parameters()`` or ``cuda()``, raise a
     ``ConfigurationError`` (a ``ValueError``) that names the alternative.
@@ -462,6 +463,12 @@ class RemoteModule(nn.Module):
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
+
+    def __deepcopy__(self, memo: object) -> RemoteModule:
+        """Returns a remote module for a deep copy, which is made on the owner. Blocks."""
+        made = type(self).from_module_rref(self._ask(owner.duplicate), self.device)
+        made.training = self.training
+        return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _received, (self.module_rref, self.device, self.training)

@@ -297,6 +297,7 @@ class Grammar:
             "examining:weigh": lambda: (rows,),
             "owner:apply": lambda: (module, self._function()),
             "owner:create": lambda: (self._function(), (), {}, device),
+            "owner:duplicate": lambda: (module,),
             "owner:load_state": lambda: (module, self._state()),
             "owner:parameters": lambda: (module, True),
             "owner:run": lambda: (module, device, steps, rows),

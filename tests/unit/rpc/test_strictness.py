@@ -103,6 +103,7 @@ def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
             owner.create(program.Net, (), {}, "cpu"), "cpu", (Step(it, (), {}),), ROWS
         ),
         "parameters": lambda it: owner.parameters(it, True),
+        "duplicate": owner.duplicate,
         "training": lambda it: owner.set_training(it, True),
         "apply": lambda it: owner.apply(it, program.identity),
         "load": lambda it: owner.load_state(it, {}),
