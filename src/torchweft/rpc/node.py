@@ -30,6 +30,7 @@ from torchweft.rpc.tracing.recorder import RECORDER, Recorder
 from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime import log_records
+from torchweft.runtime.compiler import hide_from_compiler
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
@@ -119,6 +120,7 @@ class Node:
     def start(self) -> None:
         """Makes this the worker of the process, and begins to serve others."""
         current_agent.install(self.agent)
+        hide_from_compiler()
         # Tells the other workers at exit. Otherwise they would notice when the connections end,
         # after all modules have been torn down: a second or more on a busy machine. Also runs when
         # a process of ``multiprocessing`` ends; after exit handlers of the program, which may
