@@ -140,7 +140,7 @@ class SentGraph:
                 nexts = node.next_functions
                 if not nexts:
                     variable = getattr(node, "variable", None)
-                    if variable is not None:
+                    if variable is not None and variable.requires_grad:  # Not frozen since.
                         leaves[node] = variable
                 elif node not in ends:
                     stack.append(nexts)

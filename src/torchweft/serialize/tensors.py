@@ -83,7 +83,14 @@ def describe(
             raised it.
     """
     if place is None or place(_HOST) == _HOST:
-        described = _describe_simple(tensors, place)
+        try:
+            described = _describe_simple(tensors, place)
+        except RuntimeError as error:  # A tensor has no address.
+            raise SerializationError(
+                "a tensor has no memory that could be sent; within torch.func.grad, vmap and jvp "
+                "tensors stand for several: call these in the remote function, or, for gradients "
+                "through calls, use torchweft.autograd.grad"
+            ) from error
         if described is not None:
             return described
     sources = [as_dense(tensor) for tensor in tensors]

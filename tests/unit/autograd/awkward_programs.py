@@ -148,10 +148,21 @@ def nothing_for_what_others_share(world: World) -> list[Tensor]:
     return [Rejoin.apply(last, world.send(1, 0, Noted.apply(state * fed))[0]).sum()]
 
 
+def parameters_frozen_after_their_use(world: World) -> list[Tensor]:
+    """One was used in a function, one was sent itself, and one in a part of two messages."""
+    frozen = [world.parameter(1, name, 3) for name in "abc"]
+    used, shared = frozen[0] * world.parameter(1, "w", 3), frozen[2].exp()
+    received = world.send(1, 0, used, frozen[1])
+    more = world.send(1, 0, shared)[0] * world.send(1, 0, shared * world.parameter(1, "v", 3))[0]
+    for each in frozen:
+        each.requires_grad_(False)
+    return [(received[0] * received[1] * more).sum()]
+
+
 ALL = [
     tensor_and_view_in_one_message, overlapping_views_in_one_answer, tensor_and_detached_one,
     two_leaves_on_one_memory, hook_on_what_is_not_used, function_that_tells_zero_from_nothing,
     results_without_gradients_before_a_cut, recomputation_in_pieces,
     remote_result_without_gradient, remote_results_of_which_one_has_a_gradient,
-    nothing_for_what_others_share,
+    nothing_for_what_others_share, parameters_frozen_after_their_use,
 ]  # fmt: skip

@@ -522,3 +522,13 @@ def test_memory_of_a_device_that_was_freed_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Tensor, "is_cuda", True)
     with pytest.raises(SerializationError, match="has been freed"):
         describe([freed])
+
+
+def test_a_tensor_within_a_transform_of_torch_func_is_refused() -> None:
+    def send(tensor: Tensor) -> Tensor:
+        describe([tensor])
+        return tensor.sum()
+
+    for transform in (torch.func.vmap(send), torch.func.grad(send)):
+        with pytest.raises(SerializationError, match=r"torch\.func.*in the remote function"):
+            transform(torch.ones(2))
