@@ -249,7 +249,7 @@ class LocalPass:
         if self._reached_of is None:
             self._reached_of = self._walk_all()
             if not self._mode.for_inputs:
-                check_unsharded(self._reached_of.values())
+                check_unsharded(self._reached_of)
                 if is_any_known():
                     self._find_averaging(self._reached_of.values())
         try:

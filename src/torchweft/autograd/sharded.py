@@ -11,7 +11,7 @@ Where another version of PyTorch has other records, nothing is found.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,12 +20,19 @@ from torchweft.autograd.walk import Reached
 from torchweft.errors import AutogradError
 
 
-def check_unsharded(components: Iterable[Reached]) -> None:
-    """Raises AutogradError if any component leads to a parameter under FSDP."""
+def check_unsharded(reached_of: Mapping[int, Reached]) -> None:
+    """Raises AutogradError if a send leads to a parameter under FSDP.
+
+    Args:
+        reached_of: The component of each send of this worker, by the number of the send.
+
+    Raises:
+        AutogradError: Names the module, and the way to train it beside Weft.
+    """
     if "torch.distributed.fsdp" not in sys.modules:
         return
     gathered = {id(parameter): module for module, parameter in _gathered()}
-    for reached in components:
+    for reached in reached_of.values():
         for leaf in reached.leaves.values():
             if not isinstance(leaf, Tensor):
                 continue
