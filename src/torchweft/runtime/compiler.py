@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from typing import Any
@@ -21,9 +22,8 @@ _RULES = "torch._dynamo.trace_rules"
 
 def hide_from_compiler() -> None:
     """Puts Weft on the compiler's list, at once or as soon as the list is there."""
-    rules = sys.modules.get(_RULES)
-    if rules is not None:
-        _add_to(rules)
+    if _RULES in sys.modules:
+        _add_to(import_module(_RULES))  # Waits if another thread is importing it.
     elif _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
 
