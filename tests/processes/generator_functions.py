@@ -87,6 +87,10 @@ def not_iterable() -> int:
     return 5
 
 
+async def unawaited() -> list[int]:
+    return [1]
+
+
 def is_open(worker: str) -> Iterator[Any]:
     """Passes a stream of another worker on."""
     with rpc.stream(worker, count_on, (3,)) as numbers:

@@ -260,6 +260,16 @@ def test_a_full_disk_leaves_the_snapshots_before_and_nothing_else(
     assert len(list(tmp_path.iterdir())) == 1
 
 
+def test_a_directory_that_cannot_be_made_is_named(group: Cluster) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"step 3 failed on worker '.*', in /proc/x"
+    ) as caught:
+        checkpoint.save("/proc/x", {"model": linear(0, 2, 3)}, step=3)
+    error = caught.value
+    assert (error.directory, error.step, error.worker) == ("/proc/x", 3, group.name)
+    assert isinstance(error.__cause__, OSError)
+
+
 def test_training_goes_on_while_a_snapshot_is_written(group: Cluster, tmp_path: Path) -> None:
     training = Training("worker0", "worker1", "driver")
     training.train(2)

@@ -47,7 +47,13 @@ from torchweft.embedding import (
     host,
     plan_tables,
 )
-from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, SerializationError
+from torchweft.errors import (
+    ArgumentTypeError,
+    CallTimeout,
+    ConfigurationError,
+    SerializationError,
+    UnknownWorker,
+)
 from torchweft.launch import Nursery
 
 # The tests share workers, which connect to one another on first use.
@@ -427,6 +433,12 @@ def test_options_of_wrong_types_are_named(options: dict[str, Any], message: str)
     plan = plan_tables(configs_of(torch.float64), SERVERS)
     with pytest.raises(ArgumentTypeError, match=message):
         Tables(**{"plan": plan, "name": "typed", **options})
+
+
+def test_a_trainer_that_there_is_not_is_named_at_once() -> None:
+    plan = plan_tables(configs_of(torch.float64), SERVERS)
+    with pytest.raises(UnknownWorker, match="trainer7"):
+        Tables(plan, name="unknown", trainers=["driver", "trainer7"])
 
 
 def test_calls_with_wrong_types_are_named() -> None:

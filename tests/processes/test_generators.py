@@ -149,6 +149,8 @@ def test_mistakes() -> None:
         rpc.stream("worker0", functions.count_on, (1,), ahead=0)
     with pytest.raises(ArgumentTypeError, match=r"not_iterable returned.*cannot be iterated over"):
         rpc.stream("worker0", functions.not_iterable)  # type: ignore[arg-type]
+    with pytest.raises(ArgumentTypeError, match="returned a coroutine, which cannot be iterated"):
+        rpc.stream(rpc.get_worker_info(), functions.unawaited)  # type: ignore[arg-type]
     with pytest.raises(ArgumentTypeError, match="taken apart row by row"):
         rpc.stream("worker0", torch.ones, (5,))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="end"):

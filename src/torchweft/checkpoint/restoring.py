@@ -75,7 +75,8 @@ def restore(
         SnapshotCorrupt: A file is not as it was written; lists the other snapshots.
         StateMismatch: The snapshot is of another state; lists the differences.
         WorkerLost: A worker was lost.
-        CheckpointError: An entry could not be put in place; the state is partly restored then.
+        CheckpointError: The directory cannot be read; or an entry could not be put in place, and
+            the state is partly restored then.
     """
     snapshot = find(directory, step)
     restore_snapshot(snapshot, state, strict=strict, random_states=random_states, timeout=timeout)

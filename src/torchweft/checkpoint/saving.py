@@ -114,16 +114,19 @@ class Attempt:
 
     def finish(self) -> Snapshot:
         """Has all owners write their files, then writes the manifest; returns the snapshot."""
+        directory, step = self._snapshot.directory, self._snapshot.step
+        doing = f"writing the snapshot of step {step}"
         try:
-            self._write_parts()
-            self._write_manifest()
+            with snapshots.named_errors(doing, directory, step, self._me.name):
+                self._write_parts(doing)
+                self._write_manifest()
         except BaseException:
             self._give_up()
             raise
         self._tidy()
         return self._snapshot
 
-    def _write_parts(self) -> None:
+    def _write_parts(self, doing: str) -> None:
         os.makedirs(self._snapshot.path)
         answers, failures = run_on_owners(
             owner.write,
@@ -131,7 +134,7 @@ class Attempt:
             lambda: files.write_part(self._path_of(self._me.id), self._content),
             self._deadline.left_s,
         )
-        self._raise(f"writing the snapshot of step {self._snapshot.step}", failures)
+        self._raise(doing, failures)
         self._content = {}
         for worker, (size_bytes, sha256) in answers.items():
             path = self._path_of(worker)
@@ -257,7 +260,8 @@ def save(
 
     Raises:
         ArgumentTypeError: A value in ``state`` cannot be saved; names it, and its place.
-        CheckpointError: A worker could not write its part: a full disk, say.
+        CheckpointError: A worker could not write its part: a full disk, say; or the directory
+            cannot be made or read.
         WorkerLost: A worker was lost.
         CallTimeout: It took too long.
     """

@@ -7,6 +7,7 @@ distinguishes two snapshots that somehow got the same number. A snapshot's files
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -15,12 +16,12 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torchweft.checkpoint import files
-from torchweft.errors import ConfigurationError
+from torchweft.errors import CheckpointError, ConfigurationError, WeftError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"(?P<number>\d{6,})-step(?P<step>\d+)-[0-9a-f]{8}")
@@ -54,6 +55,9 @@ def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
 
     Args:
         directory: Where snapshots are kept; there are none in a directory that does not exist.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
     """
     return [
         snapshot
@@ -63,9 +67,39 @@ def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
 
 
 def latest(directory: str | os.PathLike[str]) -> Snapshot | None:
-    """Returns the snapshot in a directory that was written last; None if there is none."""
+    """Returns the snapshot in a directory that was written last; None if there is none.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
+    """
     snapshots = list_snapshots(directory)
     return snapshots[-1] if snapshots else None
+
+
+@contextlib.contextmanager
+def named_errors(
+    doing: str, directory: str, step: int | None = None, worker: str = ""
+) -> Iterator[None]:
+    """Raises CheckpointError in place of an error of the system within a ``with`` block.
+
+    Args:
+        doing: What is done in the block, for the message.
+        directory: Where the snapshots are.
+        step: The step of the snapshot, where it is known.
+        worker: Name of this worker, where the directory is that of a group.
+    """
+    try:
+        yield
+    except WeftError:
+        raise  # Some of them are errors of the system as well.
+    except OSError as error:
+        place = f"{f'on worker {worker!r}, ' if worker else ''}in {directory}"
+        raise CheckpointError(
+            f"{doing} failed {place}: {type(error).__name__}: {error}",
+            directory=directory,
+            step=step,
+            worker=worker,
+        ) from error
 
 
 def new_name(directory: str, step: int) -> str:
@@ -90,10 +124,11 @@ def part_path(directory: str, name: str, file: str) -> str:
 def _begun(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """Returns all entries that are named like a snapshot, sorted by number and name."""
     absolute = os.path.abspath(directory)
-    try:
-        names = os.listdir(absolute)
-    except FileNotFoundError:
-        return []
+    with named_errors("looking for snapshots", absolute):
+        try:
+            names = os.listdir(absolute)
+        except FileNotFoundError:
+            return []
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     matches.sort(key=lambda match: (int(match["number"]), match.string))
     return [Snapshot(absolute, match.string, int(match["step"])) for match in matches]

@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from torchweft.agent.current import current
 from torchweft.arguments import check_type, check_workers, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import contents, host, occupied, saving, telling
@@ -88,7 +89,7 @@ class Tables(nn.Module):
         TablesMismatch: Another trainer has made the collection with other arguments.
         ConfigurationError: An argument cannot work, or there is a cache beside dynamic tables.
         ArgumentTypeError: An argument is of a wrong type.
-        UnknownWorker: There is no such server.
+        UnknownWorker: There is no such server; or no such trainer, in a group that none can join.
         WorkerLost: A server is lost.
     """
 
@@ -116,6 +117,9 @@ class Tables(nn.Module):
         self.name = name
         self.trainers = (me,) if trainers is None else tuple(trainers)
         check_options(self.trainers, staleness, reduction)
+        if not current().members.is_open:  # In an open group a trainer may join later.
+            for each in self.trainers:
+                get_worker_info(each)
         if cache is not None:
             check_cache(cache, plan, staleness, is_trainer=me in self.trainers)
         self._wire = wire

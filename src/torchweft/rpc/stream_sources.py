@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from types import CoroutineType
 from typing import Any
 
 from torch import Tensor
@@ -207,6 +208,8 @@ class Sources:
         try:
             iterator = iter(values)
         except TypeError:
+            if isinstance(values, CoroutineType):
+                values.close()  # Otherwise Python warns that it was never awaited.
             raise ArgumentTypeError(
                 f"{name} returned {kind_of(values)}, which cannot be iterated over; a stream is of "
                 "a generator or anything else that for loops take"

@@ -10,6 +10,7 @@ Registrations and declarations are kept here by identity. No message can add to 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable
 from types import FunctionType
@@ -205,11 +206,16 @@ class StrictNames:
         return _registered.find(name) if found is None else found
 
     def _refuse_name(self, name: bytes) -> NoReturn:
-        self._refuse(
-            text_of(name),
-            f"which is not registered there; put @{REGISTER} above its definition, or name it in "
-            f"{OPTION}",
-        )
+        text = text_of(name)
+        module, colon, _ = text.partition(":")
+        if colon and module not in sys.modules:
+            why = (
+                f"whose module is not imported there, so no @{REGISTER} in it has run; import "
+                f"{registry.shortened(module)} in that worker before it joins"
+            )
+        else:
+            why = f"which is not registered there; put @{REGISTER} above its definition"
+        self._refuse(text, f"{why}, or name it in {OPTION}")
 
     def _refuse(self, what: str, why: str) -> NoReturn:
         shown = registry.shortened(what)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchweft.checkpoint import snapshots
-from torchweft.errors import ConfigurationError
+from torchweft.errors import CheckpointError, ConfigurationError
 
 
 def make(directory: Path, name: str, *, is_whole: bool = True) -> None:
@@ -33,6 +33,14 @@ def test_a_directory_with_a_manifest_is_a_snapshot(tmp_path: Path) -> None:
 def test_there_may_be_none(tmp_path: Path) -> None:
     assert snapshots.list_snapshots(tmp_path / "none") == []
     assert snapshots.latest(tmp_path) is None
+
+
+def test_a_file_in_place_of_the_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for look in (snapshots.latest, snapshots.list_snapshots):
+        with pytest.raises(CheckpointError, match=r"looking.*/file: NotADirectory") as caught:
+            look(tmp_path / "file")
+        assert caught.value.directory == str(tmp_path / "file")
 
 
 def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

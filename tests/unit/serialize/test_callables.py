@@ -103,8 +103,14 @@ def test_what_the_program_or_the_worker_has_registered_is_found() -> None:
 )
 def test_nothing_else_is(name: bytes) -> None:
     for find in (NAMES.resolve, NAMES.resolve_value):
-        with pytest.raises(NotAllowed, match=r"'ps' is strict .*not registered.*rpc\.register"):
+        with pytest.raises(NotAllowed, match=r"'ps' is strict .*rpc\.register"):
             find(name)
+
+
+def test_a_module_that_is_not_imported_is_named() -> None:
+    for find in (NAMES.resolve, NAMES.resolve_value):
+        with pytest.raises(NotAllowed, match=r"not imported there.* import jobs\.later in that"):
+            find(b"jobs.later:square")
 
 
 def test_errors_are_values_and_are_not_called() -> None:
