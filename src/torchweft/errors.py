@@ -30,6 +30,7 @@
     ├── ProtocolError (RuntimeError)           a peer sent what no Weft of this version sends
     │   └── TlsError (ConnectionError)         no secure connection with the peer; says why
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
+    │   └── BackwardLost (WorkerLost)          a worker was lost during the pass
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
     ├── ReduceError (RuntimeError)             the results of a map could not be put together
     ├── PipelineError (RuntimeError)           a stage of a pipeline failed; says which
@@ -274,6 +275,14 @@ class AutogradError(WeftError, RuntimeError):
 
     worker: str = ""
     operation: str = ""
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class BackwardLost(AutogradError, WorkerLost):
+    """A worker was lost during a backward pass, which has ended on all others.
+
+    It has the fields of both its classes; ``worker`` is the name of the lost worker.
+    """
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)

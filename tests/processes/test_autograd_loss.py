@@ -10,7 +10,7 @@ import pytest
 import torchweft
 from tests.processes import autograd_functions as functions
 from torchweft import rpc
-from torchweft.errors import AutogradError, WorkerLost
+from torchweft.errors import BackwardLost, WorkerLost
 from torchweft.launch import Nursery, cluster
 
 PROMPT_S = 5.0
@@ -40,10 +40,12 @@ def test_the_worker_that_dies_is_named(nursery: Nursery, doomed: str, mode: Any)
         else:
             value = rpc.rpc_sync(FIRST, functions.pass_to, (SECOND, functions.fatal, value))
         start_s = time.monotonic()
-        with pytest.raises(AutogradError, match="is lost") as caught:
+        with pytest.raises(BackwardLost, match="is lost") as caught:
             torchweft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
         assert caught.value.worker == doomed
-        assert isinstance(caught.value.__cause__, WorkerLost)
+        cause = caught.value.__cause__
+        assert isinstance(cause, WorkerLost)
+        assert (caught.value.since, caught.value.cause) == (cause.since, cause.cause)
         assert time.monotonic() - start_s < PROMPT_S
         for worker in {"driver", FIRST} - {doomed}:
             await_no_part(worker)
@@ -60,7 +62,7 @@ def test_a_worker_that_died_before_the_pass_is_named(nursery: Nursery, mode: Any
         with pytest.raises(WorkerLost):
             rpc.rpc_sync(FIRST, functions.die)
         start_s = time.monotonic()
-        with pytest.raises(AutogradError, match="is lost") as caught:
+        with pytest.raises(BackwardLost, match="is lost") as caught:
             torchweft.autograd.backward(context_id, [(value + other).sum()], mode=mode)
         assert caught.value.worker == FIRST
         assert time.monotonic() - start_s < PROMPT_S

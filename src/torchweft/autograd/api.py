@@ -113,6 +113,7 @@ def backward(
         ArgumentTypeError: An argument is of the wrong type.
         ConfigurationError: ``create_graph`` outside of any context.
         AutogradError: A root is invalid, or the pass failed; names the worker and the operation.
+        BackwardLost: A worker was lost, which is also a ``WorkerLost``.
     """
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
@@ -189,6 +190,7 @@ def grad(
         ArgumentTypeError: An argument is of the wrong type.
         AutogradError: An argument is invalid, an input was not used, or the pass failed; names
             the worker and the operation.
+        BackwardLost: A worker was lost, which is also a ``WorkerLost``.
     """
     check_context_id(context_id)
     if isinstance(outputs, Tensor):

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torchweft.errors import AutogradError
+from torchweft.errors import AutogradError, BackwardLost, WorkerLost
 from torchweft.ids import worker_of
 
 ROOTS = 0
@@ -162,12 +162,19 @@ Action = Send | Apply | Tell | Close | Complete | Fail
 
 def failure_error(fail: Fail, worker_name: str) -> AutogradError:
     """Makes the error that the caller of backward gets, with its cause if that is an exception."""
-    error = AutogradError(
+    message = (
         f"backward failed on worker {worker_name!r} in {fail.operation}: "
-        f"Error on Node {fail.worker}: {fail.error}",
-        worker=worker_name,
-        operation=fail.operation,
+        f"Error on Node {fail.worker}: {fail.error}"
     )
+    error = AutogradError(message, worker=worker_name, operation=fail.operation)
+    if isinstance(fail.error, WorkerLost):
+        error = BackwardLost(
+            message,
+            worker=fail.error.worker or worker_name,
+            since=fail.error.since,
+            cause=fail.error.cause,
+            operation=fail.operation,
+        )
     if isinstance(fail.error, BaseException):
         error.__cause__ = fail.error
     return error
