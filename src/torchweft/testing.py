@@ -70,6 +70,16 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
+_ENDED_EARLY = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
+    """Notes that a test has failed or was skipped; it makes no report."""
+    if call.excinfo is not None:
+        item.stash[_ENDED_EARLY] = True
+
+
 class Groups:
     """The group that tests share; a process is in one group at a time, so others end it."""
 
@@ -116,16 +126,21 @@ def weft_groups(weft_nursery: Nursery) -> Iterator[Groups]:
 
 
 @pytest.fixture
-def weft_group(weft_groups: Groups) -> Iterator[Cluster]:
+def weft_group(weft_groups: Groups, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """The group that tests share: this process is ``driver``, the others ``worker0``, ``worker1``.
 
-    Fails the test if references to values of workers are left for longer than ``LIMIT_S``. A worker
-    that ended, or a reference that stays, does not reach the next test: it gets a new group.
+    Fails a test that has passed if references to values of workers are left for longer than
+    ``LIMIT_S``. A worker that ended, or a reference that stays, does not reach the next test: it
+    gets a new group.
     """
     group = weft_groups.shared()
     before = _references(group)
     try:
         yield group
+        if request.node.stash.get(_ENDED_EARLY, False):
+            if _left(group, before):  # The traceback of the test holds its references.
+                weft_groups.drop()
+            return
         _wait_until(lambda: _left(group, before) == {}, lambda: _described(group, before))
     except BaseException:
         weft_groups.drop()
@@ -135,6 +150,11 @@ def weft_group(weft_groups: Groups) -> Iterator[Cluster]:
 @pytest.fixture
 def weft_own_group(weft_groups: Groups, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """A group for this test alone; ``@pytest.mark.weft`` has the arguments of its cluster."""
+    if "weft_group" in request.fixturenames:
+        raise ConfigurationError(
+            "the test takes weft_group and weft_own_group, and a process is in one group at a "
+            "time; take one of them"
+        )
     mark = request.node.get_closest_marker("weft")
     if mark is not None and mark.args:
         raise ConfigurationError(

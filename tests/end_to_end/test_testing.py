@@ -66,6 +66,19 @@ def test_after_a_leak(weft_group):
     assert weft_group.pids != pids[0]
 
 
+def test_failed(weft_group):
+    layer = rpc.remote("worker0", nn.Linear, (2, 3))  # The traceback keeps it.
+    assert layer.is_owner()
+
+
+def test_after_a_failure(weft_group):
+    assert rpc.rpc_sync("worker0", os.getpid) == weft_group.pids["worker0"]
+
+
+def test_two_groups(weft_group, weft_own_group):
+    pass
+
+
 @pytest.mark.weft(3)
 def test_wrong_mark(weft_own_group):
     pass
@@ -90,7 +103,15 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "name",
-    ["shared", "shared_again", "killed", "paused", "no_such_worker", "after_a_leak"],
+    [
+        "shared",
+        "shared_again",
+        "killed",
+        "paused",
+        "no_such_worker",
+        "after_a_leak",
+        "after_a_failure",
+    ],
 )
 def test_programs_can_use_groups(output: str, name: str) -> None:
     assert f"::test_{name} PASSED" in output, output
@@ -101,6 +122,15 @@ def test_a_reference_that_is_left_fails_the_test(output: str) -> None:
     assert "worker0 has {'owned': 1" in output
 
 
+def test_a_test_that_failed_is_not_searched_for_references(output: str) -> None:
+    assert "::test_failed FAILED" in output, output
+    assert "ERROR test_program.py::test_failed" not in output, output
+
+
+def test_two_groups_at_a_time_are_refused(output: str) -> None:
+    assert "the test takes weft_group and weft_own_group" in output, output
+
+
 def test_a_mark_with_positional_arguments_is_refused(output: str) -> None:
     assert "pass them by name: @pytest.mark.weft(workers=3)" in output, output
-    assert "7 passed, 2 errors" in output  # The leak is found after its test.
+    assert "1 failed, 8 passed, 3 errors" in output  # The leak is found after its test.

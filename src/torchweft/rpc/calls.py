@@ -107,7 +107,7 @@ def call_and_wait(
     args: Sequence[Any],
     kwargs: Any,
     timeout: float,
-    subject: Subject | None = None,
+    subject: Subject | str | None = None,
 ) -> Any:
     """Calls ``peer``, waits for the answer, and returns the result. Blocks."""
     limit_s = worker.agent.default_timeout_s
@@ -136,7 +136,7 @@ def start(
     args: Sequence[Any],
     kwargs: Any,
     timeout: float,
-    subject: Subject | None = None,
+    subject: Subject | str | None = None,
 ) -> Future[Any]:
     """Starts a call on ``peer``, even if another worker has its name by now; returns a future.
 

@@ -52,6 +52,7 @@ class Stream(Closing, Generic[T]):
         self._peer = peer
         self._number = number
         self._name = name
+        self._subject = subject_of(name)
         self._timeout_s = timeout_s
         self._context_id = current_id()
         self._places = itertools.count()
@@ -82,8 +83,7 @@ class Stream(Closing, Generic[T]):
         args = (self._number, next(self._places))
         # The stream may outlive the call within which it was opened, and has the time it takes.
         with detached(), enter(self._context_id):
-            subject = (_describe, self._name)
-            future = start(self._worker, self._peer, _PULL, args, {}, 0.0, subject)
+            future = start(self._worker, self._peer, _PULL, args, {}, 0.0, self._subject)
         ignore_errors(future)
         self._pulled.append(future)
 
@@ -171,7 +171,8 @@ def _close_soon(worker: Worker, peer: Peer, number: int, pulled: deque[Future[An
     worker.agent.reactor.submit(close)
 
 
-def _describe(name: str) -> str:
+def subject_of(name: str) -> str:
+    """Returns the name of a call for a value of a stream, in messages and counts."""
     return f"a value of the stream of {name}"
 
 
@@ -231,7 +232,7 @@ def stream(
         _, args, kwargs = checked_call(func, args, kwargs)
         number = next(_numbers)
         begun = (number, named, tuple(args), kwargs, to if isinstance(to, RRef) else None)
-        call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, (_describe, name))
+        call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, subject_of(name))
         return Stream(worker, peer, number, name, ahead, 0.0 if math.isinf(limit_s) else limit_s)
     except Exception as error:
         shorten(error)
