@@ -80,20 +80,35 @@ def drop_frames(error: BaseException) -> None:
 
     Frames lead back to the future, and the garbage collector does not look into PyTorch's futures:
     all objects of the frames would leak. Causes keep the frames of the program as a note.
+
+    An error that this thread is handling is no cause, and is left as it is: Python made it the
+    context, as the thread that the program calls in an ``except`` block may read any answer.
     """
-    BaseException.with_traceback(error, None)
-    seen, rest = {id(error)}, _led_by(error)
+    seen, rest = {id(error)}, [error]
     while rest:
         part = rest.pop()
-        if id(part) not in seen:
-            seen.add(id(part))
-            rest += _led_by(part)
+        if part is not error:
             text = _frames_text(part)
             if text:
                 # Some errors refuse attributes: those of frozen dataclasses, for instance.
                 with contextlib.suppress(Exception):
                     part.__notes__ = [*_notes(part), f"{_HEADING}\n{text}"]  # type: ignore[attr-defined]
-            BaseException.with_traceback(part, None)
+        BaseException.with_traceback(part, None)
+        context = _attribute(part, "__context__")
+        is_cause = context is None or context is _attribute(part, "__cause__")
+        if not is_cause and _is_handled(context):
+            BaseException.__setattr__(part, "__context__", None)
+        for led in _led_by(part):
+            if id(led) not in seen:
+                seen.add(id(led))
+                rest.append(led)
+
+
+def _is_handled(error: BaseException) -> bool:
+    """Whether a function of this thread that has not returned has caught an error."""
+    trace = error.__traceback__
+    stack = traceback.walk_stack(sys._getframe())
+    return trace is not None and any(frame is trace.tb_frame for frame, _ in stack)
 
 
 def without_own_frames(function: Callable[P, T]) -> Callable[P, T]:

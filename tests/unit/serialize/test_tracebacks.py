@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 from torchweft.serialize import tracebacks
@@ -39,6 +41,25 @@ def test_an_error_in_a_future_keeps_no_frame(first: Exception) -> None:
     assert not hasattr(error, "__notes__")
     tracebacks.drop_frames(error)
     assert len(shown.__notes__) == 1
+
+
+def fails_while_it_handles(own: Exception) -> None:
+    try:
+        raise own
+    except KeyError:
+        with pytest.raises(KeyError, match="of a call") as caught:
+            {}["of a call"]
+        tracebacks.drop_frames(caught.value)
+        raise
+
+
+def test_an_error_that_the_program_is_handling_is_left_as_it_is() -> None:
+    own = KeyError("of the program")
+    with pytest.raises(KeyError, match="of the program"):
+        fails_while_it_handles(own)
+    names = [frame.name for frame in traceback.extract_tb(own.__traceback__)]
+    assert names[-1] == "fails_while_it_handles"
+    assert not hasattr(own, "__notes__")
 
 
 def test_errors_that_led_to_each_other_come_to_an_end() -> None:
