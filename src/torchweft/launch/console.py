@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import BinaryIO, Protocol
 
 from torchweft import knobs
+from torchweft.errors import LaunchError
 from torchweft.launch.folding import MANY, Folding, Held
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
@@ -46,13 +47,34 @@ class BinarySink:
         self._stream = stream
 
     def write(self, data: bytes) -> None:
-        """Writes all of ``data`` and flushes it."""
-        self._stream.write(data)
-        self._stream.flush()
+        """Writes all of ``data`` and flushes it.
+
+        Raises:
+            LaunchError: It cannot be written, for instance as the disk is full; later data are
+                dropped.
+            BrokenPipeError: Nobody reads it any more.
+        """
+        try:
+            self._stream.write(data)
+            self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            silence(self._stream)
+            raise LaunchError(
+                f"the output of the workers cannot be written: {error.strerror}"
+            ) from error
 
     def is_terminal(self) -> bool:
         """Whether a person sees the text as it is written."""
         return self._stream.isatty()
+
+
+def silence(stream: BinaryIO) -> None:
+    """Has a stream drop its data: the interpreter would complain at exit about buffered ones."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 class InterpreterSink:

@@ -12,7 +12,7 @@ from contextlib import closing
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, LaunchError
-from torchweft.launch.console import Console
+from torchweft.launch.console import Console, silence
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import Job
 from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
@@ -278,10 +278,7 @@ def output_closed() -> int:
     Returns:
         The exit status of such a program.
     """
-    # Buffered output cannot be written, and the interpreter would complain about it at exit.
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)
+    silence(sys.stdout.buffer)
     return BROKEN_PIPE_STATUS
 
 

@@ -178,8 +178,9 @@ class Supervisor:
         """Closes the pipes; later output is lost."""
         for worker in self._workers.values():
             for stream in list(worker.streams):
-                self._end_stream(worker, stream)
-        with contextlib.suppress(BrokenPipeError):
+                with contextlib.suppress(BrokenPipeError, LaunchError):
+                    self._end_stream(worker, stream)
+        with contextlib.suppress(BrokenPipeError, LaunchError):
             self._console.show_held()
         self._selector.close()
 

@@ -8,10 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft import knobs
+from torchweft.errors import LaunchError
 from torchweft.launch import console
 from torchweft.launch.console import (
     CLEAR_LINE,
     LINE_LIMIT_BYTES,
+    BinarySink,
     Console,
     InterpreterSink,
     Label,
@@ -193,3 +195,11 @@ def test_a_line_beyond_the_limit_is_broken() -> None:
     size_bytes = LINE_LIMIT_BYTES + 10
     assert [len(line) for line in assembler.feed(b"x" * size_bytes)] == [LINE_LIMIT_BYTES]
     assert assembler.finish() == [b"x" * 10]
+
+
+def test_output_that_cannot_be_written_is_one_error_and_then_dropped() -> None:
+    with open("/dev/full", "wb") as full:
+        sink = BinarySink(full)
+        with pytest.raises(LaunchError, match="cannot be written: No space left on device"):
+            sink.write(b"one\n")
+        sink.write(b"two\n")
