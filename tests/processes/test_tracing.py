@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from torchweft.cli.main import main
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule
-from torchweft.observe.tracing import session
+from torchweft.observe.tracing import chrome, session
 from torchweft.observe.tracing.joining import Joined
 from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
@@ -356,6 +357,19 @@ def test_a_block_that_raises_is_written_as_well(trio: Cluster, tmp_path: Path) -
     assert call["args"]["failed"]
 
 
+def test_a_file_that_cannot_be_written_is_named(
+    trio: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(chrome, "write", write)
+    said = pytest.raises(ObserveError, match=r"written to .*trace\.json: .* No space left")
+    with said, Trace(tmp_path / "trace.json"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_values_are_not_in_the_trace(trio: Cluster, tmp_path: Path) -> None:
     password, text = "correct-horse-battery", b"staple" * 4
     with Trace(tmp_path / "trace.json"):
@@ -445,6 +459,7 @@ def test_clocks_that_may_differ_are_measured(
         ({"timeout": 0}, "a positive number of seconds"),
         ({"path": "no/such/folder/trace.json"}, "'no/such/folder' does not exist"),
         ({"path": "/"}, "'/' is a folder; pass the name of a file"),
+        ({"path": "/dev/null"}, "'/dev/null' is a device or pipe; pass another name"),
     ],
 )
 def test_bad_arguments_are_named(others: dict[str, Any], said: str, tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Trace:
 
     Raises:
         ConfigurationError: The file cannot be made in its folder, or a number is not positive.
-        ObserveError: A worker is traced already, at the begin of the block.
+        ObserveError: A worker is traced already, at the begin of the block; or the file cannot be
+            written, at its end.
         NotInitialized: This process is no worker.
 
     Attributes:
@@ -92,6 +93,8 @@ class Trace:
             raise ConfigurationError(f"the folder {str(self.path.parent)!r} does not exist")
         if self.path.is_dir():
             raise ConfigurationError(f"{str(self.path)!r} is a folder; pass the name of a file")
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigurationError(f"{str(self.path)!r} is a device or pipe; pass another name")
         if not os.access(self.path.parent, os.W_OK | os.X_OK):
             raise ConfigurationError(
                 f"no file can be made in the folder {str(self.path.parent)!r}; pass another one"
@@ -266,7 +269,13 @@ class Trace:
                 for each in sorted(joined.workers.values(), key=lambda each: each.rank)
             ],
         }
-        # The whole file or none: a reader never finds a part.
+        try:
+            self._write_whole(joined, about)
+        except OSError as error:
+            raise ObserveError(f"the trace cannot be written to {self.path}: {error}") from error
+
+    def _write_whole(self, joined: Joined, about: dict[str, Any]) -> None:
+        """Writes the whole file or none: a reader never finds a part."""
         with tempfile.NamedTemporaryFile(
             "w", dir=self.path.parent, prefix=f".{self.path.name}.", delete=False
         ) as file:
