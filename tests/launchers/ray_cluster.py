@@ -65,7 +65,8 @@ class RayCluster:
 def running(directory: Path) -> Iterator[RayCluster]:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchweft[ray]'")
     with subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, "-m", "tests.launchers.ray_cluster"],
+        cwd=Path(__file__).parents[2],
         env=environment({**SMALL, "RAY_TMPDIR": str(directory)}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
