@@ -35,18 +35,18 @@ def test_strict_workers_are_traced(nursery: Nursery, tmp_path: Path) -> None:
     assert run["name"] == f"{double.__module__}.double"
 
 
-def lead_and_stay() -> None:
+def lead_and_stay(path: Path) -> None:
     """Begins a trace, and does not end it."""
-    Trace("/dev/null", timeout=5.0).__enter__()
+    Trace(path, timeout=5.0).__enter__()
 
 
-def test_noting_ends_with_the_worker_that_leads(nursery: Nursery) -> None:
+def test_noting_ends_with_the_worker_that_leads(nursery: Nursery, tmp_path: Path) -> None:
     with (
         torchweft.cluster(
             workers=2, nursery=nursery, rpc_backend_options=options(), check=False
         ) as group,
     ):
-        rpc.rpc_sync("worker0", lead_and_stay)
+        rpc.rpc_sync("worker0", lead_and_stay, args=(tmp_path / "trace.json",))
         assert current_node().recorder.is_on
         os.kill(group.pids["worker0"], signal.SIGKILL)
         wait_until(is_plain, lambda: "the driver still records")

@@ -33,6 +33,8 @@ _log = logging.getLogger("torchweft")
 
 _PROBE_PAUSE_S = 0.005
 _POLL_S = 0.002
+_SIGNAL_S = 1.0
+"""The longest wait: it delays the handler of a signal that arrived just before it began."""
 
 
 class Leaving:
@@ -114,7 +116,7 @@ class Leaving:
                 if not self._look():
                     self._changed.wait(min(_POLL_S, left_s))
             elif self._left is None:
-                self._changed.wait(None if math.isinf(left_s) else left_s)
+                self._changed.wait(min(_SIGNAL_S, left_s))
         return True
 
     def lacking(self) -> Lacking:
