@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import torchweft.memory
-from tests.processes.functions import wait_until
+from tests.processes.functions import name_here, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.channel.shm.pool import SharedPool, SharedStatistics
@@ -68,6 +68,12 @@ def make_shared(count: int) -> torch.Tensor:
 def usable_ways(peer: str) -> set[str]:
     obstacles = current().find(peer).channels.obstacles()
     return {kind.name for kind, obstacle in obstacles.items() if not obstacle}
+
+
+def meet(peer: str) -> None:
+    """Calls a worker, and waits until it has told that it can read this worker's shared memory."""
+    rpc.rpc_sync(peer, name_here)
+    wait_until(lambda: "SHM" in usable_ways(peer), lambda: f"no shared memory for {peer}")
 
 
 def way_of(peer: str, size_bytes: int) -> ChannelKind:

@@ -13,6 +13,7 @@ from tests.processes import functions, shared_memory
 from tests.processes.shared_memory import (
     checksum,
     loans_of,
+    meet,
     no_loans,
     statistics,
     tensor_of,
@@ -37,7 +38,7 @@ def _nothing_is_kept(group: Cluster) -> Iterator[None]:
 
 
 def test_tensors_of_one_host_go_through_shared_memory(group: Cluster) -> None:
-    rpc.rpc_sync("worker0", functions.name_here)
+    meet("worker0")
     limits = knobs.SHM_FROM_BYTES.get()
     assert way_of("worker0", limits) is SHM
     assert way_of("worker0", limits - 1) is not SHM

@@ -16,6 +16,7 @@ from tests.processes.functions import wait_until
 from tests.processes.shared_memory import (
     checksum,
     loans_of,
+    meet,
     no_loans,
     statistics,
     tensor_of,
@@ -50,7 +51,7 @@ def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list
         knobs.SHM_LIMIT_BYTES.override(4 << 20),
         torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
-        rpc.rpc_sync("worker0", functions.name_here)
+        meet("worker0")
         functions.forbid("worker0", *also)
         for number in range(8):
             sent = tensor_of(SIZE, number)
@@ -71,14 +72,14 @@ def test_what_a_killed_worker_had_is_lent_again(nursery: Nursery) -> None:
     with torchweft.cluster(
         workers=2, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
-        rpc.rpc_sync("worker0", functions.name_here)
+        meet("worker0")
         for number in range(3):
             rpc.rpc_sync("worker0", shared_memory.keep, args=(tensor_of(SIZE, number),))
         assert statistics().loan_count == 3
         os.kill(group.pids["worker0"], signal.SIGKILL)
         wait_until(lambda: statistics().loan_count == 0, lambda: "a dead worker keeps its slabs")
         resident_bytes = statistics().resident_bytes
-        rpc.rpc_sync("worker1", functions.name_here)
+        meet("worker1")
         for number in range(3):
             rpc.rpc_sync("worker1", shared_memory.keep, args=(tensor_of(SIZE, number),))
         assert statistics().resident_bytes == resident_bytes
@@ -116,7 +117,7 @@ def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
             torchweft.memory.shared_empty(2 << 20)
         assert torchweft.memory.shared_empty(1 << 20).numel() == 1 << 20
         shared = torchweft.memory.share(torch.ones(100_000))
-        rpc.rpc_sync("worker0", functions.name_here)
+        meet("worker0")
         functions.forbid("worker0", "SHM")
         rpc.rpc_sync("worker0", functions.fill, args=(shared, 3))
         assert checksum(shared) == 100_000, "where shared memory is forbidden it travels as a copy"
