@@ -248,7 +248,10 @@ class Sender:
 
     def post_ints(self, peer: Peer, kind: Kind, *values: int) -> None:
         """Sends a small control message of integers without ever blocking."""
-        control = encode_ints(*values)
+        self.post_control(peer, kind, encode_ints(*values))
+
+    def post_control(self, peer: Peer, kind: Kind, control: bytes) -> None:
+        """Sends a small message that is a control part alone, without ever blocking."""
         if peer.is_self:
             self.post(peer, Frame(kind, 0, 0, control, ()))
         else:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from torchweft.agent.peers import Peer
 from torchweft.errors import ShutdownError
 from torchweft.protocol.calls import has_awaited
-from torchweft.protocol.membership.leader import ProbeLater, Report, Send
+from torchweft.protocol.membership.leader import ProbeLater, Report, Send, Step
 from torchweft.protocol.membership.leaving import (
     Action,
     BeginSettling,
@@ -24,15 +24,17 @@ from torchweft.protocol.membership.leaving import (
     Retire,
     Watch,
 )
+from torchweft.protocol.membership.registration import LEADER
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind, decode_ints
+from torchweft.wire.messages import Kind, decode_step, encode_step
 
 _log = logging.getLogger("torchweft")
 
 _PROBE_PAUSE_S = 0.005
 _POLL_S = 0.002
+_CAUSE_LENGTH = 512
 _SIGNAL_S = 1.0
 """The longest wait: it delays the handler of a signal that arrived just before it began."""
 
@@ -63,6 +65,7 @@ class Leaving:
         self._is_settling_due = self._is_settling = False
         self._notes_held = False
         self._left: Left | None = None
+        self._causes: dict[int, str] = {}  # Of the workers that rank 0 knows to be lost.
         self.held: list[str] = []
         """Lines that name the references which the program still held when they were dropped."""
         agent.receiver.on(Kind.SHUTDOWN, self._on_message, inline=True)
@@ -155,7 +158,9 @@ class Leaving:
         self._feed(lambda: self._machine.connection_ended(peer.id))
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        step, *arguments = decode_ints(frame.control, least=1)
+        step, arguments, causes = decode_step(frame.control)
+        if step == Step.CLOSE and peer.id == LEADER:
+            self._causes = dict(zip(arguments, causes, strict=False))
         self._feed(lambda: self._machine.received(peer.id, step, arguments))
 
     def _on_member(self, peer: Peer) -> None:
@@ -205,11 +210,21 @@ class Leaving:
             known = tuple(worker for worker in action.lost if worker in agent.peers)
             for worker in known:
                 # Its session may be broken and not yet given up: it cannot read the farewell.
-                agent.leave_behind(agent.peers[worker], "rank 0 says so")
+                cause = self._causes.get(worker)
+                says = f"rank 0 says: {cause}" if cause else "rank 0 says so"
+                agent.leave_behind(agent.peers[worker], says)
             self._left = Left(known)
 
     def _tell(self, peer: Peer, action: Send) -> None:
-        self._agent.sender.post_ints(peer, Kind.SHUTDOWN, action.step, *action.arguments)
+        lost = action.arguments if action.step is Step.CLOSE else ()
+        causes = [self._cause(worker) for worker in lost]
+        control = encode_step(action.step, action.arguments, causes)
+        self._agent.sender.post_control(peer, Kind.SHUTDOWN, control)
+
+    def _cause(self, worker: int) -> str:
+        """Returns why a worker is lost, for the other workers: they may not have heard of it."""
+        lost = self._agent.peers[worker].lost
+        return (lost.cause or "")[:_CAUSE_LENGTH] if lost is not None else ""
 
     def _watch(self, _: object, __: object) -> None:
         """Connects to all workers, so that a death before ``shutdown`` is noticed."""

@@ -29,6 +29,11 @@ names code that the callee forgets::
 
     CALL_IN_SPAN    kind u8 | context size u16 | context | a CALL or CALL_WITH_CODE
 
+``SHUTDOWN`` is a step of leaving the group, with its arguments. The last step of a closed group
+names the lost workers; the texts say why each is lost, as a list in JSON::
+
+    SHUTDOWN        step i64 | arguments i64 | each argument i64 | texts, if any
+
 ``PASS_SPAN`` is the context of the span of a backward pass, whose number is that of the frame. It
 stands before the first message of the pass from one worker to another.
 
@@ -38,6 +43,7 @@ This layer reads neither payloads nor tensors.
 from __future__ import annotations
 
 import enum
+import json
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -104,6 +110,7 @@ _CALL_HEAD = struct.Struct("<dqQQHII")
 _REPLY_HEAD = struct.Struct("<QQII")
 _TABLE_SIZES = struct.Struct("<II")
 _REFERENCE = struct.Struct("<qqqq")
+_STEP_BYTES = 16
 # These include the frame's header: one piece is packed faster than two.
 _CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
 _CALL_FRAME = struct.Struct("<BBHIQ dqQQHII")
@@ -536,3 +543,32 @@ def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
     if len(data) % 8 or len(data) < 8 * least:
         raise ProtocolError(f"{len(data)} bytes are no list of {least} or more 64-bit integers")
     return struct.unpack(f"<{len(data) // 8}q", data)
+
+
+def encode_step(step: int, arguments: Sequence[int] = (), texts: Sequence[str] = ()) -> bytes:
+    """Returns the control part of a ``SHUTDOWN``."""
+    front = encode_ints(step, len(arguments), *arguments)
+    return front + json.dumps(texts).encode() if texts else front
+
+
+def decode_step(control: Buffer) -> tuple[int, list[int], list[str]]:
+    """Returns the step, the arguments and the texts in a ``SHUTDOWN``.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    step, count = decode_ints(control[:_STEP_BYTES], least=2)
+    end = _STEP_BYTES + 8 * count
+    if not _STEP_BYTES <= end <= len(control):
+        raise ProtocolError(f"a shutdown message of {len(control)} bytes has {count} arguments")
+    return step, list(decode_ints(control[_STEP_BYTES:end])), _decode_texts(bytes(control[end:]))
+
+
+def _decode_texts(data: bytes) -> list[str]:
+    try:
+        texts = json.loads(data) if data else []
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"the texts of a shutdown message are no JSON: {error}") from None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ProtocolError("the texts of a shutdown message are no list of texts")
+    return texts

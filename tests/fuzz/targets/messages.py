@@ -18,6 +18,7 @@ from torchweft.wire.messages import (
     decode_code_names,
     decode_ints,
     decode_reply,
+    decode_step,
     decode_tables,
     encode_call,
     encode_call_front,
@@ -25,6 +26,7 @@ from torchweft.wire.messages import (
     encode_ints,
     encode_reply,
     encode_reply_front,
+    encode_step,
     encode_tables,
     with_code,
 )
@@ -63,6 +65,13 @@ def _tables(data: memoryview) -> bytes:
     return bytes(data[: len(data) - len(end)]) + end
 
 
+def _step(data: memoryview) -> bytes:
+    step, arguments, texts = decode_step(data)
+    # A list of texts has many forms in JSON: the message that is made again has the usual one.
+    assert decode_step(encode_step(step, arguments, texts)) == (step, arguments, texts)
+    return bytes(data)
+
+
 _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     _tables,
     _call,
@@ -70,6 +79,7 @@ _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     lambda data: encode_ints(*decode_ints(data)),
     lambda data: encode_code(*decode_code(data)),
     _call_with_code,
+    _step,
 )
 
 
@@ -106,6 +116,8 @@ def seeds() -> list[bytes]:
         b"\5" + code_names((1, 2, 1 << 40)) + call,
         b"\5" + code_names((5,)) + simple,
         b"\5" + code_names(()) + simple,
+        b"\6" + encode_step(1),
+        b"\6" + encode_step(6, (2, 3), ("end of file", "")),
     ]
 
 

@@ -38,6 +38,7 @@ from torchweft.wire.messages import (
     decode_pass_span,
     decode_reply,
     decode_span,
+    decode_step,
     decode_tables,
     encode_call,
     encode_call_front,
@@ -45,6 +46,7 @@ from torchweft.wire.messages import (
     encode_ints,
     encode_reply,
     encode_reply_front,
+    encode_step,
     encode_tables,
     pass_span,
     with_code,
@@ -127,7 +129,7 @@ _READERS: dict[int, Callable[[Frame], object]] = {
     Kind.BACKWARD: lambda frame: codec.decode(frame.id, frame.flags, frame.control),
     Kind.GRADIENTS: _read_gradients,
     Kind.RELEASE_CONTEXT: lambda frame: decode_ints(frame.control),
-    Kind.SHUTDOWN: lambda frame: decode_ints(frame.control),
+    Kind.SHUTDOWN: lambda frame: decode_step(frame.control),
 }
 
 
@@ -209,7 +211,8 @@ def seeds() -> list[bytes]:
         _frame(Kind.GRADIENTS, 0, head + inside, []),
         encode_reply(7, ERROR_REPLY, 0, 0, (), b"an error"),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],
-        *[_frame(kind, 0, encode_ints(1), []) for kind in (Kind.RELEASE_CONTEXT, Kind.SHUTDOWN)],
+        _frame(Kind.RELEASE_CONTEXT, 0, encode_ints(1), []),
+        _frame(Kind.SHUTDOWN, 0, encode_step(6, (2, 3), ("end of file", "")), []),
     ]
     return [*whole, whole[3] + whole[4] + whole[5], b"".join(whole)]
 

@@ -10,6 +10,7 @@ from torch.distributed import HashStore
 from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent import current as current_agent
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.membership.leader import Send, Step
 from torchweft.protocol.membership.leaving import Left
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
@@ -50,3 +51,21 @@ def test_no_time_is_spent_on_a_lost_worker_whose_session_is_broken() -> None:
         assert time.monotonic() - began_s < 1.9  # An attempt to connect again takes two seconds.
         assert peer.lost is not None
         assert peer.lost.cause == "rank 0 says so"
+
+
+def test_rank_0_tells_why_a_worker_is_lost() -> None:
+    with group_of(3) as (first, second, third), contextlib.ExitStack() as ending:
+        ending.callback(current_agent.install, None)
+        nodes = []
+        for member in (first, second):
+            nodes.append(Node(member.agent, RpcBackendOptions(secret=None), HashStore()))
+            nodes[-1].start()
+        first.agent.leave_behind(first.peer(third), "its program raised ValueError: boom")
+
+        nodes[0].leaving._act(Send(second.agent.me.id, Step.CLOSE, (third.agent.me.id,)))
+        told = second.peer(third)
+        wait_until(lambda: told.lost, "the end of the group")
+        assert told.lost is not None
+        assert told.lost.cause == "rank 0 says: its program raised ValueError: boom"
+        for node in nodes:
+            node.end(CLOSE_LIMIT_S)

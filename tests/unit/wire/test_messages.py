@@ -34,6 +34,7 @@ from torchweft.wire.messages import (
     decode_post,
     decode_reply,
     decode_span,
+    decode_step,
     decode_tables,
     encode_call,
     encode_call_front,
@@ -42,6 +43,7 @@ from torchweft.wire.messages import (
     encode_post,
     encode_reply,
     encode_reply_front,
+    encode_step,
     encode_tables,
     in_span,
     pass_span,
@@ -236,6 +238,26 @@ def test_integers_survive(values: list[int]) -> None:
     assert decode_ints(encode_ints(*values)) == tuple(values)
 
 
+@settings(max_examples=examples(40))
+@given(signed, st.lists(signed, max_size=5), st.lists(st.text(max_size=5), max_size=3))
+def test_steps_survive(step: int, arguments: list[int], texts: list[str]) -> None:
+    assert decode_step(encode_step(step, arguments, texts)) == (step, arguments, texts)
+
+
+@pytest.mark.parametrize(
+    "control", [encode_ints(6), encode_ints(6, -1), encode_ints(6, 2, 1), encode_ints(6, 1 << 62)]
+)
+def test_a_step_with_a_wrong_count_is_refused(control: bytes) -> None:
+    with pytest.raises(ProtocolError, match="shutdown message|integers"):
+        decode_step(control)
+
+
+@pytest.mark.parametrize("texts", [b"boom", b"\xff", b"7", b'{"a": 1}', b"[1]", b"[" * 100_000])
+def test_texts_of_a_step_are_a_list_of_texts(texts: bytes) -> None:
+    with pytest.raises(ProtocolError, match="texts of a shutdown message"):
+        decode_step(encode_step(6) + texts)
+
+
 Decode = Callable[[bytes], object]
 FRONTS: list[tuple[Decode, bytes]] = [
     (decode_call, encode_call_front(1.0, 2, 3, 4, b"name", (HANDED, HANDED), b"payload")),
@@ -318,6 +340,7 @@ def test_tables_that_are_longer_than_their_message_are_refused() -> None:
             decode_code,
             decode_code_names,
             decode_post,
+            decode_step,
         ]
     ),
     st.one_of(
