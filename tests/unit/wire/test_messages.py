@@ -248,7 +248,7 @@ def test_steps_survive(step: int, arguments: list[int], texts: list[str]) -> Non
     "control", [encode_ints(6), encode_ints(6, -1), encode_ints(6, 2, 1), encode_ints(6, 1 << 62)]
 )
 def test_a_step_with_a_wrong_count_is_refused(control: bytes) -> None:
-    with pytest.raises(ProtocolError, match="shutdown message|integers"):
+    with pytest.raises(ProtocolError, match=r"shutdown message|integers"):
         decode_step(control)
 
 
