@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.frame import Question, Side
 from benchmarks.frame.figures import Round, Rounds
 from benchmarks.frame.measuring import measure
 from benchmarks.frame.placement import Cores
+from benchmarks.tensors.certificates import certificate
 from benchmarks.tensors.namespaces import ADDRESSES, INTERFACE, NotPermitted, two_namespaces
 from torchweft.knobs import INTERNAL_VARIABLE
 
@@ -34,6 +35,10 @@ NAMESPACES_SIDES = (
     ),
     Side("namespaces socket", runner="raw", environment=CABLE),
 )
+TLS_SIDES = (
+    Side("weft tls", api="weft", environment={**WEFT_TCP, **LOOPBACK}),
+    Side("tls socket", runner="raw", environment=LOOPBACK),
+)
 SIDES = (
     Side("torch", api="torch"),
     Side("weft", api="weft"),
@@ -42,6 +47,7 @@ SIDES = (
     Side("torch tcp", api="torch", environment=LOOPBACK, options=TORCH_TCP),
     Side("weft tcp", api="weft", environment={**WEFT_TCP, **LOOPBACK}),
     Side("tcp socket", runner="raw", environment=LOOPBACK),
+    *TLS_SIDES,
     *NAMESPACES_SIDES,
 )
 
@@ -64,20 +70,26 @@ def measure_over_links(question: Question, options: Namespace, cores: Cores) -> 
 
 @contextlib.contextmanager
 def sides_in_place(sides: Sequence[Side]) -> Iterator[list[Side]]:
-    """Makes namespaces if a side needs them; skips those sides if that is not permitted."""
-    names = {side.name for side in NAMESPACES_SIDES}
-    elsewhere = [side for side in sides if side.name not in names]
-    inside = [side for side in sides if side.name in names]
+    """Makes the namespaces and certificates that sides need; skips sides that cannot have them."""
     with contextlib.ExitStack() as ends:
-        if inside:
+        ready = [side for side in sides if side not in (*NAMESPACES_SIDES, *TLS_SIDES)]
+        if inside := [side for side in sides if side in NAMESPACES_SIDES]:
             try:
                 prefixes = ends.enter_context(two_namespaces())
+                ready += [_put_inside(side, prefixes) for side in inside]
             except NotPermitted as obstacle:
                 print(f"skipping what runs in network namespaces: {obstacle}", file=sys.stderr)
-                inside = []
-            else:
-                inside = [_put_inside(side, prefixes) for side in inside]
-        yield [*elsewhere, *inside]
+        if secured := [side for side in sides if side in TLS_SIDES]:
+            try:
+                files = ends.enter_context(certificate())
+                ready += [_with_variables(side, files) for side in secured]
+            except ImportError as obstacle:
+                print(f"skipping TLS, as no certificate can be made: {obstacle}", file=sys.stderr)
+        yield ready
+
+
+def _with_variables(side: Side, variables: Mapping[str, str]) -> Side:
+    return dataclasses.replace(side, environment={**side.environment, **variables})
 
 
 def _put_inside(side: Side, prefixes: Sequence[Sequence[str]]) -> Side:

@@ -44,15 +44,18 @@ class Link(NamedTuple):
 
 ONE_HOST = Link("one host", "weft", "torch", "copy")
 TCP = Link("TCP loopback", "weft tcp", "torch tcp", "tcp socket")
+TLS = Link("TLS loopback", "weft tls", "", "tls socket")
 NAMESPACES = Link("TCP namespaces", "weft namespaces", "torch namespaces", "namespaces socket")
 # For comparison: a raw Unix socket with the same payloads, beside the copy.
 UNIX = Link("Unix socket", "unix socket", "", "copy")
 
 COPY_TARGETS = (times_faster(5), at_least_of_limit(0.8))
 TCP_TARGETS = (at_least_of_limit(0.9),)
+TLS_TARGETS = (at_least_of_limit(0.7),)
 SHORT = {
     ONE_HOST: (MIB, 16 * MIB, 256 * MIB),
     TCP: (16 * MIB, 256 * MIB),
+    TLS: (16 * MIB, 256 * MIB),
 }
 
 
@@ -61,7 +64,8 @@ def _targets(link: Link, payload: Payload) -> tuple[Target, ...]:
         return ()
     if link == ONE_HOST and payload.size_bytes >= MIB:
         return COPY_TARGETS
-    return TCP_TARGETS if link == TCP and payload.size_bytes >= 16 * MIB else ()
+    over_sockets = {TCP: TCP_TARGETS, TLS: TLS_TARGETS} if payload.size_bytes >= 16 * MIB else {}
+    return over_sockets.get(link, ())
 
 
 def _rows(link: Link, payloads: Iterable[Payload]) -> Iterator[Row]:
@@ -96,6 +100,8 @@ QUESTION = Question(
         *_rows(ONE_HOST, PAYLOADS),
         *_rows(UNIX, _of_sizes(ONE_WAY, MIB, 16 * MIB, 256 * MIB)),
         *_rows(TCP, PAYLOADS),
+        *_rows(TLS, _of_sizes(ONE_WAY, MIB, 16 * MIB, 64 * MIB, 256 * MIB)),
+        *_rows(TLS, _of_sizes([*ECHO, *OVERLAPPING], 16 * MIB)),
         *_rows(NAMESPACES, _of_sizes(ONE_WAY, MIB, 16 * MIB, 256 * MIB)),
         *_rows(NAMESPACES, _of_sizes([*ECHO, *OVERLAPPING], 16 * MIB)),
         *_rows(NAMESPACES, _of_sizes(HUNDRED, MIB)),

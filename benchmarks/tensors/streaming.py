@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import ssl
 import struct
 from collections.abc import Callable, Sequence
 
 from benchmarks.frame.work import Work
 from benchmarks.tensors.cargo import Cargo, checksum_of, new_tensors, view
+from benchmarks.tensors.certificates import CA_VARIABLE, CERTIFICATE_VARIABLE, LOOPBACK
 from benchmarks.tensors.payloads import PAYLOADS, Payload
 
 ADDRESS_VARIABLE = "BENCHMARK_ADDRESS"
-LOOPBACK = "127.0.0.1"
 PORT = struct.Struct("<H")
 
 TAKE, ECHO, FINGERPRINT = range(3)
@@ -105,17 +106,40 @@ serve_unix_socket = serve
 
 def tcp_socket_works(connections: list[socket.socket]) -> dict[str, Work]:
     """Returns the works of a TCP connection, whose port comes over a Unix socket."""
-    port = PORT.unpack(receive(connections[0], PORT.size))[0]
-    return SocketSender(_tuned(socket.create_connection((_address(), port)))).works()
+    return SocketSender(_dialled(connections[0])).works()
 
 
 def serve_tcp_socket(connection: socket.socket) -> None:
     """Serves the other end of ``tcp_socket_works``."""
+    with _accepted(connection) as accepted:
+        serve(accepted)
+
+
+def tls_socket_works(connections: list[socket.socket]) -> dict[str, Work]:
+    """Returns the works of a TCP connection under TLS 1.3, by Python's ``ssl``."""
+    context = ssl.create_default_context(cafile=os.environ[CA_VARIABLE])
+    dialled = context.wrap_socket(_dialled(connections[0]), server_hostname=_address())
+    return SocketSender(dialled).works()
+
+
+def serve_tls_socket(connection: socket.socket) -> None:
+    """Serves the other end of ``tls_socket_works``."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(os.environ[CERTIFICATE_VARIABLE])
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    with context.wrap_socket(_accepted(connection), server_side=True) as accepted:
+        serve(accepted)
+
+
+def _dialled(messenger: socket.socket) -> socket.socket:
+    port = PORT.unpack(receive(messenger, PORT.size))[0]
+    return _tuned(socket.create_connection((_address(), port)))
+
+
+def _accepted(messenger: socket.socket) -> socket.socket:
     with socket.create_server((_address(), 0)) as listener:
-        connection.sendall(PORT.pack(listener.getsockname()[1]))
-        accepted, _ = listener.accept()
-    with accepted:
-        serve(_tuned(accepted))
+        messenger.sendall(PORT.pack(listener.getsockname()[1]))
+        return _tuned(listener.accept()[0])
 
 
 def _address() -> str:
@@ -132,7 +156,11 @@ def _tuned(connection: socket.socket) -> socket.socket:
 
 
 def send(connection: socket.socket, views: Sequence[memoryview]) -> None:
-    """Writes all ``views``, in as few system calls as the kernel allows."""
+    """Writes all ``views``; without TLS in as few system calls as the kernel allows."""
+    if isinstance(connection, ssl.SSLSocket):  # It has no ``sendmsg``.
+        for one in views:
+            connection.sendall(one)
+        return
     rest = list(views)
     while rest:
         sent = connection.sendmsg(rest)

@@ -14,8 +14,10 @@ from benchmarks.tensors.copying import copy_works
 from benchmarks.tensors.payloads import PAYLOADS, Payload
 from benchmarks.tensors.streaming import (
     serve_tcp_socket,
+    serve_tls_socket,
     serve_unix_socket,
     tcp_socket_works,
+    tls_socket_works,
     unix_socket_works,
 )
 
@@ -24,8 +26,10 @@ __all__ = [
     "namespaces_socket_works",
     "serve_namespaces_socket",
     "serve_tcp_socket",
+    "serve_tls_socket",
     "serve_unix_socket",
     "tcp_socket_works",
+    "tls_socket_works",
     "unix_socket_works",
     "works",
 ]

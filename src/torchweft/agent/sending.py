@@ -246,12 +246,9 @@ class Sender:
         except LinkClosed as error:
             self._lose(peer, str(error))
 
-    def post_ints(self, peer: Peer, kind: Kind, *values: int) -> None:
-        """Sends a small control message of integers without ever blocking."""
-        self.post_control(peer, kind, encode_ints(*values))
-
-    def post_control(self, peer: Peer, kind: Kind, control: bytes) -> None:
-        """Sends a small message that is a control part alone, without ever blocking."""
+    def post_ints(self, peer: Peer, kind: Kind, *values: int, tail: bytes = b"") -> None:
+        """Sends a small control message of integers, and bytes, without ever blocking."""
+        control = encode_ints(*values) + tail
         if peer.is_self:
             self.post(peer, Frame(kind, 0, 0, control, ()))
         else:

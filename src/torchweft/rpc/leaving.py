@@ -28,7 +28,7 @@ from torchweft.protocol.membership.registration import LEADER
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind, decode_step, encode_step
+from torchweft.wire.messages import Kind, decode_step, encode_texts
 
 _log = logging.getLogger("torchweft")
 
@@ -216,10 +216,12 @@ class Leaving:
             self._left = Left(known)
 
     def _tell(self, peer: Peer, action: Send) -> None:
-        lost = action.arguments if action.step is Step.CLOSE else ()
-        causes = [self._cause(worker) for worker in lost]
-        control = encode_step(action.step, action.arguments, causes)
-        self._agent.sender.post_control(peer, Kind.SHUTDOWN, control)
+        step, arguments = action.step, action.arguments
+        tail = b""
+        if step is Step.CLOSE:
+            tail = encode_texts([self._cause(worker) for worker in arguments])
+        values = (step, len(arguments), *arguments)
+        self._agent.sender.post_ints(peer, Kind.SHUTDOWN, *values, tail=tail)
 
     def _cause(self, worker: int) -> str:
         """Returns why a worker is lost, for the other workers: they may not have heard of it."""

@@ -545,10 +545,9 @@ def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // 8}q", data)
 
 
-def encode_step(step: int, arguments: Sequence[int] = (), texts: Sequence[str] = ()) -> bytes:
-    """Returns the control part of a ``SHUTDOWN``."""
-    front = encode_ints(step, len(arguments), *arguments)
-    return front + json.dumps(texts).encode() if texts else front
+def encode_texts(texts: Sequence[str]) -> bytes:
+    """Returns the texts at the end of a ``SHUTDOWN``."""
+    return json.dumps(texts).encode() if texts else b""
 
 
 def decode_step(control: Buffer) -> tuple[int, list[int], list[str]]:

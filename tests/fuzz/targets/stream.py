@@ -46,8 +46,8 @@ from torchweft.wire.messages import (
     encode_ints,
     encode_reply,
     encode_reply_front,
-    encode_step,
     encode_tables,
+    encode_texts,
     pass_span,
     with_code,
 )
@@ -212,7 +212,7 @@ def seeds() -> list[bytes]:
         encode_reply(7, ERROR_REPLY, 0, 0, (), b"an error"),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],
         _frame(Kind.RELEASE_CONTEXT, 0, encode_ints(1), []),
-        _frame(Kind.SHUTDOWN, 0, encode_step(6, (2, 3), ("end of file", "")), []),
+        _frame(Kind.SHUTDOWN, 0, encode_ints(6, 1, 2) + encode_texts(["end of file"]), []),
     ]
     return [*whole, whole[3] + whole[4] + whole[5], b"".join(whole)]
 
