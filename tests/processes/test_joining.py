@@ -70,8 +70,9 @@ def test_options_that_cannot_work(
         ({"name": 5, "rank": 0, "world_size": 1}, "5 is no name"),
         ({"name": "a\nb", "rank": 0, "world_size": 1}, "is no name"),
         ({"rank": 2, "world_size": 2}, "rank 2 does not fit world_size 2"),
+        ({"rank": -2, "world_size": 1}, "rank -2 does not fit world_size 1"),
         ({"world_size": 2}, "rank is not given.*RANK is not set"),
-        ({"rank": -5}, "rank is not given.*RANK is not set"),
+        ({"rank": -5}, "rank -5 does not fit world_size None; ranks go from 0 on"),
         (
             {"rank": 0, "world_size": 1, "rpc_backend_options": {"rpc_timeout": 1}},
             "RpcBackendOptions",

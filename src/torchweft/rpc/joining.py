@@ -91,7 +91,7 @@ def init_rpc(
     if world_size is not None:
         world_size = checked_int("world_size", world_size)
     place = _place_of(rank, world_size)
-    if rank < 0:
+    if rank == -1:  # The default.
         rank = _found_rank(place, options)
     if world_size is None:
         world_size = place.world_size
