@@ -29,7 +29,7 @@ from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
-from torchweft.errors import RendezvousTimeout, ShutdownError
+from torchweft.errors import ConfigurationError, RendezvousTimeout, ShutdownError
 from torchweft.launch.signals import AwaitedSignal
 from torchweft.launch.worker import seed_generators
 
@@ -104,6 +104,25 @@ def serve_open_job(name: str, rank: int, *, options: RpcBackendOptions, init_met
         "init_method": init_method,
         "path": list(sys.path),
     }
+
+
+def check_options(options: RpcBackendOptions) -> None:
+    """Checks options before workers are started with them.
+
+    Raises:
+        ConfigurationError: A value is invalid, or is defined in the main program, which the workers
+            do not run.
+    """
+    from torchweft.serialize.functions import MAIN_MODULES, describe
+
+    options.check()
+    given = [("callables", each) for each in options.callables]
+    for name, each in [*given, ("reference_type", options.reference_type)]:
+        if getattr(each, "__module__", None) in MAIN_MODULES:
+            raise ConfigurationError(
+                f"{name} has {describe(each)}, which is defined in the main program; workers of a "
+                "cluster do not run that program: define it in a module, and import it from there"
+            )
 
 
 def furnished(job: Job, seed: int | None, setup: bytes | None, device: str, report: str) -> Job:

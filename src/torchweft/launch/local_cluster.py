@@ -37,7 +37,7 @@ from torchweft.errors import (
 from torchweft.launch import leave_watch
 from torchweft.launch.console import session_console
 from torchweft.launch.control import Ladder
-from torchweft.launch.job import furnished, serve_job, setup_error
+from torchweft.launch.job import check_options, furnished, serve_job, setup_error
 from torchweft.launch.leave_watch import LeaveWatch
 from torchweft.launch.nursery import Nursery, WorkerSource
 from torchweft.launch.report import describe_death, describe_worker
@@ -133,12 +133,15 @@ class Cluster:
 
         Raises:
             AlreadyInitialized: The caller is a worker of another group.
+            ConfigurationError: An option cannot be used, or is defined in the main program.
             LaunchError: A worker could not be started, or ended before it had joined; or the
                 cluster is running already.
         """
         if self._supervisor is not None:
             raise LaunchError("this cluster is running already; make another one, or close it")
         _check_unset()
+        if self._terms.options is not None:  # Otherwise torch is loaded later, see _check_unset.
+            check_options(self._plain_options())
         self._check_scrapes()
         self._is_closing = self._is_stopping = self._has_joined = False
         self._ended, self._failed, self._lost_nursery = set(), [], None

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.launch.job import configure, logging_here
+from torchweft import rpc
+from torchweft.errors import ConfigurationError
+from torchweft.launch.job import check_options, configure, logging_here
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +110,16 @@ def test_the_logger_of_weft_may_have_its_own(capsys: pytest.CaptureFixture[str])
     move_to_worker()
     logging.getLogger("torchweft").warning("careful")
     assert capsys.readouterr().err == "weft: careful\n"
+
+
+def test_options_of_the_main_program_are_refused_before_workers_start() -> None:
+    def serve() -> None: ...
+
+    class Reference(rpc.RRef[int]): ...
+
+    for each in (serve, Reference):
+        each.__module__, each.__qualname__ = "__main__", each.__name__
+    for given in ({"callables": (serve,), "strict": True}, {"reference_type": Reference}):
+        with pytest.raises(ConfigurationError, match="which is defined in the main program"):
+            check_options(rpc.RpcBackendOptions(**given))  # type: ignore[arg-type]
+    check_options(rpc.RpcBackendOptions(callables=(len, pytest.raises), strict=True))
