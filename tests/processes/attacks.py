@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.free_encoder import pack_freely
-from torchweft import rpc
+from torchweft import rpc, weights
 from torchweft.agent.current import current
 from torchweft.rpc import calls
 from torchweft.rpc.worker import current_worker
@@ -164,3 +164,8 @@ def fail_backward(tensor: Tensor) -> Tensor:
 
 def run_module(module: nn.Module, rows: Tensor) -> Tensor:
     return module(rows).detach()  # type: ignore[no-any-return]
+
+
+def follow(publisher: rpc.RRef[weights.Publisher] | weights.Publisher) -> int:
+    with weights.Subscriber(publisher, {"values": torch.zeros(2)}) as subscriber:
+        return subscriber.update(LIMIT_S)

@@ -16,7 +16,7 @@ import torchweft
 from tests.processes import attacks, functions, training
 from tests.processes.conftest import options
 from tests.processes.open_workers import OpenWorkers
-from torchweft import rpc
+from torchweft import rpc, weights
 from torchweft.autograd import backward, context, get_gradients
 from torchweft.errors import ArgumentTypeError, NotAllowed, RemoteError, SerializationError
 from torchweft.launch import Cluster, Nursery
@@ -32,7 +32,7 @@ CALLABLES = (
     *(functions.soon, functions.soon_through, torch.add, torch.optim.SGD),
     *(attacks.Counter, attacks.Model, attacks.fail_backward, attacks.gather_thing),
     *(attacks.gather_with, attacks.loss_of, attacks.run_module, attacks.scale_all),
-    *(attacks.is_imported, attacks.make_counter, functions.count_references),
+    *(attacks.is_imported, attacks.make_counter, functions.count_references, attacks.follow),
 )
 
 
@@ -212,7 +212,9 @@ def test_a_pickle_that_comes_nevertheless(group: Cluster, tmp_path: Path) -> Non
 )
 def test_names_that_are_not_registered(group: Cluster, name: bytes) -> None:
     for kwargs in ({}, {"key": 1}):  # simple values, and containers
-        with pytest.raises(NotAllowed, match=r"'worker0' is strict.*rpc\.register") as caught:
+        with pytest.raises(
+            NotAllowed, match=r"'worker0' is strict.*(rpc\.register|CALLABLES)"
+        ) as caught:
             attacks.call_named("worker0", name, (1,), kwargs)
         assert caught.value.worker == "worker0"
     assert not rpc.rpc_sync("worker0", attacks.is_imported, args=("this",))
@@ -296,6 +298,14 @@ def exchange(to: str, target: str) -> list[Any]:
     outcomes.append(rpc.rpc_sync(to, attacks.make_counter, (7,)).total)
     outcomes.append(os.path.exists(target))
     return outcomes
+
+
+def test_weights_are_followed_only_where_announcements_are_taken(group: Cluster) -> None:
+    publisher = weights.Publisher({"values": torch.ones(2)})
+    publisher.publish()
+    with pytest.raises(NotAllowed, match=r"'worker0' .*torchweft\.weights needs .*CALLABLES"):
+        rpc.rpc_sync("worker0", attacks.follow, (rpc.RRef(publisher),))
+    assert attacks.follow(publisher) == 1  # a worker's calls to itself are not restricted
 
 
 def leave() -> None:

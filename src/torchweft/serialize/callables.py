@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 REGISTER = "rpc.register"
 EXPOSE = "rpc.expose"
-OPTION = "RpcBackendOptions(strict=True, callables=(...))"
+OPTION = "RpcBackendOptions(strict=True, callables=({}))"
 
 _exposed: weakref.WeakSet[FunctionType] = weakref.WeakSet()
 
@@ -208,14 +208,18 @@ class StrictNames:
     def _refuse_name(self, name: bytes) -> NoReturn:
         text = text_of(name)
         module, colon, _ = text.partition(":")
-        if colon and module not in sys.modules:
+        together = [each for each in registry.REGISTERED_TOGETHER if module.startswith(f"{each}.")]
+        if together:
+            option = OPTION.format(f"*{together[0]}.CALLABLES, ...")
+            self._refuse(text, f"which is not registered there; {together[0]} needs {option}")
+        if colon and module not in sys.modules and not module.startswith("torchweft."):
             why = (
                 f"whose module is not imported there, so no @{REGISTER} in it has run; import "
                 f"{registry.shortened(module)} in that worker before it joins"
             )
         else:
             why = f"which is not registered there; put @{REGISTER} above its definition"
-        self._refuse(text, f"{why}, or name it in {OPTION}")
+        self._refuse(text, f"{why}, or name it in {OPTION.format('...')}")
 
     def _refuse(self, what: str, why: str) -> NoReturn:
         shown = registry.shortened(what)

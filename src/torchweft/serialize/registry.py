@@ -149,6 +149,11 @@ for _member in (
 
 _SHOWN_LENGTH = 200
 
+REGISTERED_TOGETHER = tuple(
+    f"torchweft.{name}" for name in "checkpoint embedding rl weights".split()
+)
+"""Packages whose ``CALLABLES`` a strict worker names to take part in them."""
+
 PLAIN_CLASSES: frozenset[type] = frozenset(
     {
         *(bool, int, float, complex, str, bytes, bytearray, object, range, slice),

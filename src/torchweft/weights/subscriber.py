@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,15 @@ from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, Wo
 from torchweft.protocol.weights import Following, Next, Version
 from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.futures import Future, ignore_errors
+from torchweft.rpc.worker import current_worker
 from torchweft.weights import delta, inbox
 from torchweft.weights.errors import DeltaError
 from torchweft.weights.layout import Layout, Source, check_same, tensors_of
 from torchweft.weights.publisher import Publisher, Sent, words_of
 from torchweft.weights.switching import Switch, prepare
 
-if TYPE_CHECKING:
-    pass
-
 _log = logging.getLogger("torchweft")
+_ANNOUNCE = f"{inbox.__name__}:{inbox.announce.__name__}".encode()
 
 
 class Taken(NamedTuple):
@@ -82,6 +81,8 @@ class Subscriber(Closing):
     Raises:
         WeightsMismatch: The module has other tensors than the publisher; names the first.
         WorkerLost: The publisher's worker is lost.
+        NotAllowed: This worker is strict, or has allowed modules, and refuses announcements of
+            versions; names the option.
     """
 
     def __init__(
@@ -136,6 +137,9 @@ class Subscriber(Closing):
 
     def _subscribe(self, publisher: RRef[Publisher] | Publisher) -> None:
         reference = RRef(publisher) if isinstance(publisher, Publisher) else publisher
+        if not reference.is_owner():
+            # A publisher forgets a subscriber whose worker refuses to be told of versions.
+            current_worker().reader.resolve(_ANNOUNCE)
         calls = reference.rpc_sync(timeout=self._timeout_s)
         terms = calls.subscribe(self._worker, self._key)
         try:

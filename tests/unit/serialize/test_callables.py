@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.tables import cases
 from tests.unit.serialize import admitted
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.rpc import expose, register
-from torchweft.serialize import callables
+from torchweft.serialize import callables, registry
 from torchweft.serialize.callables import Callables, StrictNames
 from torchweft.serialize.functions import name_of
 
@@ -111,6 +112,16 @@ def test_a_module_that_is_not_imported_is_named() -> None:
     for find in (NAMES.resolve, NAMES.resolve_value):
         with pytest.raises(NotAllowed, match=r"not imported there.* import jobs\.later in that"):
             find(b"jobs.later:square")
+
+
+@pytest.mark.parametrize("package", registry.REGISTERED_TOGETHER)
+def test_packages_whose_callables_are_registered_together(package: str) -> None:
+    assert importlib.import_module(package).CALLABLES
+    with pytest.raises(
+        NotAllowed, match=rf"{package} needs .*\(\*{package}\.CALLABLES, \."
+    ) as caught:
+        NAMES.resolve(f"{package}.owner:write".encode())
+    assert "import" not in str(caught.value)
 
 
 def test_errors_are_values_and_are_not_called() -> None:
