@@ -414,6 +414,8 @@ def _refusal(value: object, advice: str) -> SerializationError:
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if isinstance(value, Tensor) and kind in (Tensor, torch.nn.Parameter):
         name += f" of layout {value.layout} and dtype {value.dtype}"
+    elif kind.__module__ == "numpy" and hasattr(value, "dtype"):
+        name += f" of dtype {value.dtype}"
     return SerializationError(
         f"the receiver is a strict worker, which takes {TAKES}, and no {name}; {advice}, or have "
         "it join without strict=True"

@@ -324,6 +324,7 @@ def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
     assert "args[1]['deep'][0]" in text
     assert type(value).__name__ in text or "__self__" in text
     assert "strict" in text or "lock" in text
+    assert not isinstance(value, np.ndarray) or f"no numpy.ndarray of dtype {value.dtype};" in text
 
 
 @pytest.mark.parametrize(
