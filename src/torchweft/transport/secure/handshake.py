@@ -19,10 +19,10 @@ from torchweft.transport.secure.connection import SecureConnection
 from torchweft.transport.secure.options import PROTOCOL, TlsOptions, check_name
 from torchweft.transport.secure.stream import (
     BOTH_SIDES,
-    SAME_AUTHORITY,
     TlsStream,
     refusal,
     tls_error,
+    trust_advice,
 )
 
 _RECEIVE_BYTES = 16 << 10
@@ -96,7 +96,7 @@ class _Handshake:
                 f"the TLS handshake with {self._peer} took longer than {self._timeout_s:.3g} s"
             ) from None
         except ConnectionError as error:
-            raise self.error(str(error), f"{SAME_AUTHORITY}; {BOTH_SIDES}") from error
+            raise self.error(str(error), f"{trust_advice(str(error))}; {BOTH_SIDES}") from error
         finally:
             with contextlib.suppress(OSError):  # Closed meanwhile.
                 self._connection.settimeout(timeout_before_s)

@@ -25,9 +25,10 @@ _OLD = frozenset(
     }
 )
 
-SAME_AUTHORITY = "the certificates of all workers must be signed by the authorities in WEFT_TLS_CA"
+_SAME_AUTHORITY = "the certificates of all workers must be signed by the authorities in WEFT_TLS_CA"
 BOTH_SIDES = "set up TLS on every worker, or on none"
 ENDED_HERE = "this side has ended the TLS connection"
+_RENEW = "renew that certificate, or set the clock of the host that refuses it"
 _NEW_ENOUGH = "Weft speaks TLS 1.3 only; OpenSSL has it from 1.1.1 on"
 _BRING_ONE = "give every worker a certificate (WEFT_TLS_CERT), or set WEFT_TLS_MUTUAL=0"
 
@@ -167,6 +168,12 @@ def tls_error(peer: str, reason: str, advice: str) -> TlsError:
     return TlsError(f"no TLS connection with {peer}: {reason}; {advice}", peer=peer, reason=reason)
 
 
+def trust_advice(problem: str) -> str:
+    """Returns the advice where one side does not trust the other, in OpenSSL's words."""
+    is_of_time = "expired" in problem or "not yet valid" in problem
+    return _RENEW if is_of_time else _SAME_AUTHORITY
+
+
 def broken(error: ssl.SSLError) -> ConnectionError:
     """Returns the error for a failure of an established connection."""
     reason = _reason_of(error)
@@ -183,7 +190,7 @@ def _explain(error: ssl.SSLError) -> tuple[str, str]:
     reason = _reason_of(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         problem = f"this side does not trust its certificate: {error.verify_message}"
-        return problem, SAME_AUTHORITY
+        return problem, trust_advice(problem)
     if reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
         return "it has shown no certificate", _BRING_ONE
     if reason in _OLD:
@@ -191,7 +198,8 @@ def _explain(error: ssl.SSLError) -> tuple[str, str]:
     if reason in _PLAIN:
         return "it does not speak TLS", BOTH_SIDES
     if _ALERT in reason:
-        return f"it refused: {_plain_words(error)}", SAME_AUTHORITY
+        problem = f"it refused: {_plain_words(error)}"
+        return problem, trust_advice(problem)
     return _plain_words(error), BOTH_SIDES
 
 

@@ -115,6 +115,8 @@ def test_an_expired_certificate_is_refused(authority: Authority, who: str) -> No
         server, client = meet(client_of(ours), server_of(theirs))
     assert is_refused(server, "certificate has expired")
     assert is_refused(client, "certificate expired")
+    for outcome in (server, client):
+        assert "; renew that certificate, or set the clock of the host" in str(outcome)
 
 
 def test_a_client_without_certificate_is_refused_where_both_must_have_one(
