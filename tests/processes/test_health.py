@@ -16,7 +16,7 @@ from tests.processes import leaving
 from tests.processes.functions import add, wait_until
 from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc
-from torchweft.errors import WorkerLost
+from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.rpc import WorkerState
 
 AT_ONCE_S = 1.0
@@ -76,22 +76,23 @@ def have_children() -> int:
     return pid
 
 
-def is_worker_in_child() -> bool:
+def errors_in_child(other: str) -> list[str]:
+    """Returns the errors of a call, and of a reference that is held here, in a forked process."""
+    held = rpc.remote(other, os.getpid)
+    held.to_here()
     ours, theirs = os.pipe()
     pid = os.fork()
     if not pid:
-        os.write(theirs, b"yes" if rpc.is_available() and _is_worker() else b"no")
+        for attempt in (lambda: rpc.rpc_sync(other, os.getpid), held.to_here):
+            try:
+                attempt()
+            except NotInitialized as error:
+                os.write(theirs, f"{error}\n".encode())
         os._exit(0)
     os.waitpid(pid, 0)
-    return os.read(ours, 3) == b"yes"
-
-
-def _is_worker() -> bool:
-    try:
-        rpc.get_worker_info()
-    except RuntimeError:
-        return False
-    return True
+    os.close(theirs)
+    with os.fdopen(ours) as told:
+        return told.read().splitlines()
 
 
 # The tests
@@ -192,6 +193,8 @@ def test_a_death_is_noticed_though_children_live_on(workers: OpenWorkers) -> Non
 
 def test_a_forked_process_is_no_worker_and_its_parent_stays_one(workers: OpenWorkers) -> None:
     workers.do("a", call, "b")
-    assert not workers.do("b", is_worker_in_child)
+    errors = workers.do("b", errors_in_child, "a")
+    assert len(errors) == 2
+    assert all("which was forked from worker 'b': only that process" in each for each in errors)
     assert workers.do("a", call, "b") == 3
     assert workers.do("b", call, "a") == 3

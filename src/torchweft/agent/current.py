@@ -8,14 +8,22 @@ from torchweft.agent.agent import Agent
 from torchweft.errors import AlreadyInitialized, NotInitialized
 
 _current: Agent | None = None
+_forked_from = ""
 
 
 def current() -> Agent:
     """Returns the agent of this process.
 
     Raises:
-        NotInitialized: ``init_rpc`` was not called, or the worker has shut down.
+        NotInitialized: ``init_rpc`` was not called, or the worker has shut down, or this process
+            was forked from a worker.
     """
+    if is_forked():
+        raise NotInitialized(
+            "RPC has not been initialized in this process, which was forked from worker "
+            f"{_forked_from!r}: only that process is the worker; make calls there, for instance "
+            "outside of the worker processes of a DataLoader"
+        )
     if _current is None:
         raise NotInitialized(
             "RPC has not been initialized: call torchweft.init_rpc(...) first, or use "
@@ -29,6 +37,11 @@ def is_set() -> bool:
     return _current is not None
 
 
+def is_forked() -> bool:
+    """Whether this process is no worker, but was forked from one."""
+    return _current is None and bool(_forked_from)
+
+
 def check_unset() -> None:
     """Raises AlreadyInitialized where this process is a worker already."""
     if _current is not None:
@@ -40,8 +53,8 @@ def check_unset() -> None:
 
 def install(agent: Agent | None) -> None:
     """Sets the current agent, or clears it with None."""
-    global _current
-    _current = agent
+    global _current, _forked_from
+    _current, _forked_from = agent, ""
 
 
 def _leave_to_parent() -> None:
@@ -50,9 +63,10 @@ def _leave_to_parent() -> None:
     The child must also drop the parent's connections: otherwise no peer would notice the parent's
     death.
     """
-    global _current
+    global _current, _forked_from
     agent, _current = _current, None
     if agent is not None:
+        _forked_from = agent.info.name
         agent.abandon()
 
 

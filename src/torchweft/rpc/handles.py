@@ -10,7 +10,7 @@ import sys
 from typing import TypeVar
 
 from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
+from torchweft.agent.current import current, is_forked
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import NotInitialized, ReferenceGone
 from torchweft.ids import ReferenceId, WorkerInfo
@@ -78,6 +78,8 @@ class Handle:
         try:
             agent = current()
         except NotInitialized:
+            if is_forked():
+                raise
             raise NotInitialized(
                 "the group of this reference has been shut down, and the value is gone with it; "
                 "fetch what is still needed by to_here() before the shutdown"
