@@ -222,10 +222,13 @@ def _at_address(address: str, access: Access) -> Identity:
     except NotProven as error:
         raise _refused(access) from error
     except (OSError, ProtocolError) as error:
-        raise ObserveError(
-            f"the worker at {address} cannot be asked: {error}; a group names the addresses of its "
-            "workers in 'torchweft top --json' on a host of it"
-        ) from error
+        if isinstance(error, TimeoutError) and access.tls is None:
+            advice = "if its group has TLS, set WEFT_TLS_CERT, WEFT_TLS_KEY and WEFT_TLS_CA"
+        else:
+            advice = (
+                "a group names the addresses of its workers in 'torchweft top --json' on its host"
+            )
+        raise ObserveError(f"the worker at {address} cannot be asked: {error}; {advice}") from error
 
 
 def _on_this_host(access: Access) -> tuple[list[Identity], int, list[str]]:

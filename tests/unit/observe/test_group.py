@@ -81,6 +81,16 @@ def test_workers_that_do_not_answer_are_told_from_none(host: dict[str, object]) 
         find("", OPEN)
 
 
+def test_a_worker_that_waits_for_tls_is_told_from_others(host: dict[str, object]) -> None:
+    address = "tcp:10.0.0.1:4000"
+    host[address] = TimeoutError("timed out")
+    with pytest.raises(ObserveError, match=r"timed out; if its group has TLS, set WEFT_TLS_CERT"):
+        find(address, OPEN)
+    host[address] = ConnectionRefusedError("refused")
+    with pytest.raises(ObserveError, match="refused; a group names the addresses"):
+        find(address, OPEN)
+
+
 def test_of_two_lives_of_a_name_the_later_one_counts() -> None:
     first, second = member("a"), replace(member("a"), id=20_000)
     lost = replace(second, state="lost")
