@@ -13,7 +13,7 @@ from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Tra
 from torchweft import rpc
 from torchweft.errors import CallTimeout, ConfigurationError
 from torchweft.launch import Cluster
-from torchweft.weights import Publisher, Subscriber, WeightsMismatch
+from torchweft.weights import Publisher, Subscriber, WeightsMismatch, publisher
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -95,6 +95,25 @@ def test_in_place_keeps_the_memory_of_parameters(group: Cluster) -> None:
     sampler.close()
 
 
+def test_tensors_that_the_module_has_replaced_are_updated(group: Cluster) -> None:
+    trainer = Trainer()
+    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
+    trainer.train()
+    assert sampler.update(LIMIT_S) == 1
+    sampler.model.steps = sampler.model.steps * 2
+    sampler.model.load_state_dict(Model().state_dict(), assign=True)
+    trainer.train()
+    assert sampler.update(LIMIT_S) == 2
+    sampler.model.third = torch.nn.Linear(1, 1)
+    trainer.train()
+    for _ in range(2):
+        with pytest.raises(WeightsMismatch, match=r"has 'third\.weight'"):
+            sampler.subscriber.update(LIMIT_S)
+    del sampler.model.third
+    assert sampler.update() == 3
+    sampler.close()
+
+
 # Publishers and subscribers that come and go
 
 
@@ -111,6 +130,29 @@ def test_another_publisher_is_followed(group: Cluster) -> None:
     wait_until(lambda: not first.publisher._subscriptions, lambda: "it is told by the former")
     sampler.rpc_sync().close()
     wait_until(lambda: not second.publisher._subscriptions, lambda: "it is told after its end")
+
+
+def test_a_version_whose_fetch_failed_is_fetched_again(
+    group: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = Trainer()
+    sampler = Sampler(trainer.publisher)  # type: ignore[arg-type]
+    failing = [True, True]
+    lends = publisher._lends_to
+
+    def lend_or_fail(worker: str) -> bool:
+        if failing:
+            failing.pop()
+            raise MemoryError("no memory for a moment")
+        return lends(worker)
+
+    monkeypatch.setattr(publisher, "_lends_to", lend_or_fail)
+    trainer.train()
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="for a moment"):
+            sampler.update(LIMIT_S)
+    assert sampler.update(LIMIT_S) == 1
+    sampler.close()
 
 
 def test_a_dropped_subscriber_leaves(group: Cluster) -> None:

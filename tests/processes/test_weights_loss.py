@@ -25,6 +25,7 @@ from torchweft import rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery
 from torchweft.rpc import RRef
+from torchweft.weights import publisher
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 
@@ -58,8 +59,8 @@ def test_samplers_of_a_killed_publisher_keep_a_whole_version(
 ) -> None:
     with torchweft.cluster(workers=3, nursery=nursery, rpc_backend_options=options(), check=False):
         trainer = begin("worker0", is_apart=is_apart, deltas=1)
-        publisher = trainer.rpc_sync().reference()
-        samplers = rpc.actors(SAMPLERS, Sampler, publisher)
+        reference = trainer.rpc_sync().reference()
+        samplers = rpc.actors(SAMPLERS, Sampler, reference)
         trainer.rpc_sync().train()
         assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
         rpc.rpc_sync("worker0", die_at, (point,))
@@ -143,3 +144,30 @@ def test_a_stopped_sampler_delays_no_training(nursery: Nursery) -> None:
             os.kill(group.pids["worker1"], signal.SIGCONT)
         assert samplers[0].rpc_sync().update_to(51)[-1] == 51
         assert torch.equal(trainer.model.steps, torch.full((5,), 51))
+
+
+def test_a_sampler_that_was_stopped_for_long_is_told_again(
+    nursery: Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[object] = []
+    ask = publisher.rpc_async
+
+    def counted(*args: Any, **given: Any) -> Any:
+        told.append(args)
+        return ask(*args, **given)
+
+    with torchweft.cluster(
+        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        trainer = Trainer()
+        sampler = rpc.remote("worker1", Sampler, (trainer.reference(),))
+        assert sampler.rpc_sync().check() == 0
+        monkeypatch.setattr(publisher, "_ANNOUNCE_S", 0.05)
+        monkeypatch.setattr(publisher, "rpc_async", counted)
+        os.kill(group.pids["worker1"], signal.SIGSTOP)
+        try:
+            trainer.train()
+            wait_until(lambda: len(told) > 2, lambda: "told once, and not begun in time")
+        finally:
+            os.kill(group.pids["worker1"], signal.SIGCONT)
+        assert sampler.rpc_sync().update(LIMIT_S) == 1

@@ -41,6 +41,7 @@ class Sampler:
         self.trainer: Trainer | None = None
         self.fetch = 0
         self.is_fetching = False
+        self.has_error = False
         self.in_use: Words = ()
         self.ready: Words = ()
         self.deltas = 0
@@ -56,6 +57,7 @@ class World(Timeline):
         self.lives = 0
         self.delay_s = chance.choice((0.0, 0.1, 3.0))
         self.damage = chance.choice((0.0, 0.0, 0.3))
+        self.failures = chance.choice((0.0, 0.0, 0.3))
         self.trainer = self.begin()
         self.samplers = [
             Sampler(is_shared=chance.random() < 0.3) for _ in range(chance.randint(1, 4))
@@ -92,11 +94,12 @@ class World(Timeline):
 
     def settle(self) -> None:
         """All is quiet, so every sampler can take the newest version, whatever came before."""
-        self.damage = 0.0
-        self.publish()
-        self.finish()
+        self.damage = self.failures = 0.0
+        if self.trainer.offers.newest is None:
+            self.publish()
+            self.finish()
         for sampler in self.samplers:
-            for _ in range(3):  # The version that waits, then the newest.
+            for _ in range(4):  # An error or the version that waits, then the newest.
                 self.update(sampler)
                 self.finish()
             assert sampler.machine.current == self.trainer.offers.newest
@@ -151,7 +154,7 @@ class World(Timeline):
             self.after(self.serve, *args)
 
     def serve(self, sampler: Sampler, trainer: Trainer, fetch: int, have: Version | None) -> None:
-        if not trainer.is_alive:
+        if not trainer.is_alive or self.chance.random() < self.failures:
             self.after(self.fail, sampler, fetch)
             return
         offer = trainer.offers.fetched(have, is_shared=sampler.is_shared)
@@ -168,6 +171,7 @@ class World(Timeline):
     def fail(self, sampler: Sampler, fetch: int) -> None:
         if fetch == sampler.fetch:
             sampler.is_fetching = False
+            sampler.has_error = True
             sampler.machine.failed()
 
     def arrive(self, sampler: Sampler, trainer: Trainer, fetch: int, cargo: Cargo | None) -> None:
@@ -202,7 +206,10 @@ class World(Timeline):
         self.carry_out(sampler, sampler.machine.checked(offer.version, is_good=is_good))
 
     def update(self, sampler: Sampler) -> None:
-        if sampler.machine.ready is not None:
+        if sampler.has_error:
+            sampler.has_error = False
+            self.carry_out(sampler, sampler.machine.next())
+        elif sampler.machine.ready is not None:
             sampler.in_use = sampler.ready
             self.carry_out(sampler, sampler.machine.took())
             self.trace.append((self.now_s, "took", id(sampler), sampler.machine.current))

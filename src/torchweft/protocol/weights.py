@@ -190,9 +190,11 @@ class Following:
         return self.next()
 
     def failed(self) -> None:
-        """The question had no answer: its publisher is lost, or the call failed."""
+        """The question had no answer: its publisher is lost, or the call failed.
+
+        Its subscriber asks ``next`` when it has told its user.
+        """
         self._is_fetching = False
-        self._announced.pop(self._publisher, None)
 
     def took(self) -> Next:
         """The version that was ready is in use, and the former no more."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
 from torchweft.channel.gpu_calls import GpuCalls
-from torchweft.errors import ConfigurationError, WeftError
+from torchweft.errors import CallTimeout, ConfigurationError
 from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async
 from torchweft.rpc.current_call import check_types
@@ -226,8 +226,9 @@ class Publisher:
                 subscription.is_being_told = False
             try:
                 is_there = done.wait()
-            except WeftError as error:
-                is_there = isinstance(error, TimeoutError)
+            except CallTimeout:
+                is_there = True
+                subscription.told = 0  # A call that was not begun in time never is.
             except Exception:
                 is_there = False
             if is_there:

@@ -26,7 +26,7 @@ from torchweft.weights import delta, inbox
 from torchweft.weights.errors import DeltaError
 from torchweft.weights.layout import Layout, Source, check_same, tensors_of
 from torchweft.weights.publisher import Publisher, Sent, words_of
-from torchweft.weights.switching import Switch, prepare
+from torchweft.weights.switching import prepare
 
 _log = logging.getLogger("torchweft")
 _ANNOUNCE = f"{inbox.__name__}:{inbox.announce.__name__}".encode()
@@ -53,11 +53,11 @@ class Taken(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """A whole version, and the change that puts it into the module."""
+    """A whole version, and its tensors by name."""
 
     memory: Tensor
     is_shared: bool
-    switch: Switch
+    values: dict[str, Tensor]
 
 
 class Subscriber(Closing):
@@ -72,7 +72,7 @@ class Subscriber(Closing):
     Args:
         publisher: A reference to the ``Publisher``, or the publisher itself.
         module: The module, or a dict of tensors, with the names, shapes and types that are
-            published.
+            published. Each ``update`` changes the tensors that it has then.
         in_place: Copies parameters too, into the memory that they have. Needed if they are trained,
             captured in a CUDA graph, or shared with another process; always so on other devices,
             and for the tensors of a dict.
@@ -96,7 +96,7 @@ class Subscriber(Closing):
         self._agent = current()
         _check_publisher(publisher)
         self._worker = self._agent.me.name
-        self._targets = tensors_of(module)
+        self._module = module
         self._in_place = in_place
         self._timeout_s = timeout
         self._changed = threading.Condition()
@@ -117,7 +117,7 @@ class Subscriber(Closing):
         self._key = inbox.enter(self)
         self._publisher: RRef[Publisher] | None = None
         self._finalize: weakref.finalize[..., Subscriber] | None = None
-        self._subscribe(publisher)
+        self._subscribe(publisher, self._targets())
 
     # The publisher
 
@@ -133,9 +133,15 @@ class Subscriber(Closing):
         """
         _check_publisher(publisher)
         self._check_open()
-        self._subscribe(publisher)
+        self._subscribe(publisher, self._targets())
 
-    def _subscribe(self, publisher: RRef[Publisher] | Publisher) -> None:
+    def _targets(self) -> dict[str, Tensor]:
+        """Returns the tensors of the module now: a module may put others in their place."""
+        return tensors_of(self._module)
+
+    def _subscribe(
+        self, publisher: RRef[Publisher] | Publisher, targets: dict[str, Tensor]
+    ) -> None:
         reference = RRef(publisher) if isinstance(publisher, Publisher) else publisher
         if not reference.is_owner():
             # A publisher forgets a subscriber whose worker refuses to be told of versions.
@@ -143,8 +149,7 @@ class Subscriber(Closing):
         calls = reference.rpc_sync(timeout=self._timeout_s)
         terms = calls.subscribe(self._worker, self._key)
         try:
-            subject = f"the subscriber's state on {self._worker!r}"
-            check_same(terms.layout, self._targets, None, subject)
+            self._check(terms.layout, targets)
         except BaseException:
             if reference is not self._publisher:
                 ignore_errors(reference.rpc_async().unsubscribe(self._worker, self._key))
@@ -167,6 +172,9 @@ class Subscriber(Closing):
             self._go_on(self._following.followed(terms.publisher))
         if terms.newest is not None:
             self.announced(terms.newest)
+
+    def _check(self, layout: Layout, targets: dict[str, Tensor]) -> None:
+        check_same(layout, targets, None, f"the subscriber's state on {self._worker!r}")
 
     def announced(self, version: Version) -> None:
         """The publisher has a version; called by its worker."""
@@ -223,9 +231,7 @@ class Subscriber(Closing):
         ready = None
         try:
             found = sent.data if sent.offer.base is None else self._applied(sent, base)
-            values = layout.views(found)
-            switch = prepare(self._targets, values, in_place=self._in_place)
-            ready = _Ready(found, sent.is_shared, switch)
+            ready = _Ready(found, sent.is_shared, layout.views(found))
         except DeltaError as error:
             _log.warning("%s; whole weights are fetched", error)
         with self._changed:
@@ -301,8 +307,10 @@ class Subscriber(Closing):
             CallTimeout: None arrived within a ``timeout`` above 0.
             WorkerLost: The publisher is lost, with a ``timeout`` above 0.
             ConfigurationError: This subscriber is closed, with a ``timeout`` above 0.
-            WeightsMismatch: Tensors that are one here have different values in the version.
-            WeftError: A fetch failed for another reason; the version in use stays.
+            WeightsMismatch: Tensors that are one here have different values in the version, or the
+                module has other tensors than before; the version in use stays.
+            WeftError: A fetch failed for another reason; the version in use stays, and the next one
+                is fetched again.
         """
         if not isinstance(timeout, (int, float)):
             raise wrong_type("timeout", timeout, "pass a number of seconds, 0 for no wait")
@@ -310,16 +318,22 @@ class Subscriber(Closing):
             if timeout > 0 and self._ready is None:
                 self._wait(timeout)
             began_s = time.perf_counter()
+            # Not under the lock: the module may have hooks.
+            targets = None if self._ready is None else self._targets()
             with self._changed:
                 error, self._error = self._error, None
                 if error is not None:
+                    self._go_on(self._following.next())
                     raise error
-                if self._ready is None:
+                ready = self._ready
+                if ready is None or targets is None:
                     return self.version
+                self._check(self._layout, targets)
+                switch = prepare(targets, ready.values, in_place=self._in_place)
                 # Under the lock, so that the version that is put in is the one that is named.
-                ready, self._ready = self._ready, None
-                interrupt = ready.switch.run()
-                is_used = bool(ready.switch.swaps) or (self._keeps_memory and not ready.is_shared)
+                self._ready = None
+                interrupt = switch.run()
+                is_used = bool(switch.swaps) or (self._keeps_memory and not ready.is_shared)
                 self._memory = ready.memory if is_used else None
                 self._go_on(self._following.took())
                 elapsed_s = time.perf_counter() - began_s

@@ -32,7 +32,8 @@ class Switch(NamedTuple):
         return None
 
     def _run(self) -> None:
-        with torch.no_grad():
+        # Tensors that were made in this mode can be written only in it, and others in it as well.
+        with torch.inference_mode():
             for target, value in self.copies:
                 target.copy_(value)
             for target, value in self.swaps:
@@ -45,7 +46,7 @@ def prepare(
     """Returns the change of a state to new values.
 
     Parameters on the CPU take the memory of the values. Buffers, which a module may write, tensors
-    of a dict, and tensors on other devices keep theirs.
+    of a dict, those that were made in inference mode, and those on other devices keep theirs.
 
     Raises:
         WeightsMismatch: Two names are one tensor here, and their values differ.
@@ -65,6 +66,7 @@ def prepare(
             continue
         is_swapped = not in_place and isinstance(target, nn.Parameter)
         is_swapped = is_swapped and target.device == values[name].device
+        is_swapped = is_swapped and not target.is_inference()  # It would be of both modes then.
         (swaps if is_swapped else copies).append((target, values[name]))
     return Switch(swaps, copies)
 

@@ -28,6 +28,20 @@ def test_parameters_are_swapped_and_buffers_copied(in_place: bool) -> None:
         assert target.data_ptr() == expected, name
 
 
+@pytest.mark.parametrize("updates_so", [False, True])
+def test_a_module_that_was_made_in_inference_mode(updates_so: bool) -> None:
+    with torch.inference_mode():
+        model, values = model_and_values()
+        model.eval()
+    values = {name: torch.ones(each.shape, dtype=each.dtype) for name, each in values.items()}
+    with torch.inference_mode(updates_so):
+        assert prepare(tensors_of(model), values, in_place=False).run() is None
+    with torch.inference_mode():
+        assert torch.allclose(model(torch.ones(5, 3)), torch.tensor(3 / (1 + 1e-5) ** 0.5 + 1))
+    for name, target in tensors_of(model).items():
+        assert torch.equal(target, values[name])
+
+
 def test_one_tensor_of_two_names_gets_one_value() -> None:
     model = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     model[1].weight = model[0].weight
