@@ -130,6 +130,27 @@ def blank(module: Any) -> None:
         module.weight.zero_()
 
 
+def test_values_that_have_grown_tensors_are_restored_into_the_values_at_first(
+    group: Cluster, tmp_path: Path
+) -> None:
+    def first() -> dict[str, Any]:
+        return {"losses": [], "best": None, "lowest": 1e9, "history": {"by layer": {}, "steps": []}}
+
+    state, other = first(), first()
+    state["losses"] += [torch.tensor(1.0), torch.tensor(2.0)]
+    state["best"] = {"0": torch.ones(2), "all": [[torch.ones(1)], (torch.ones(3), 5)], "step": 3}
+    state["lowest"] = torch.tensor(0.5)
+    state["history"]["by layer"] |= {"1": torch.zeros(2), "0": None}
+    state["history"]["steps"].append(7)
+    checkpoint.save(tmp_path, state, step=1)
+    losses = other["losses"]
+    checkpoint.restore(tmp_path, other)
+    assert other["losses"] is losses
+    assert repr(other) == repr(state)
+    with pytest.raises(StateMismatch, match="only the snapshot has losses/0, losses/1"):
+        checkpoint.restore(tmp_path, {**first(), "losses": torch.zeros(2)})
+
+
 def test_what_cannot_be_saved_is_named(group: Cluster, tmp_path: Path) -> None:
     for state, name in [
         ({"model": {"lock": threading.Lock()}}, "model/lock is a _thread.lock"),

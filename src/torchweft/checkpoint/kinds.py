@@ -21,6 +21,8 @@ _SCALARS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torc
 _SEQUENCES = (list, tuple, set, torch.Size)
 _MAPPINGS = (dict, OrderedDict, Counter)
 _PLACE = tuple[Any, ...]
+_INT_BITS = 255 * 8 - 1
+"""The longest integer that ``torch.load`` reads without running code, in bits beside the sign."""
 
 
 def is_plain(value: object) -> bool:
@@ -56,6 +58,8 @@ class HostCopier:
             **dict.fromkeys([list, tuple, set], self._sequence),
             **dict.fromkeys(_MAPPINGS, self._mapping),
             torch.Size: lambda value, at: value,
+            int: self._int,
+            bytes: self._bytes,
         }
 
     def copy(self, value: Any, at: str = "") -> Any:
@@ -71,7 +75,7 @@ class HostCopier:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, np.generic):
-            return value.item()
+            value = value.item()
         way = self._ways.get(type(value))
         if way is None:
             raise ArgumentTypeError(
@@ -80,6 +84,21 @@ class HostCopier:
                 "sets and dicts of them"
             )
         return way(value, at)
+
+    def _int(self, value: int, at: str) -> int:
+        if value.bit_length() > _INT_BITS:
+            raise ArgumentTypeError(
+                f"{self._path}{at} is an int of {value.bit_length():,} bits, and a snapshot holds "
+                f"at most {_INT_BITS:,}; write it as a string"
+            )
+        return value
+
+    def _bytes(self, value: bytes, at: str) -> bytes:
+        if not value:
+            raise ArgumentTypeError(
+                f"{self._path}{at} is b'', which a snapshot cannot hold; use None or ''"
+            )
+        return value
 
     def _sequence(self, value: Any, at: str) -> Any:
         return type(value)(self.copy(item, f"{at}[{place}]") for place, item in enumerate(value))

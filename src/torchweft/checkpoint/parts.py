@@ -190,7 +190,7 @@ def put(
     found = owned.kinds()
     values = owned.values()
     for path, item in content["items"].items():
-        if found[path] != VALUE:
+        if found.get(path, VALUE) != VALUE:
             kinds.put(found[path], values[path], item["state"], strict=strict)
     for path, optimizer in owned.optimizers.items():
         if path in options:

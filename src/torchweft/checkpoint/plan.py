@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchweft.agent.current import current
 from torchweft.arguments import kind_of
-from torchweft.checkpoint.kinds import is_plain
+from torchweft.checkpoint.kinds import is_plain, refill
 from torchweft.checkpoint.parts import Owned
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -37,6 +37,13 @@ class Leaf(NamedTuple):
     container: Any
     key: Any
 
+    def put(self, saved: Any) -> None:
+        """Replaces the content of a dict or list of the same type, and any other value itself."""
+        if isinstance(saved, (dict, list)) and type(self.value) is type(saved):
+            refill(self.value, saved)
+        else:
+            self.container[self.key] = saved
+
 
 class Remote(NamedTuple):
     """The entries of a state that another worker owns.
@@ -64,6 +71,7 @@ class Plan:
             random number generators are wanted.
         optimizers: The distributed optimizers, by path.
         values: The entries that are neither references nor optimizers, by path.
+        lists: The paths of the lists that contain entries.
         random: Ids of the workers whose random number generators are part of the state.
     """
 
@@ -78,6 +86,7 @@ class Plan:
         self._steppers: dict[str, LocalOptimizer] = {}
         for leaf in leaves(state):
             self._place(leaf)
+        self.lists = list(_lists(state, ""))
         for worker in self.random - {self._me}:
             self._of(worker)
         self.owned = Owned(self._held, self._local, self._steppers)
@@ -150,6 +159,16 @@ def _inside(container: Any, prefix: str) -> Iterator[Leaf]:
             yield from _inside(value, path + SEPARATOR)
         else:
             yield Leaf(path, value, container, key)
+
+
+def _lists(container: Any, prefix: str) -> Iterator[str]:
+    """Yields the paths of the lists whose entries are apart, as ``_inside`` takes them."""
+    is_dict = isinstance(container, dict)
+    if not is_dict:
+        yield prefix.removesuffix(SEPARATOR)
+    for key, value in container.items() if is_dict else enumerate(container):
+        if isinstance(value, (dict, list)) and not is_plain(value):
+            yield from _lists(value, f"{prefix}{key}{SEPARATOR}")
 
 
 def _checked(key: object, prefix: str) -> str:

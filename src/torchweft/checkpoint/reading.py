@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torchweft.checkpoint import files, kinds, snapshots
 from torchweft.checkpoint.files import Written
-from torchweft.checkpoint.kinds import Differences, HostCopier
+from torchweft.checkpoint.kinds import TENSOR, VALUE, Differences, HostCopier, is_plain
 from torchweft.checkpoint.parts import Content, Described, Owned
+from torchweft.checkpoint.plan import SEPARATOR, Leaf
 from torchweft.checkpoint.snapshots import Manifest, Parameter
 
 Wanted = tuple[list[str], dict[str, dict[str, int]], bool]
@@ -56,7 +57,8 @@ def read_and_compare(
             report[CORRUPT].append((source[1], found))
     values, found_kinds = owned.values(), owned.kinds()
     for path, item in content["items"].items():
-        _compare(path, found_kinds[path], values[path], item, report)
+        if path in values:  # Others are within an entry that has grown.
+            _compare(path, found_kinds[path], values[path], item, report)
     return content, report
 
 
@@ -64,6 +66,8 @@ _REPORTED = ("lacking", "corrupt", "missing", "unexpected", "differing")
 
 
 def _compare(path: str, kind: str, value: Any, item: Any, report: Report) -> None:
+    if kind == VALUE and item["kind"] == TENSOR:
+        return  # It takes the place of the plain value.
     if item["kind"] != kind:
         report["differing"].append(f"{path} is a {item['kind']} in the snapshot and a {kind} here")
         return
@@ -154,6 +158,54 @@ class Needs:
 
     def _of(self, writer: str) -> Wanted:
         return self.by_writer.setdefault(writer, ([], {}, False))
+
+
+def grown_entries(manifest: Manifest, values: Mapping[str, Leaf]) -> dict[str, list[str]]:
+    """Returns the plain entries of a state that had tensors in them when they were saved.
+
+    A list to which a program appends tensors is such an entry, or a value that was None at first.
+    Its content was saved as entries of their own, see ``plan.leaves``.
+
+    Args:
+        manifest: The snapshot.
+        values: The entries of the state that are neither references nor optimizers.
+
+    Returns:
+        The paths of the saved entries, by the path of the entry of the state.
+    """
+    own = {
+        path: item
+        for path, item in manifest.items.items()
+        if item.worker == manifest.driver and item.kind in (TENSOR, VALUE)
+    }
+    found: dict[str, list[str]] = {}
+    if manifest.lists is None:
+        return found  # A former Weft has written it, and no path tells a list from a dict.
+    for path, leaf in values.items():
+        if path not in manifest.items and is_plain(leaf.value):
+            inner = [each for each in manifest.items if each.startswith(path + SEPARATOR)]
+            if inner and own.keys() >= set(inner):
+                found[path] = inner
+    return found
+
+
+def assembled(path: str, states: Mapping[str, Any], lists: Collection[str]) -> Any:
+    """Returns a dict or list whose entries were saved apart.
+
+    Args:
+        path: Its path.
+        states: The entries in order, by their paths within it.
+        lists: The paths of lists; others are those of dicts.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for within, state in states.items():
+        key, _, rest = within.partition(SEPARATOR)
+        groups.setdefault(key, {})[rest] = state
+    made = {
+        key: group[""] if "" in group else assembled(path + SEPARATOR + key, group, lists)
+        for key, group in groups.items()
+    }
+    return list(made.values()) if path in lists else made
 
 
 def compare_paths(manifest: Manifest, paths: set[str], optimizers: set[str]) -> Differences:

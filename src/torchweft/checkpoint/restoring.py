@@ -14,14 +14,16 @@ from torchweft.checkpoint import kinds, owner, parts, reading, snapshots
 from torchweft.checkpoint.kinds import Differences
 from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.checkpoint.parts import Described, Options
-from torchweft.checkpoint.plan import Plan, group_numbers
+from torchweft.checkpoint.plan import SEPARATOR, Plan, group_numbers
 from torchweft.checkpoint.reading import (
     Needs,
     Report,
     Source,
+    assembled,
     assign_parameters,
     compare_parameters,
     compare_paths,
+    grown_entries,
 )
 from torchweft.checkpoint.snapshots import BadManifest, Manifest, Snapshot, read_manifest
 from torchweft.errors import (
@@ -145,6 +147,7 @@ class Restoring:
         peers = [self._agent.find(info) for info in get_worker_infos()]
         self._ids = {peer.name: peer.id for peer in peers if peer.lost is None}
         self._manifest = self._read_manifest()
+        self._grown = grown_entries(self._manifest, plan.values)
         self._content: parts.Content = {}
         self._remote: list[int] = []
         self._problems = Differences([], [], [])
@@ -188,9 +191,10 @@ class Restoring:
     def _needs(self) -> dict[int, Needs]:
         """Returns the needs of each worker; the driver also needs the saving driver's part."""
         manifest, plan = self._manifest, self._plan
-        self._problems = compare_paths(manifest, plan.paths, set(plan.optimizers))
+        paths = (plan.paths - self._grown.keys()).union(*self._grown.values())
+        self._problems = compare_paths(manifest, paths, set(plan.optimizers))
         needs: dict[int, Needs] = {self._me.id: Needs()}
-        for path in sorted(plan.paths & manifest.items.keys()):
+        for path in sorted(paths & manifest.items.keys()):
             worker = self._owner_of(path)
             needs.setdefault(worker, Needs()).item(manifest.items[path].worker, path)
         self._match_optimizers(needs)
@@ -314,13 +318,15 @@ class Restoring:
             ) from error
 
     def _apply_own(self, options: dict[str, Options]) -> None:
-        for path, item in self._content["items"].items():
-            if item["kind"] == kinds.VALUE:
-                leaf, saved = self._plan.values[path], item["state"]
-                if isinstance(saved, (dict, list)) and type(leaf.value) is type(saved):
-                    kinds.refill(leaf.value, saved)
-                else:
-                    leaf.container[leaf.key] = saved
+        states = {path: item["state"] for path, item in self._content["items"].items()}
+        own, lists = self._plan.owned.kinds(), set(self._manifest.lists or ())
+        for path, leaf in self._plan.values.items():
+            if path in self._grown:
+                start = len(path + SEPARATOR)
+                inner = {each[start:]: states[each] for each in self._grown[path]}
+                leaf.put(assembled(path, inner, lists))
+            elif path in states and own[path] == kinds.VALUE:
+                leaf.put(states[path])
         # The random states come last: code that is called before might draw random numbers.
         parts.put(self._plan.owned, self._content, options, strict=self._strict)
 

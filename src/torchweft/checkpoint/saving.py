@@ -171,6 +171,7 @@ class Attempt:
                 "python": platform.python_version(),
             },
             needs=self._needs,
+            lists=self._plan.lists,
         )
         path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
         files.write_whole(path, lambda file: file.write(manifest.to_bytes()))

@@ -210,6 +210,8 @@ class Manifest:
         random: The names of the workers whose random number generators are in it.
         versions: The versions of Weft, PyTorch and Python that wrote it.
         needs: The names of the snapshots that it cannot be restored without.
+        lists: The paths of the lists of the state that contain entries; other paths between are
+            those of dicts. None in snapshots of versions that did not tell.
     """
 
     step: int
@@ -222,6 +224,7 @@ class Manifest:
     random: list[str]
     versions: dict[str, str]
     needs: list[str] = field(default_factory=list)
+    lists: list[str] | None = None
 
     def part_of(self, worker: str) -> Part:
         """Returns the file that a worker wrote."""

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tests.tables import cases
+from torchweft.checkpoint.files import read_part, write_part
 from torchweft.checkpoint.kinds import HostCopier, is_plain
 from torchweft.errors import ArgumentTypeError
 
@@ -16,6 +18,7 @@ PLAIN = [
     None,
     True,
     2**80,
+    2**2039 - 1,
     1.5,
     2j,
     "text",
@@ -66,6 +69,28 @@ def test_anything_else_is_refused_with_its_place(value: Any, place: str) -> None
     assert not is_plain(value)
     with pytest.raises(ArgumentTypeError, match=place):
         HostCopier("x").copy(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "place"),
+    [
+        (np.datetime64("2020-01-01"), r"x is a datetime\.date"),
+        (np.longdouble(1), r"x is a numpy\.longdouble"),
+        (2**2039, "x is an int of 2,040 bits, and a snapshot holds at most 2,039"),
+        ([1, -(2**9999)], r"x\[1\] is an int of 10,000 bits"),
+        ({"a": b""}, r"x\['a'\] is b'', which"),
+    ],
+    ids=["date", "long double", "integer", "inside", "no bytes"],
+)
+def test_plain_values_that_could_not_be_read_are_refused(value: Any, place: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=place):
+        HostCopier("x").copy(value)
+
+
+@cases("value", PLAIN)
+def test_plain_values_are_read_without_code(value: Any, tmp_path: Path) -> None:
+    write_part(str(tmp_path / "part"), {"value": HostCopier("x").copy(value)})
+    assert read_part(str(tmp_path / "part")) == {"value": value}
 
 
 def test_tensors_are_copies_without_their_graph() -> None:
