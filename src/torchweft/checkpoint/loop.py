@@ -55,6 +55,7 @@ class Resumable:
         self._in_background = in_background
         self._saving = saving
         self._pending: torch.futures.Future[Snapshot] | None = None
+        self._has_begun = False
         self.snapshot = self._restore(is_lenient)
         self.first_step = 0 if self.snapshot is None else self.snapshot.step
         self._saved_step = self.first_step if self.snapshot else -1
@@ -83,7 +84,18 @@ class Resumable:
         return None
 
     def __iter__(self) -> Iterator[int]:
-        """Yields the numbers of the steps; a request for the next step completes a step."""
+        """Yields the numbers of the steps; a request for the next step completes a step.
+
+        Raises:
+            ConfigurationError: The steps have been begun before: the state is not that of the first
+                of them any more.
+        """
+        if self._has_begun:
+            raise ConfigurationError(
+                f"the steps from {self.first_step} on were begun before, and would be done again "
+                "on a state that has them; make the state anew and call resumable again"
+            )
+        self._has_begun = True
         for step in range(self.first_step, self._steps):
             yield step
             self._raise_earlier()
@@ -155,7 +167,7 @@ def resumable(
             loss = train_one_step(batches[step])
             state["losses"].append(loss)
 
-    Leaving the loop by ``break`` saves nothing. If the launcher has notice that this host will be
+    Leaving the loop by ``break`` saves nothing, and the steps cannot be iterated over again. If the launcher has notice that this host will be
     given up, as when SLURM pre-empts a job, the current step is finished and saved, and the program
     ends by ``SystemExit`` with status 75, for the launcher to start it again.
 

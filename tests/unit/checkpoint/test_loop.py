@@ -64,6 +64,16 @@ def test_it_saves_every_so_often_and_at_the_end(disk: Disk) -> None:
     assert steps.snapshot.step == 7
 
 
+def test_steps_that_were_begun_are_not_done_again(disk: Disk) -> None:
+    steps = resumable(7, "d", {}, every=3)
+    for step in steps:
+        if step == 4:
+            break
+    with pytest.raises(ConfigurationError, match="from 0 on were begun before"):
+        list(steps)
+    assert list(resumable(7, "d", {}, every=3)) == [3, 4, 5, 6]
+
+
 def test_the_last_step_is_saved_once(disk: Disk) -> None:
     assert list(resumable(6, "d", {}, every=3)) == list(range(6))
     assert disk.steps == [3, 6]
