@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
+
+from torchweft.errors import SerializationError
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,3 +31,9 @@ class Closing(ABC):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            f"a {type(self).__name__} belongs to its process, and cannot be copied or sent; send "
+            "rpc.RRef(...) of it, and call its methods there"
+        )

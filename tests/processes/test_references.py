@@ -94,6 +94,14 @@ def test_three_kinds_of_proxy(group: Cluster) -> None:
             reference.rpc_sync().no_such_method()
 
 
+def test_proxies_travel(group: Cluster) -> None:
+    reference = rpc.remote("worker0", functions.Accumulator, args=(1.0,))
+    for proxy in (reference.rpc_sync(timeout=5), reference.rpc_async()):
+        sent = rpc.rpc_sync("worker1", functions.identity, args=(proxy,))
+        assert repr(sent) == repr(proxy)
+    assert sent.add(1.0).wait() == 2.0
+
+
 def test_references_are_copied_by_reference_and_never_pickled(group: Cluster) -> None:
     reference = rpc.remote("worker0", Tracked)
     assert copy.deepcopy([reference])[0] is copy.copy(reference) is reference

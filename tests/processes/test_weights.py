@@ -11,7 +11,7 @@ from tests.processes import shared_memory
 from tests.processes.functions import wait_until
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
 from torchweft import rpc
-from torchweft.errors import CallTimeout, ConfigurationError
+from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.launch import Cluster
 from torchweft.weights import Publisher, Subscriber, WeightsMismatch, publisher
 
@@ -208,6 +208,12 @@ def test_another_model_is_refused_and_named(group: Cluster) -> None:
     with pytest.raises(WeightsMismatch, match="'a' and 'b' apart"):
         publisher.publish()
     assert publisher.version == 1
+
+
+def test_a_publisher_is_not_sent_itself(group: Cluster) -> None:
+    trainer = Trainer()
+    with pytest.raises(SerializationError, match=r"^args\[0\] .*send rpc\.RRef\(publisher\)"):
+        rpc.rpc_sync("worker0", Sampler, (trainer.publisher,))
 
 
 def test_arguments_that_cannot_work(group: Cluster) -> None:

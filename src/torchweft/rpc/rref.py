@@ -253,6 +253,9 @@ class Proxy:
             shorten(error)
             raise
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Proxy, (self._reference, self._way, self._timeout)
+
     def __repr__(self) -> str:
         return f"{self._reference!r}.rpc_{self._way}()"
 

@@ -89,6 +89,12 @@ def _advice(culprit: object) -> str | None:
     return next((_ADVICE_BY_NAME[name] for name in names if name in _ADVICE_BY_NAME), None)
 
 
+def _refuses(culprit: object, error: Exception) -> bool:
+    """Whether the type says itself that its objects are not sent."""
+    is_own = type(culprit).__reduce__ is not object.__reduce__
+    return is_own and isinstance(error, SerializationError)
+
+
 def _is_too_deep(error: Exception) -> bool:
     # cloudpickle raises its own error from a RecursionError.
     return isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
@@ -108,7 +114,7 @@ def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, 
             break
         step, culprit, reason = found
         path, parts = path + step, _parts(culprit)
-        if _is_too_deep(reason) or _advice(culprit) is not None:
+        if _is_too_deep(reason) or _advice(culprit) is not None or _refuses(culprit, reason):
             break  # its parts would tell no more
     return path or "value", culprit, reason
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
 from torchweft.channel.gpu_calls import GpuCalls
-from torchweft.errors import CallTimeout, ConfigurationError
+from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async
 from torchweft.rpc.current_call import check_types
@@ -160,6 +160,12 @@ class Publisher:
         self._subscriptions: dict[tuple[str, int], _Subscription] = {}
         self._counts = Published()
         self._storage.prepare_soon()
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            "a Publisher belongs to its process, and cannot be copied or sent; send "
+            "rpc.RRef(publisher), which a Subscriber takes"
+        )
 
     @property
     def version(self) -> int:

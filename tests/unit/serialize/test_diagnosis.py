@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.tables import cases
+from torchweft.closing import Closing
 from torchweft.errors import SerializationError
 from torchweft.serialize.objects import pack
 
@@ -120,6 +121,20 @@ def test_other_types_get_general_advice() -> None:
     assert text.startswith("args[0] (tests.unit.serialize.test_diagnosis.Mute)")
     assert "this stays here" in text
     assert "__getstate__" in text
+
+
+def test_an_object_that_refuses_is_named_and_not_its_parts() -> None:
+    class Open(Closing):
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+        def close(self) -> None:
+            pass
+
+    text = failure(call(Box({"stream": Open()})))
+    assert text.startswith("args[0].content['stream'] (")
+    assert text.endswith("send rpc.RRef(...) of it, and call its methods there")
+    assert "lock" not in text
 
 
 def test_too_deep_nesting_is_called_that() -> None:
