@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from torchweft import rpc
+from torchweft.agent.current import current
 from torchweft.rpc import functions
+from torchweft.rpc.stream_sources import SOURCES
 
 LIMIT_S = 20.0
 
@@ -149,3 +151,19 @@ class Counter:
 class Unrelated:
     def missing(self) -> Iterator[int]:
         yield 0
+
+
+class Late:
+    """Values that may be had when ``go_on`` is called."""
+
+    def __init__(self) -> None:
+        events.append("called")
+        assert _may_go_on.wait(LIMIT_S)
+
+    def __iter__(self) -> Iterator[int]:
+        events.append("iterated")
+        return iter(range(3))
+
+
+def open_streams() -> int:
+    return len(current().slots[SOURCES].open())

@@ -25,6 +25,7 @@ from tests.processes.checkpoint_model import (
 from tests.processes.checkpoint_training import Counter
 from tests.processes.functions import open_gate
 from torchweft import checkpoint, rpc
+from torchweft.checkpoint import owner
 from torchweft.errors import (
     ArgumentTypeError,
     CallTimeout,
@@ -336,6 +337,22 @@ def own_disks(group: Cluster, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for name, path in before.items():
         rpc.rpc_sync(name, os.chdir, args=(path,))
+
+
+def test_a_save_whose_thread_cannot_start_leaves_nothing(
+    group: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"data": rpc.remote("worker0", list)}
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, "in_background", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            checkpoint.save_async(tmp_path, state, step=1)
+    assert rpc.rpc_sync("worker0", count_held) == 0
+    assert checkpoint.save(tmp_path, state, step=2, timeout=20).step == 2
 
 
 def test_every_worker_may_have_a_disk_of_its_own(group: Cluster, own_disks: Path) -> None:

@@ -10,6 +10,7 @@ from tests.processes.checkpoint_model import Pair, saved_numbers, step_half, ste
 from tests.processes.conftest import raised_by
 from tests.processes.functions import open_gate, wait_until
 from torchweft import checkpoint, rpc
+from torchweft.agent.current import current
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster
 
@@ -57,3 +58,12 @@ def test_a_snapshot_waits_for_a_step_under_way_and_steps_for_the_snapshot(
     assert isinstance(error, CallTimeout)
     assert "the gate is closed" in str(error)
     rpc.rpc_sync("worker1", step_often, args=(*things, 1))
+
+
+def test_a_dropped_gate_is_told_of_no_lost_worker(group: Cluster) -> None:
+    watchers = current()._watchers
+    before = len(watchers)
+    gate = checkpoint.StepGate()
+    assert len(watchers) == before + 1
+    del gate
+    wait_until(lambda: len(watchers) == before, lambda: "it is told for ever")

@@ -54,6 +54,16 @@ def test_a_generator_is_no_further_ahead_than_it_may_be() -> None:
     assert seen() == [0, 1, 2, 3, "closed"]
 
 
+def test_a_stream_that_was_given_up_does_not_begin() -> None:
+    before = rpc.rpc_sync("worker0", functions.open_streams)
+    with pytest.raises(CallTimeout):
+        rpc.stream("worker0", functions.Late, timeout=0.2)
+    await_seen("called")
+    rpc.rpc_sync("worker0", functions.go_on)
+    await_seen("iterated")
+    assert rpc.rpc_sync("worker0", functions.open_streams) <= before
+
+
 def test_values_of_several_streams_as_they_come() -> None:
     held = rpc.stream("worker0", functions.wait_before, (100,), ahead=2)
     free = rpc.stream("worker1", functions.count_on, (6,), ahead=2)

@@ -24,26 +24,26 @@ class Written(NamedTuple):
 class HashingFile:
     """A file that counts and hashes the bytes written to it.
 
-    After a failed write it accepts and drops the rest: the serializer is C++ code, which should not
-    be unwound by an exception. ``check`` raises the error afterwards.
+    After a failed or interrupted write it accepts and drops the rest: the serializer is C++ code,
+    which should not be unwound by an exception. ``check`` raises the error afterwards.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._hash = hashlib.sha256()
         self._size_bytes = 0
-        self._error: OSError | None = None
+        self._error: BaseException | None = None
 
     def write(self, data: Any) -> int:
         """Writes bytes; returns how many."""
         size_bytes = memoryview(data).nbytes
-        if self._error is None:
-            try:
+        try:
+            if self._error is None:
                 self._file.write(data)
-            except OSError as error:
-                # Its frames would form a cycle, partly through memory that no collector sees.
-                self._error = error.with_traceback(None)
-            self._hash.update(data)
+                self._hash.update(data)
+        except BaseException as error:
+            # Its frames would form a cycle, partly through memory that no collector sees.
+            self._error = error.with_traceback(None)
         self._size_bytes += size_bytes
         return size_bytes
 

@@ -204,6 +204,7 @@ def _watch(agent: Agent, gate: _Gate) -> None:
             watched.lost(peer.id)
 
     agent.on_lost(tell)
+    weakref.finalize(gate, agent.off_lost, tell).atexit = False
 
 
 # Called by trainers and the driver on the worker that made the gate.

@@ -13,6 +13,7 @@ Nothing here calls other workers. A part is a dict of tensors and plain values::
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -203,15 +204,22 @@ def put(
 # Parts that a worker holds between two calls of a driver: copied or read parts
 
 
+_MOST_GIVEN_UP = 1000
+"""How many parts may be given up while they are being made."""
+
+
 class StagedParts:
     """The parts that a worker holds for drivers, by ticket. Thread-safe.
 
-    The parts of a lost driver are dropped: no other worker would ask for them.
+    The parts of a lost driver are dropped: no other worker would ask for them. A driver may give a
+    part up while it is still being copied or read; such a part is not held when it is complete.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()
         self._parts: dict[str, tuple[int, Any]] = {}
+        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
+        self._agent = agent
         agent.on_lost(self._drop_of)
 
     def __len__(self) -> int:
@@ -220,7 +228,8 @@ class StagedParts:
     def keep(self, ticket: str, driver: int, part: Any) -> None:
         """Holds a part for a driver, given by id, until the part is taken out or dropped."""
         with self._lock:
-            self._parts[ticket] = driver, part
+            if ticket not in self._given_up and self._agent.peers[driver].lost is None:
+                self._parts[ticket] = driver, part
 
     def take_out(self, ticket: str) -> Any:
         """Returns a part, and stops holding it.
@@ -238,9 +247,10 @@ class StagedParts:
         return found[1]
 
     def drop(self, ticket: str) -> None:
-        """Drops a part if it is held."""
+        """Drops a part if it is held, and else when it is complete."""
         with self._lock:
-            self._parts.pop(ticket, None)
+            if self._parts.pop(ticket, None) is None:
+                self._given_up.append(ticket)
 
     def _drop_of(self, driver: Peer) -> None:
         with self._lock:

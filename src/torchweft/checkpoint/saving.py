@@ -23,7 +23,7 @@ from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.checkpoint.parts import Content, Described, Options
 from torchweft.checkpoint.plan import Plan, group_numbers
 from torchweft.checkpoint.snapshots import Item, Manifest, Parameter, Part, Snapshot
-from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized
+from torchweft.errors import CallCancelled, CallTimeout, ConfigurationError, NotInitialized
 from torchweft.ids import WorkerInfo
 from torchweft.optim.owners import Failure, name_of, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
@@ -96,7 +96,7 @@ class Attempt:
                 )
             self._raise("copying the state", failures)
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
         self._take_up(answers)
 
@@ -121,7 +121,7 @@ class Attempt:
                 self._write_parts(doing)
                 self._write_manifest()
         except BaseException:
-            self._give_up()
+            self.give_up()
             raise
         self._tidy()
         return self._snapshot
@@ -203,7 +203,7 @@ class Attempt:
         for worker, error in failures:
             _log.warning("old snapshots on worker %r stay there: %s", name_of(worker), str(error))
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
         """Removes all remains of the attempt; the next save removes files that cannot be now."""
         self._content = {}
         snapshots.remove(self._snapshot.path)
@@ -297,14 +297,24 @@ def save_async(
     """
     attempt, turn = _begin(directory, state, step, keep, gate, random_states, timeout)
 
+    claim = threading.Lock()
+
     def work() -> Snapshot:
+        if not claim.acquire(blocking=False):
+            raise CallCancelled("the save was interrupted when it began")
         try:
             return attempt.finish()
         finally:
             turn.release()
 
-    # A process that ends still completes its pending saves.
-    return owner.in_background(work, "save", is_awaited=True)
+    try:
+        # A process that ends still completes its pending saves.
+        return owner.in_background(work, "save", is_awaited=True)
+    except BaseException:
+        if claim.acquire(blocking=False):  # Else its thread runs, and was interrupted afterwards.
+            turn.release()
+            attempt.give_up()
+        raise
 
 
 def _begin(

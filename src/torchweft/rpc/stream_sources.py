@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import CoroutineType
@@ -177,6 +178,10 @@ class Source:
                 call(END, None)
 
 
+_MOST_GIVEN_UP = 1000
+"""How many streams may be ended before they are begun."""
+
+
 class Sources:
     """The streams that one worker makes for others. Thread-safe.
 
@@ -189,6 +194,7 @@ class Sources:
         self._agent = agent
         self._start = start
         self._sources: dict[tuple[int, int], Source] = {}
+        self._given_up: deque[tuple[int, int]] = deque(maxlen=_MOST_GIVEN_UP)
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -199,6 +205,7 @@ class Sources:
             ArgumentTypeError: There is nothing to iterate over.
             ConfigurationError: The worker has a stream of that number.
             CallRefused: This worker is leaving.
+            CallCancelled: The consumer has closed the stream already.
             RuntimeError: The system cannot start a thread now.
         """
         if isinstance(values, Tensor):
@@ -222,6 +229,8 @@ class Sources:
         with self._lock:
             if self._is_closed or peer.lost is not None:
                 raise CallRefused("the worker is shutting down; it begins no stream")
+            if (peer.id, number) in self._given_up:
+                raise CallCancelled("the stream was closed before it was begun")
             if (peer.id, number) in self._sources:
                 raise ConfigurationError(f"worker {peer.name!r} has a stream {number} already")
             self._forget_ended()
@@ -242,9 +251,11 @@ class Sources:
         return self._sources.get((peer.id, number))
 
     def end(self, peer: Peer, number: int) -> None:
-        """Ends a stream of a worker; does nothing if it has ended."""
+        """Ends a stream of a worker, also one that is still to be begun."""
         with self._lock:
             source = self._sources.pop((peer.id, number), None)
+            if source is None:
+                self._given_up.append((peer.id, number))
         if source is not None:
             source.stop()
 

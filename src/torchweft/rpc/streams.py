@@ -144,12 +144,7 @@ class Stream(Closing, Generic[T]):
         pulled, self._pulled = self._pulled, deque()
         for future in pulled:
             future.cancel()
-        try:
-            with detached():
-                ended = start(self._worker, self._peer, _END, (self._number,), {}, 0.0)
-            ignore_errors(ended)
-        except Exception:
-            pass  # The worker is lost, or this one has left: the generator ends all the same.
+        _end(self._worker, self._peer, self._number)
 
     def __del__(self) -> None:
         if not getattr(self, "_has_ended", True):
@@ -159,6 +154,14 @@ class Stream(Closing, Generic[T]):
     def __repr__(self) -> str:
         state = "ended" if self._has_ended else "open"
         return f"Stream({self._name} on {self._peer.name!r}, {state})"
+
+
+def _end(worker: Worker, peer: Peer, number: int) -> None:
+    try:
+        with detached():
+            ignore_errors(start(worker, peer, _END, (number,), {}, 0.0))
+    except Exception:
+        pass  # The worker is lost, or this one has left: the generator ends all the same.
 
 
 def _close_soon(worker: Worker, peer: Peer, number: int, pulled: deque[Future[Any]]) -> None:
@@ -232,8 +235,13 @@ def stream(
         _, args, kwargs = checked_call(func, args, kwargs)
         number = next(_numbers)
         begun = (number, named, tuple(args), kwargs, to if isinstance(to, RRef) else None)
-        call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, subject_of(name))
-        return Stream(worker, peer, number, name, ahead, 0.0 if math.isinf(limit_s) else limit_s)
+        try:
+            call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, subject_of(name))
+            limit_s = 0.0 if math.isinf(limit_s) else limit_s
+            return Stream(worker, peer, number, name, ahead, limit_s)
+        except BaseException:
+            _end(worker, peer, number)  # It may have begun, or still do so.
+            raise
     except Exception as error:
         shorten(error)
         raise

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,21 @@ def test_a_full_disk_is_told_when_all_has_been_given_to_it() -> None:
     frames = [entry.name for entry in caught.traceback]
     assert frames[-1] == "check"
     torch.save({"a": torch.ones(100)}, HashingFile(FullFile()))  # type: ignore[arg-type]
+
+
+def test_an_interrupt_is_no_error_of_the_serializer(tmp_path: Path) -> None:
+    class Interrupted(io.BytesIO):
+        def write(self, data: Any) -> int:
+            raise KeyboardInterrupt
+
+    def write(file: HashingFile) -> None:
+        interrupted = HashingFile(Interrupted())
+        torch.save({"a": torch.ones(100)}, interrupted)  # type: ignore[arg-type]
+        interrupted.check()
+
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(str(tmp_path / "part"), write)
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_file_that_is_not_there_is_removed() -> None:

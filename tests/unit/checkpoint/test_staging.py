@@ -17,7 +17,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], None]]:
     """Returns the callbacks registered for lost workers."""
     callbacks: list[Callable[[Any], None]] = []
     agent = SimpleNamespace(
-        on_lost=callbacks.append, slots=Slots(), info=SimpleNamespace(name="worker0")
+        on_lost=callbacks.append,
+        slots=Slots(),
+        info=SimpleNamespace(name="worker0"),
+        peers=[SimpleNamespace(lost=None)] * 3 + [SimpleNamespace(lost="is lost")],
     )
     monkeypatch.setattr(checkpoint_parts, "current", lambda: agent)
     return callbacks
@@ -47,4 +50,12 @@ def test_dropping_what_is_not_there_does_nothing(told: Any) -> None:
     parts.keep("a", 1, "part")
     parts.drop("b")
     parts.drop("a")
+    assert len(parts) == 0
+
+
+def test_a_part_that_nobody_waits_for_any_more_is_not_held(told: Any) -> None:
+    parts = checkpoint_parts.staged_parts()
+    parts.drop("given up while it was copied")
+    parts.keep("given up while it was copied", 1, "part")
+    parts.keep("its driver is lost", 3, "part")
     assert len(parts) == 0
