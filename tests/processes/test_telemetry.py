@@ -45,7 +45,7 @@ from tests.processes.telemetry import (
     through,
     values,
 )
-from torchweft import observe, rpc
+from torchweft import mapreduce, observe, rpc
 from torchweft.autograd import backward, context
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster, Nursery
@@ -132,6 +132,7 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
         assert rpc.rpc_sync("worker0", functions.identity, args=(large,)).equal(large)
         made = rpc.remote("worker0", slow_box)
         assert made.rpc_sync().get() == 7
+        assert made.remote().get().to_here() == 7
         assert list(rpc.stream("worker0", numbers, args=(3,))) == [0, 1, 2]
     roots = {each.name for each in spans if not each.parent}
     assert roots == {"all"}
@@ -139,7 +140,9 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
     by_id = {each.id: each for each in spans}
     # A stream asks for values ahead: one of the sides may lack the last calls.
     of_stream = [
-        each for each in spans if each.name.startswith(STREAMS) or "the stream of" in each.name
+        each
+        for each in spans
+        if each.name.startswith((STREAMS, "numbers")) or "the stream of" in each.name
     ]
     assert sum(each.kind is CLIENT for each in of_stream) >= 4
     assert all(
@@ -157,12 +160,28 @@ def test_each_way_of_calling_makes_two_spans(trio: Cluster) -> None:
     for name, caller in (
         ("in a coroutine", "later"),
         ("in a method", "Box.get"),
-        ("in a generator", f"{STREAMS}pull"),
+        ("in a generator", "numbers"),
     ):
         found = [each for each in spans if each.name == name]
         assert {by_id[each.parent].name for each in found} == {caller}
     nested = [each for each in made_calls if each.name == "layer"]
     assert [by_id[each.parent].name for each in nested] == ["slow_box"]
+    of_method = [each.name for each in others if each.name.endswith((".get", "get of a reference"))]
+    assert sorted(of_method) == ["Box.get"] * 2 + ["get of a reference"] * 2
+
+
+def test_all_parts_of_a_map_are_in_the_span_of_its_caller(trio: Cluster) -> None:
+    with spanned(*WORKERS) as spans, here().tracer.start_as_current_span("a map"):
+        found = mapreduce.remote_sync_call(
+            functions.identity,
+            args=(torch.arange(12),),
+            partitioner=mapreduce.exclusive_batch_partitioner,
+        )
+    assert torch.cat(found).tolist() == list(range(12))
+    (root,) = [each for each in spans if each.name == "a map"]
+    parts = [each for each in spans if each.name.endswith(".identity")]
+    assert Counter(each.kind for each in parts) == {CLIENT: 12, SERVER: 12}
+    assert {each.parent for each in parts if each.kind is CLIENT} == {root.id}
 
 
 def test_parts_of_a_pass_of_a_leader_without_spans_belong_to_calls(trio: Cluster) -> None:

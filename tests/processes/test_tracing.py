@@ -16,7 +16,7 @@ import torchweft
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
 from tests.trace_reader import Found, read_trace
-from torchweft import rpc
+from torchweft import mapreduce, rpc
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.autograd import backward, context
@@ -113,6 +113,10 @@ def step() -> int:
     rpc.rpc_sync("worker0", lambda: 7)
     large = rpc.remote("worker0", double, args=(torch.ones(1 << 18),))
     assert large.to_here().sum() == 1 << 19
+    assert rpc.remote("worker0", str, args=("a",)).remote().upper().to_here() == "A"
+    each = mapreduce.exclusive_batch_partitioner
+    mapped = mapreduce.remote_sync_call(double, args=(torch.arange(6),), partitioner=each)
+    assert torch.cat(mapped).tolist() == list(range(0, 12, 2))
     module = RemoteModule("worker1", torch.nn.Linear, (4, 4))
     optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
     with context() as context_id:
@@ -172,7 +176,10 @@ def test_the_trace_has_every_call_that_the_counters_have(traced: Traced) -> None
         expected = {k: n for k, n in traced.counted[name].items() if k[0] not in MEASURED}
         assert dict(by_worker[name]) == expected, name
     assert by_worker["driver"][f"{__name__}.onwards", "out"] == 4
-    assert by_worker["worker1"][f"{__name__}.double", "in"] == 4
+    assert by_worker["worker1"][f"{__name__}.double", "in"] == 4 + 2
+    # Parts of a map, two of which go to each worker, also have the name of the function.
+    assert by_worker["driver"][f"{__name__}.double", "out"] == 2 + 3 * 2
+    assert by_worker["driver"]["upper of a reference", "out"] == 1
 
 
 def test_every_call_between_workers_has_both_arrows(traced: Traced) -> None:
@@ -182,7 +189,9 @@ def test_every_call_between_workers_has_both_arrows(traced: Traced) -> None:
     )
     for call in traced.joined.calls:
         if call.caller == call.callee:
-            assert chains[call.key, "call", "run"] == 1, call
+            begin = "mark" if call.made is not None and call.made.is_async else "call"
+            begin = "create" if call.made is None else begin
+            assert chains[call.key, begin, "run"] == 1, call
             continue
         assert call.served is not None, call
         moves = call.served.began_in != call.served.ended_in

@@ -11,13 +11,13 @@ An unexpected exception here ends the map, since a caller waits for it.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import torch
 
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
-from torchweft.autograd.contexts import current_id, enter
+from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.observers import observers
@@ -44,7 +44,6 @@ from torchweft.mapreduce.schedule import (
     Start,
 )
 from torchweft.mapreduce.turns import NOTHING
-from torchweft.protocol.calls import ServedCall
 from torchweft.rpc.calls import create, start
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
@@ -53,6 +52,7 @@ from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.reports import log_exception
+from torchweft.serialize.functions import describe
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""
@@ -171,12 +171,14 @@ class Execution:
         return True
 
     def _answered(self, part: int, attempt: int, worker: int, done: Any) -> None:
-        with self._surroundings.entered():
-            try:
-                self._take(part, attempt, worker, done)
-            except BaseException as error:  # Inspecting the result failed.
-                self._give_up(error)
-            self._act_alone()
+        self._surroundings.run(self._go_on_with, part, attempt, worker, done)
+
+    def _go_on_with(self, part: int, attempt: int, worker: int, done: Any) -> None:
+        try:
+            self._take(part, attempt, worker, done)
+        except BaseException as error:  # Inspecting the result failed.
+            self._give_up(error)
+        self._act_alone()
 
     def _take(self, part: int, attempt: int, worker: int, done: Any) -> None:
         try:
@@ -269,8 +271,7 @@ class Execution:
 
     def _go_on(self, _: object, __: object) -> None:
         self._is_left = False
-        with self._surroundings.entered():
-            self._act_alone(may_block=True)
+        self._surroundings.run(self._act_alone, True)
 
     def _act_alone(self, may_block: bool = False) -> None:
         """Acts on a thread of the worker; an exception from the arguments' code ends the map."""
@@ -348,7 +349,8 @@ class Execution:
             return start(self._worker, peer, self._plan.function, args, kwargs, timeout)
         order = self._orders[action.worker].next(action.is_ahead)
         part = (tuple(made.id), args, kwargs, *order)
-        future = start(self._worker, peer, shared.run, part, {}, timeout)
+        name = describe(self._plan.function)
+        future = start(self._worker, peer, shared.run, part, {}, timeout, name)
         future.kept = made
         return future
 
@@ -411,14 +413,15 @@ _DO: dict[type[Action], Callable[[Execution, Any], None]] = {
 
 
 class Surroundings(NamedTuple):
-    """The autograd context, the grad mode, the served call and the GPU work of a thread.
+    """The context variables of a thread, its grad mode and its GPU work.
 
-    A map continues, and its reducer runs, on any thread that an answer arrives on.
+    A map continues, and its reducer runs, on any thread that an answer arrives on. Among the
+    variables are the autograd context, the served call, and those of the program, such as a span.
     """
 
+    variables: Context
     context_id: int
     is_grad_enabled: bool
-    call: ServedCall | None
     mark: Mark | None = None
 
     @property
@@ -426,19 +429,20 @@ class Surroundings(NamedTuple):
         """Whether calls in this state become part of a graph."""
         return bool(self.context_id) and self.is_grad_enabled
 
-    @contextlib.contextmanager
-    def entered(self) -> Iterator[None]:
-        """Restores the state on this thread for a ``with`` block."""
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in this state, on any thread; several threads may at a time."""
         device_streams.wait(self.mark)
-        before = current_call.set(self.call)
-        try:
-            with enter(self.context_id), torch.set_grad_enabled(self.is_grad_enabled):
-                yield
-        finally:
-            current_call.reset(before)
+        with torch.set_grad_enabled(self.is_grad_enabled):
+            return self.variables.copy().run(function, *args)
+
+    def for_this_call(self) -> Surroundings:
+        """Returns the same state, but with the call that this thread serves."""
+        variables = self.variables.copy()
+        variables.run(current_call.set, current_call.get())
+        return self._replace(variables=variables)
 
 
 def surroundings() -> Surroundings:
     """Returns the ambient state of this thread."""
     mark = device_streams.mark() if device_streams.HAS_CUDA else None
-    return Surroundings(current_id(), torch.is_grad_enabled(), current_call.get(), mark)
+    return Surroundings(copy_context(), current_id(), torch.is_grad_enabled(), mark)

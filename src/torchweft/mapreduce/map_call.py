@@ -161,9 +161,12 @@ class MapCall:
             outcome.append((results, error))
             over.set()
 
-        with self._surroundings._replace(call=surroundings().call).entered():
+        def begin() -> Execution:
             execution = Execution(self._plan, self._peers, self._worker, done)
             execution.begin()
+            return execution
+
+        execution = self._surroundings.for_this_call().run(begin)
         try:
             wait_for(self._agent.reactor, over, execution.cancel)
         except BaseException:

@@ -24,6 +24,7 @@ from torchweft.rpc.requests import own_copy
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import NO_ARGUMENTS, owned
 from torchweft.rpc.worker import current_worker
+from torchweft.serialize.functions import describe
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 
@@ -91,6 +92,9 @@ class Shared:
         function, values = read(self.payload, _copies(self.tensors), ())
         check_called(function)
         check_types(values=(values, list))
+        served = current_call.get()
+        if served is not None:  # By name: a function by value is another one for each part.
+            served.function = describe(function).encode()
         if _is_served_to_itself():
             args, kwargs = _own_arguments(args, kwargs)
         args, kwargs = _filled((args, kwargs), values)

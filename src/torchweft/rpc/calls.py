@@ -198,7 +198,7 @@ def create(
             references.not_created(reference)
         raise
     if worker.note_creation is not None:
-        worker.note_creation(function, reference)
+        worker.note_creation(subject or function, reference)
     return handle
 
 

@@ -55,11 +55,17 @@ class Source:
         name: Name of its thread.
         iterator: Yields the values.
         streams: The streams of the worker; the thread has one of its own on each GPU.
+        function: Name of the function that has made the iterator, for reports.
     """
 
     def __init__(
-        self, name: str, iterator: Iterator[Any], streams: ServedStreams | None = None
+        self,
+        name: str,
+        iterator: Iterator[Any],
+        streams: ServedStreams | None = None,
+        function: str = "",
     ) -> None:
+        self._function = function.encode()
         self._iterator = iterator
         self._streams = Attached(ServedStreams() if streams is None else streams)
         self._mark = device_streams.mark() if device_streams.HAS_CUDA else None
@@ -79,6 +85,7 @@ class Source:
         Raises:
             ConfigurationError: The place is before the next value, or too far ahead.
         """
+        call.function = self._function
         with self._changed:
             if not self._has_ended:
                 if not self._next <= place < self._next + MOST_AHEAD or place in self._asked:
@@ -225,6 +232,7 @@ class Sources:
             f"weft-{self._agent.info.name}-stream-{peer.name}-{number}",
             iterator,
             self._agent.slots[SERVED_STREAMS],
+            name,
         )
         with self._lock:
             if self._is_closed or peer.lost is not None:

@@ -100,7 +100,14 @@ class Calls:
         self.on_make: Callable[[int], None] = lambda worker: None
 
     def start(
-        self, _: Any, peer: Peer, function: Any, args: Any, kwargs: Any, timeout: float
+        self,
+        _: Any,
+        peer: Peer,
+        function: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float,
+        subject: str | None = None,
     ) -> FakeFuture:
         sent = Sent(peer.id, args[1] if function is shared.run else args, timeout)
         self.on_send(sent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from types import SimpleNamespace
 from typing import Any
 
@@ -582,41 +583,54 @@ def test_who_raises_hurts_no_map(make: Begin, caplog: pytest.LogCaptureFixture) 
 
 
 CALL: Any = object()
-NOTHING = Surroundings(0, True, None)
+SPAN: ContextVar[str] = ContextVar("a variable of the program", default="")
+State = tuple[int, bool, object, str]
+NOTHING: State = (0, True, None, "")
 
 
-def test_they_are_those_of_the_thread() -> None:
-    assert surroundings() == NOTHING
-    token = current_call.set(CALL)
-    with enter(5), torch.no_grad():
-        assert surroundings() == Surroundings(5, False, CALL)
-    current_call.reset(token)
-    assert surroundings() == NOTHING
+def state() -> State:
+    """Returns the ambient state of this thread."""
+    return current_id(), torch.is_grad_enabled(), current_call.get(), SPAN.get()
+
+
+def made_in(context_id: int, is_grad_enabled: bool, call: Any, span: str) -> Surroundings:
+    def make() -> Surroundings:
+        current_call.set(call)
+        SPAN.set(span)
+        with enter(context_id), torch.set_grad_enabled(is_grad_enabled):
+            return surroundings()
+
+    return copy_context().run(make)
 
 
 @pytest.mark.parametrize("context_id", [0, 5])
 @pytest.mark.parametrize("is_grad_enabled", [False, True])
 def test_another_thread_may_be_in_them(context_id: int, is_grad_enabled: bool) -> None:
-    wanted = Surroundings(context_id, is_grad_enabled, CALL)
+    wanted = (context_id, is_grad_enabled, CALL, "a span")
+    outer, inner = made_in(*wanted), made_in(*NOTHING)
+    assert (outer.context_id, outer.is_grad_enabled) == wanted[:2]
+    assert state() == NOTHING
 
-    def enter_and_leave() -> list[Surroundings]:
-        with wanted.entered():
-            within = surroundings()
-            with NOTHING.entered():
-                nested = surroundings()
-            again = surroundings()
-        return [within, nested, again, surroundings()]
+    def enter_and_leave() -> list[State]:
+        return [state(), inner.run(state), outer.run(state), state()]
 
     with ThreadPoolExecutor(1) as pool:
-        seen = pool.submit(enter_and_leave).result(20.0)
-    assert seen == [wanted, NOTHING, wanted, NOTHING]
-    assert surroundings() == NOTHING
+        own = pool.submit(state).result(LIMIT_S)
+        seen = pool.submit(outer.run, enter_and_leave).result(LIMIT_S)
+        after = pool.submit(state).result(LIMIT_S)
+    assert seen == [wanted, NOTHING, wanted, wanted]
+    assert own == after == NOTHING
+
+
+def test_they_may_be_with_the_call_of_another_thread() -> None:
+    found = made_in(5, False, CALL, "a span").for_this_call().run(state)
+    assert found == (5, False, None, "a span")
 
 
 def test_who_raises_leaves_them() -> None:
-    with pytest.raises(KeyError), Surroundings(5, False, CALL).entered():
-        raise KeyError
-    assert surroundings() == NOTHING
+    with pytest.raises(ZeroDivisionError):
+        made_in(5, False, CALL, "a span").run(lambda: 1 / 0)
+    assert state() == NOTHING
 
 
 @pytest.mark.parametrize(
@@ -624,7 +638,4 @@ def test_who_raises_leaves_them() -> None:
     [(0, True, False), (5, False, False), (5, True, True)],
 )
 def test_what_is_recorded(context_id: int, is_grad_enabled: bool, is_recorded: bool) -> None:
-    made = Surroundings(context_id, is_grad_enabled, None)
-    assert made.is_recorded is is_recorded
-    with made.entered():
-        assert current_id() == context_id
+    assert made_in(context_id, is_grad_enabled, None, "").is_recorded is is_recorded

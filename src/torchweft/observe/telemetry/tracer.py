@@ -169,6 +169,7 @@ class Tracer:
         """Ends the span of a call for whose answer nobody waits: it has been sent."""
         request, self._thread.request = self._thread.request, None
         if request is not None and request.span is not None:
+            _rename(request.span, name_of(function))  # A method was sent as one of a reference.
             request.span.end()
 
     # Calls at their callee
@@ -190,8 +191,7 @@ class Tracer:
                 if not self.has_ended and getattr(self, "span", None) is not None:
                     name = name_of(self.function)
                     if name != self.name:
-                        self.span.update_name(name)
-                        self.span.set_attribute("rpc.method", name)
+                        _rename(self.span, name)
                     context_id = getattr(self, "context_id", 0)
                     if context_id and context_id != NO_GRAD:
                         self.span.set_attribute("weft.autograd.context", context_id)
@@ -369,6 +369,11 @@ class _Spanned:
     """What the types of served calls that have spans have in common."""
 
     __slots__ = ()
+
+
+def _rename(span: Span, name: str) -> None:
+    span.update_name(name)
+    span.set_attribute("rpc.method", name)
 
 
 def _about(name: str, peer: str) -> dict[str, Any]:

@@ -141,7 +141,7 @@ def _slices_of_call(
         name = f"call {call.function}"
         span = (made.started_s, made.ended_s)
         one = Slice(call.caller, made.thread, *span, "call", name, told, is_apart=made.is_async)
-        if starts_arrow and not made.is_async:
+        if starts_arrow:
             one.flow = flow = next(flows)
             one.is_out = True
         yield one
@@ -323,7 +323,7 @@ def _events_of(
     yield event | {"ph": "b", "id": identity, "args": one.args}
     yield event | {"ph": "e", "id": identity, "ts": _us(began_ns + taken_ns)}
     if one.flow and (one.is_in or one.is_out):
-        # An arrow cannot end at such a track: it ends at a mark in the thread.
+        # An arrow cannot end or begin at such a track: it does at a mark in the thread.
         mark = event | {"ph": "X", "dur": 0, "cat": "mark", "args": {"call": one.args.get("call")}}
         yield mark | {"bind_id": one.flow, "flow_out": one.is_out, "flow_in": one.is_in}
 

@@ -329,7 +329,7 @@ def _calls(
                 made.made, made.function = record, record.function
             elif isinstance(record, Created):
                 call = call_of(worker.id, record.owner, 0, record.number, record.function)
-                call.created = record
+                call.created, call.function = record, record.function
             elif isinstance(record, Served) and (record.caller, record.number) not in own:
                 call = call_of(
                     record.caller, worker.id, record.number, record.creation, record.function
