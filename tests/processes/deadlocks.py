@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tests.processes.functions import wait_until
-from torchweft import autograd, rpc
+from torchweft import autograd, mapreduce, rpc
 
 _lock = threading.Lock()
 
@@ -60,6 +61,25 @@ def update_before_barrier(workers: list[str], other: str) -> None:
 
 def fetch(reference: rpc.RRef[bytes]) -> bytes:
     return reference.to_here()  # waits for the value
+
+
+# A map, and a stream, whose function does not return
+
+
+def map_twice(worker: str, path: str) -> None:
+    """Has another worker run two parts of a map, one after the other; the first never ends."""
+    mapreduce.remote_sync_call(  # waits for the map
+        read, args=(path,), partitioner=lambda path: [(worker, (path,), None)] * 2
+    )
+
+
+def read_lines(path: str) -> Iterator[bytes]:
+    yield Path(path).read_bytes()
+
+
+def follow(worker: str, path: str) -> None:
+    for _ in rpc.stream(worker, read_lines, args=(path,)):  # waits for a line
+        pass
 
 
 # A backward pass in which a worker is stopped

@@ -119,6 +119,28 @@ def test_a_value_that_is_not_made(stuck: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.keeps("threads", "descriptors", "processes")
+@pytest.mark.parametrize(
+    ("function", "waits", "runs"),
+    [
+        (deadlocks.map_twice, "waits for the map", "read"),
+        (deadlocks.follow, "waits for a line", "read_lines"),
+    ],
+)
+def test_a_map_and_a_stream_whose_function_does_not_return(
+    stuck: Cluster, tmp_path: Path, function: Any, waits: str, runs: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    rpc.rpc_async("worker0", function, args=("worker1", str(tmp_path / "pipe")))
+    said, _ = explained_when(
+        group_of(stuck),
+        f"worker0 waits, in the end, for\n  worker1: tests.processes.deadlocks.{runs} (called by "
+        "'worker0')",
+    )
+    assert said.count("in the end") == 1, said
+    assert deadlocks.line_of(waits) + function.__name__ in said
+
+
+@pytest.mark.keeps("threads", "descriptors", "processes")
 def test_a_backward_pass_whose_worker_is_stopped(stuck: Cluster, tmp_path: Path) -> None:
     group = group_of(stuck)
     pid = stuck.pids["worker1"]

@@ -161,6 +161,11 @@ class Execution:
         self._act()
         return was_news
 
+    def open_calls(self) -> list[Future[Any]]:
+        """Returns the futures of the parts that run, without those sent ahead. Does not block."""
+        calls = self._calls.copy().values()
+        return [call.future for call in calls if call.begun_s is not None]
+
     def _give_up(self, error: BaseException) -> bool:
         """Has the map fail with an error; returns False if it is over already."""
         with self._lock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
 from torchweft.agent.current import current
@@ -14,12 +14,15 @@ from torchweft.mapreduce.parts import Cut
 from torchweft.mapreduce.plan import Manner, make_plan, may_have_graph
 from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
+from torchweft.rpc.activity import tell_waits
 from torchweft.rpc.futures import Future, fail
 from torchweft.rpc.ordered_futures import OrderedFuture, begin
 from torchweft.rpc.worker import WORKER
 from torchweft.runtime.reactor import Reactor
 
 T = TypeVar("T")
+OpenCalls = Callable[[], Sequence[Future[Any]]]
+"""Returns the futures of calls that have not ended. Does not block."""
 
 _LOOK_S = 0.5
 """How often a waiting thread checks whether the worker has shut down."""
@@ -34,27 +37,29 @@ class MapFuture(OrderedFuture[T]):
         reactor: Runs the tasks of this worker.
     """
 
-    __slots__ = ("_give_up", "_over", "_reactor")
+    __slots__ = ("_calls", "_give_up", "_over", "_reactor")
 
     def __init__(self, reactor: Reactor) -> None:
         begin(self)
         self._reactor = reactor
         self._over = threading.Event()
         self._give_up: Callable[[], bool] | None = None
+        self._calls: OpenCalls = list
 
-    def can_cancel(self, give_up: Callable[[], bool]) -> None:
-        """Has ``cancel`` call ``give_up``."""
-        self._give_up = give_up
+    def can_cancel(self, give_up: Callable[[], bool], calls: OpenCalls = list) -> None:
+        """Has ``cancel`` call ``give_up``, and reports look at the open ``calls``."""
+        self._give_up, self._calls = give_up, calls
 
     def complete(self, result: T) -> None:
         """Completes it with a result."""
-        self._give_up = None  # A reference cycle, and the garbage collector cannot see futures.
+        # Otherwise a reference cycle: the garbage collector cannot see futures.
+        self._give_up, self._calls = None, list
         self._over.set()  # First: callbacks may take long.
         self.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """Completes it with an error; each waiter raises its own copy."""
-        self._give_up = None
+        self._give_up, self._calls = None, list
         self._over.set()
         fail(self, error)
 
@@ -70,7 +75,7 @@ class MapFuture(OrderedFuture[T]):
             Exception: A part raised it.
         """
         if not self.done():
-            wait_for(self._reactor, self._over, self.cancel)
+            wait_for(self._reactor, self._over, self.cancel, lambda: self._calls())
         return super().wait()
 
     def cancel(self) -> bool:
@@ -86,7 +91,9 @@ class MapFuture(OrderedFuture[T]):
         return Future.__await__(self)  # type: ignore[arg-type]
 
 
-def wait_for(reactor: Reactor, over: threading.Event, give_up: Callable[[], object]) -> None:
+def wait_for(
+    reactor: Reactor, over: threading.Event, give_up: Callable[[], object], calls: OpenCalls
+) -> None:
     """Blocks until a map is over, and lets other tasks use this worker's threads meanwhile.
 
     Args:
@@ -94,6 +101,7 @@ def wait_for(reactor: Reactor, over: threading.Event, give_up: Callable[[], obje
             never run.
         over: Set at the end of the map.
         give_up: Ends the map if the reactor closes.
+        calls: Returns the calls that it waits for, for reports; see ``activity.tell_waits``.
     """
     is_counted = reactor.begin_wait()
     try:
@@ -103,6 +111,9 @@ def wait_for(reactor: Reactor, over: threading.Event, give_up: Callable[[], obje
     finally:
         if is_counted:
             reactor.end_wait()
+
+
+tell_waits(wait_for, lambda found: found["calls"]())
 
 
 class MapCall:
@@ -140,7 +151,7 @@ class MapCall:
                 future.complete(reduced)
 
         execution = Execution(self._plan, self._peers, self._worker, done)
-        future.can_cancel(execution.cancel)
+        future.can_cancel(execution.cancel, execution.open_calls)
         execution.begin()
         return future
 
@@ -168,7 +179,7 @@ class MapCall:
 
         execution = self._surroundings.for_this_call().run(begin)
         try:
-            wait_for(self._agent.reactor, over, execution.cancel)
+            wait_for(self._agent.reactor, over, execution.cancel, execution.open_calls)
         except BaseException:
             execution.cancel()  # Ctrl-C: no thread waits for the results any more.
             raise

@@ -34,7 +34,7 @@ from torchweft.protocol.observing.report import (
     making_key,
     reference_key,
 )
-from torchweft.rpc import serving
+from torchweft.rpc import fan_out, serving
 from torchweft.rpc.collective import Gatherings
 from torchweft.rpc.completion import Call, proceed
 from torchweft.rpc.counting import name_of
@@ -117,6 +117,12 @@ def _for_futures(worker: Worker, found: Locals) -> Sequence[Wait]:
     return _for_calls(worker, [each._call for each in futures])
 
 
+def _for_pending(worker: Worker, found: Locals) -> Sequence[Wait]:
+    pending = list(found["pending"].values())
+    # Of several, any would do: the thread waits for none of them in particular.
+    return _for_futures(worker, {"futures": pending}) if len(pending) == 1 else ()
+
+
 def _for_calls(worker: Worker, calls: Sequence[PendingCall]) -> Sequence[Wait]:
     name = worker.agent.info.name
     return [
@@ -177,6 +183,7 @@ _WAITING: dict[CodeType, _Waits] = {
     _code(OpenCalls.ask_and_wait): _for_call,
     _code(OpenCalls.wait): _for_call,
     _code(torch.futures.wait_all): _for_futures,
+    _code(fan_out._yielded): _for_pending,
     _code(Led.gather): _for_led,
     _code(Gatherings._follow): _for_led,
     _code(Engine._lead): _for_pass,
@@ -184,6 +191,18 @@ _WAITING: dict[CodeType, _Waits] = {
     _code(Leaving.wait): _for_shutdown,
 }
 """Functions in which threads wait for other workers, and what their local variables tell."""
+
+
+def tell_waits(function: Callable[..., Any], futures_in: Callable[[Locals], Sequence[Any]]) -> None:
+    """Has threads in a function told as waiting for calls, all of which they need.
+
+    Args:
+        function: Blocks until the calls have ended.
+        futures_in: Returns their futures, by the local variables of the function. Does not block.
+    """
+    _WAITING[_code(function)] = lambda worker, found: _for_futures(
+        worker, {"futures": futures_in(found)}
+    )
 
 
 # The program's line
