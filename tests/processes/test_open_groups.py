@@ -24,6 +24,8 @@ from torchweft.errors import (
     UnknownWorker,
     WorkerLost,
 )
+from torchweft.observe.metrics.reading import reader_of
+from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)
 kept: dict[str, Any] = {}
@@ -184,6 +186,20 @@ def call_all_the_time(to: str) -> int:
     return sum(answers)
 
 
+def begin_metrics() -> None:
+    kept["metrics"] = reader_of(current_node(), group=True, timeout_s=10.0)
+
+
+def workers_in_metrics() -> dict[str, float]:
+    """Returns which workers are up, by the metrics; no two of their values are of the same."""
+    metrics = kept["metrics"]()
+    for metric in metrics:
+        of = [tuple(sorted(point.attributes.items())) for point in metric.points]
+        assert len(set(of)) == len(of), metric.name
+    (up,) = [each for each in metrics if each.name == "weft.worker.up"]
+    return {point.attributes["weft.worker"]: point.value for point in up.points}
+
+
 # The tests
 
 
@@ -330,6 +346,20 @@ def test_one_that_left_comes_back(group: Group) -> None:
             group.do("a", ask_kept)
         group.do("a", keep_remote, "b", 2)
         assert group.do("a", ask_kept) == 2
+
+
+def test_metrics_are_of_the_workers_that_are_there_now(group: Group) -> None:
+    group.join("a", 0)
+    group.do("a", begin_metrics)
+    assert group.do("a", workers_in_metrics) == {"a": 1.0}
+    for _ in range(2):
+        group.join("b", 1)
+        assert group.do("b", call, "a") == 4.0
+        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 1.0}
+        group.kill("b")
+        with pytest.raises(WorkerLost, match="'b'"):
+            group.do("a", call, "b")
+        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 0.0}
 
 
 def test_one_that_died_comes_back(group: Group) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import os
 import resource
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -128,11 +129,20 @@ class Reporter:
         )
 
     def _traffic(self) -> Iterable[Traffic]:
+        found: dict[str, Traffic] = {}
         for peer in list(self._agent.peers.values()):
             link = peer.link
-            if not peer.is_self and link is not None:
-                moved = {name: count for name, count in peer.moved.copy().items() if count}
-                yield Traffic(peer.name, link.bytes_sent, link.bytes_received, moved)
+            if peer.is_self or link is None:
+                continue
+            # A worker that came back under its name is another peer: both are counted together.
+            before = found.get(peer.name, Traffic(peer.name, 0, 0, {}))
+            moved = Counter(before.by_channel)
+            moved.update({name: count for name, count in peer.moved.copy().items() if count})
+            sent, received = link.bytes_sent, link.bytes_received
+            found[peer.name] = Traffic(
+                peer.name, before.sent + sent, before.received + received, dict(moved)
+            )
+        return found.values()
 
     def _made(self) -> Iterable[OpenCall]:
         calls = sorted(self._agent.calls.all(), key=lambda call: call.started_s)

@@ -51,11 +51,11 @@ def reader_of(node: Node, *, group: bool, timeout_s: float) -> Callable[[], list
     observers = node.observers
     if not group:
         return lambda: measures_of([observers.report(METRICS)])
-    options = node.options
-    asked = Group([observers.identity()], Access(options.secret, options.tls))
+    access = Access(node.options.secret, node.options.tls)
 
     def read_all() -> list[Metric]:
-        answers = asked.ask(timeout_s, METRICS)
+        # Made anew: workers may have joined since the last time, or come back after a loss.
+        answers = Group([observers.identity()], access).ask(timeout_s, METRICS)
         return measures_of(answers.reports, answers.silent)
 
     return read_all
