@@ -93,7 +93,7 @@ def test_who_is_called_is_told_that_the_call_is_given_up(pair: tuple[Member, Cal
 
 def test_who_is_called_is_told_that_the_time_is_up(pair: tuple[Member, Callee]) -> None:
     first, callee = pair
-    call = ask(first, 1, timeout_s=0.02)
+    call = ask(first, 1, timeout_s=0.5)  # A call whose time is up before it comes does not begin.
     callee.until_cancelled(callee.next())
     first.agent.calls.wait(call)
     assert isinstance(call.error, CallTimeout)
