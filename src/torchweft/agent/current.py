@@ -18,13 +18,13 @@ def current() -> Agent:
         NotInitialized: ``init_rpc`` was not called, or the worker has shut down, or this process
             was forked from a worker.
     """
-    if is_forked():
-        raise NotInitialized(
-            "RPC has not been initialized in this process, which was forked from worker "
-            f"{_forked_from!r}: only that process is the worker; make calls there, for instance "
-            "outside of the worker processes of a DataLoader"
-        )
     if _current is None:
+        if _forked_from:
+            raise NotInitialized(
+                "RPC has not been initialized in this process, which was forked from worker "
+                f"{_forked_from!r}: only that process is the worker; make calls there, for "
+                "instance outside of the worker processes of a DataLoader"
+            )
         raise NotInitialized(
             "RPC has not been initialized: call torchweft.init_rpc(...) first, or use "
             "'with torchweft.cluster(workers=3):'"
