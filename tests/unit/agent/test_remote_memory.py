@@ -216,7 +216,7 @@ def test_a_message_that_cannot_be_sent_gives_its_slab_back(
     network: FakeNetwork, proven: list[Member], received: Received
 ) -> None:
     for _ in range(10):
-        with pytest.raises(struct.error, match="out of range"):
+        with pytest.raises(struct.error, match=r"out of range|requires 0 <= number"):
             proven[0].tensor_messages.encode(
                 peer_of(proven), Kind.CALL, POSITIONAL, -1, FRONT, [large()]
             )
