@@ -295,12 +295,17 @@ def test_closing_waits_for_what_runs_and_for_what_waits_to() -> None:
 
 def test_threads_that_do_not_end_are_named() -> None:
     reactor = Reactor("stubborn", 1, empty_queue())
-    tasks = Tasks(reactor)
-    reactor.submit_task(tasks.hold)
+    tasks, holders = Tasks(reactor), []
+
+    def hold(*_: object) -> None:
+        holders.append(threading.current_thread().name)
+        tasks.hold()
+
+    reactor.submit_task(hold)
     tasks.await_begun(1)
-    stuck = reactor.close(0.01)
-    assert len(stuck) == 1
-    assert stuck[0].startswith("stubborn-")
+    stuck = reactor.close(0.01)  # On a busy machine others may take longer, too.
+    assert set(holders) <= set(stuck)
+    assert all(name.startswith("stubborn-") for name in stuck)
     tasks.may_end.set()
     assert reactor.close(LIMIT_S) == []
 
