@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import secrets
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from benchmarks.frame import Question, Side
 from benchmarks.frame.figures import Round, Rounds
@@ -72,19 +74,19 @@ def measure_over_links(question: Question, options: Namespace, cores: Cores) -> 
 def sides_in_place(sides: Sequence[Side]) -> Iterator[list[Side]]:
     """Makes the namespaces and certificates that sides need; skips sides that cannot have them."""
     with contextlib.ExitStack() as ends:
-        ready = [side for side in sides if side not in (*NAMESPACES_SIDES, *TLS_SIDES)]
-        if inside := [side for side in sides if side in NAMESPACES_SIDES]:
+        ready = list(sides)
+        for kind, needed, make, furnish in (
+            (NAMESPACES_SIDES, "network namespaces", two_namespaces, _put_inside),
+            (TLS_SIDES, "TLS", certificate, _with_variables),
+        ):
+            chosen = [side for side in ready if side in kind]
+            ready = [side for side in ready if side not in kind]
             try:
-                prefixes = ends.enter_context(two_namespaces())
-                ready += [_put_inside(side, prefixes) for side in inside]
-            except NotPermitted as obstacle:
-                print(f"skipping what runs in network namespaces: {obstacle}", file=sys.stderr)
-        if secured := [side for side in sides if side in TLS_SIDES]:
-            try:
-                files = ends.enter_context(certificate())
-                ready += [_with_variables(side, files) for side in secured]
-            except ImportError as obstacle:
-                print(f"skipping TLS, as no certificate can be made: {obstacle}", file=sys.stderr)
+                made: Any = ends.enter_context(make()) if chosen else None
+            except (NotPermitted, ImportError) as obstacle:
+                print(f"skipping what needs {needed}: {obstacle}", file=sys.stderr)
+            else:
+                ready += [furnish(side, made) for side in chosen]
         yield ready
 
 
@@ -93,5 +95,10 @@ def _with_variables(side: Side, variables: Mapping[str, str]) -> Side:
 
 
 def _put_inside(side: Side, prefixes: Sequence[Sequence[str]]) -> Side:
-    own = [{"listen": address} for address in ADDRESSES] if side.api == "weft" else ()
-    return dataclasses.replace(side, prefixes=prefixes, address=ADDRESSES[0], options_by_rank=own)
+    inside = dataclasses.replace(side, prefixes=prefixes, address=ADDRESSES[0])
+    if side.api != "weft":
+        return inside
+    # Others could reach the addresses, as far as a worker knows: it demands a secret.
+    own = [{"listen": address} for address in ADDRESSES]
+    secured = _with_variables(inside, {"WEFT_SECRET": secrets.token_hex()})
+    return dataclasses.replace(secured, options_by_rank=own)
