@@ -37,6 +37,7 @@ from torchweft.protocol.connecting import (
     Wait,
 )
 from torchweft.protocol.connecting.rounds import Rounds
+from torchweft.wire import session
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.session import Incoming, Outgoing
 
@@ -82,7 +83,7 @@ class Half:
         self.peer_place = peer_place
         self.machine: Connecting = node.machine_type(peer, str(peer))
         self.outgoing = Outgoing()
-        self.incoming = Incoming()
+        self.incoming = Incoming(session.ALONE_BYTES)
         self.parser = FrameParser(
             lambda size: memoryview(bytearray(size)),
             receive_bytes=256,
@@ -390,6 +391,8 @@ class Node:
         half = self.halves[peer]
         if half.is_lost:
             return False
+        if half.incoming.is_due:
+            half.acknowledge()
         half.send(parts)
         half.message_position = half.outgoing.position
         if not half.resumptions:

@@ -184,12 +184,10 @@ class CounterWorld:
         parts = [part for _, part in outgoing._kept]
         assert sum(map(len, parts[1:])) <= outgoing.kept_bytes, "what is acknowledged is kept"
         untold = other.incoming.position - other.incoming._told
-        assert untold < session.ACKNOWLEDGE_BYTES, (
-            f"{half.peer} has not acknowledged {untold} bytes"
-        )
+        assert untold < session.ALONE_BYTES, f"{half.peer} has not acknowledged {untold} bytes"
         if half.end is not None and half.incoming.position == other.outgoing.position:
             # No acknowledgement is in flight.
-            assert unacknowledged < session.ACKNOWLEDGE_BYTES, "an acknowledgement got lost"
+            assert unacknowledged < session.ALONE_BYTES, "an acknowledgement got lost"
 
     def check_rest(self) -> None:
         """Checks, at rest, that sessions keep almost nothing but acknowledgements."""
@@ -201,7 +199,7 @@ class CounterWorld:
                     )
                 elif peer in self.workers:
                     bytes_ = half.acknowledgements * _ACKNOWLEDGEMENT_BYTES
-                    bound = min(session.ACKNOWLEDGE_BYTES, bytes_) + session.LEAST_BYTES
+                    bound = min(session.ALONE_BYTES, bytes_) + session.LEAST_BYTES
                     assert half.outgoing.kept_bytes <= bound, f"{worker.id} keeps too much"
 
     def check_exact(self, caller: int, callee: int) -> None:

@@ -8,6 +8,7 @@ seed alone and prints its trace; ``WEFT_TEST_SEEDS`` sets how many are tried.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -30,18 +31,20 @@ END_S = 600.0
 
 @pytest.fixture(autouse=True)
 def _restore_threshold() -> Iterator[None]:
-    before = session.ACKNOWLEDGE_BYTES
+    before = session.ACKNOWLEDGE_BYTES, session.ALONE_BYTES
     yield
-    session.ACKNOWLEDGE_BYTES = before
+    session.ACKNOWLEDGE_BYTES, session.ALONE_BYTES = before
 
 
 class Run:
     """The world of one seed, and its events."""
 
     def __init__(self, seed: int) -> None:
+        chance = random.Random(f"thresholds {seed}")
+        session.ACKNOWLEDGE_BYTES = chance.choice(THRESHOLDS)
+        session.ALONE_BYTES = session.ACKNOWLEDGE_BYTES * chance.choice((1, 4, 16))
         self.world = CounterWorld(seed, 2 + seed % 2, LIMITS)
         self.chance = self.world.chance
-        session.ACKNOWLEDGE_BYTES = self.chance.choice(THRESHOLDS)
 
     def act(self, steps: int, trouble: Callable[[], None]) -> None:
         for _ in range(steps):

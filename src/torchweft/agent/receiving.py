@@ -226,6 +226,11 @@ class Receiver:
         reactor = self._reactor
         try:
             self.read(peer, link, may_block=False)
+            if link.parser.is_within_large and reactor.begin_read():
+                try:
+                    self._read_rest(peer, link)
+                finally:
+                    reactor.end_read()
         finally:
             link.readers.pop(0)
             link.brought_tasks = bool(reactor.tasks.ready)
@@ -233,6 +238,16 @@ class Receiver:
                 reactor.leave_unarmed(link.read_fd)
             else:
                 reactor.resume_reading(link.read_fd)
+
+    def _read_rest(self, peer: Peer, link: Link) -> None:
+        """Waits for the rest of a large frame: an event for each piece would cost more.
+
+        Ends earlier if no byte arrives within a tick.
+        """
+        bytes_received = -1
+        while link.parser.is_within_large and link.bytes_received != bytes_received:
+            bytes_received = link.bytes_received
+            self.read(peer, link, may_block=True)
 
     def after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
         """Polls briefly, after a request, for the next one; returns whether it came."""

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import operator
 import os
+import sys
 import threading
 from _thread import get_ident
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__call__"))
@@ -26,6 +28,11 @@ call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__
 
 main_id = threading.main_thread().ident
 """The identifier of the main thread."""
+
+
+def frame_of_main() -> FrameType:
+    """Returns what the main thread runs now; what the caller runs, if that thread has ended."""
+    return sys._current_frames().get(main_id or 0) or sys._getframe()
 
 
 def _note_main() -> None:

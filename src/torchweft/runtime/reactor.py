@@ -292,6 +292,23 @@ class Reactor:
         with self._lock:
             self._running += 1
 
+    def begin_read(self) -> bool:
+        """Lets this thread, which handles an event, wait for one descriptor alone.
+
+        Returns:
+            Whether it may, because another thread waits for events; then ``end_read`` must follow.
+        """
+        with self._lock:
+            if self._waiting < 2:
+                return False
+            self._waiting -= 1
+        return True
+
+    def end_read(self) -> None:
+        """Counts this thread again among those that wait for events."""
+        with self._lock:
+            self._waiting += 1
+
     def help_if_stalled(self, open_calls: int) -> bool:
         """Wakes one more thread if tasks wait and none ended since the last look.
 

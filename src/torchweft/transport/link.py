@@ -11,8 +11,8 @@ that waits for an answer and reads it straight from the socket.
 
 The main thread may be interrupted at any step (see ``torchweft.runtime.interrupts``). It writes
 one message and, with ``receive_own``, reads its own answers. All else it leaves to other threads.
-The interrupting signal handler may itself write and read: it first takes both from the code that it
-has interrupted.
+It holds no lock meanwhile: the signal handler that interrupts it may itself write, read and wait. A
+thread that is about to write keeps the main thread from beginning (``_may_begin``).
 
 The socket itself blocks; ``MSG_DONTWAIT`` makes a single call non-blocking, and a receive
 timeout lets a blocked reader look at the clock now and then.
@@ -23,13 +23,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-import sys
 import threading
 import time
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 from torchweft.runtime import interrupts
@@ -79,12 +77,14 @@ class Link:
         self.parser = parser
         """Cuts received bytes into frames, for the thread that reads."""
         self._socket = connection
+        # A TLS connection has no flag for that.
+        self._all_flags = socket.MSG_WAITALL if isinstance(connection, socket.socket) else 0
         self._when_full = when_full
         self._queue: deque[Buffer] = deque()
         # The main thread's write in progress: the parts, then the size that each write took.
         self._begun: list[Any] | None = None
-        # The flags of that write. Emptied by a signal handler that writes the message instead.
-        self._may_begin: list[int] = []
+        # The flags of that write, while the main thread may begin it.
+        self._may_begin: list[int] | None = None
         self._writing = threading.Lock()
         self._is_full = False
         self._is_closed = False
@@ -97,6 +97,9 @@ class Link:
 
     may_be_interrupted = True
     """Whether ``receive_own`` works."""
+
+    set_aside: Sequence[Frame] = ()
+    """Frames that the last ``receive_own`` did not return, since the link handles them itself."""
 
     @property
     def is_broken(self) -> bool:
@@ -131,7 +134,7 @@ class Link:
             if self._writing.acquire(False):
                 self._write([], may_block=False)
             return
-        if len(parts) == 1 and not self._queue and self._begun is None:
+        if len(parts) == 1 and not self._queue and self._begun is self._may_begin is None:
             part = parts[0]
             try:
                 size = self._socket.send(part, _DONTWAIT)
@@ -150,58 +153,51 @@ class Link:
 
     def _send_in_main(self, parts: list[Buffer], may_block: bool) -> None:
         """Writes at most one message in the main thread; the reactor flushes the rest."""
-        if self._queue or len(parts) > _IOV_LIMIT or self._writing.locked():
-            self._queue.extend(parts)
-            if self._writing.locked() and self._has_interrupted_itself():
-                self._write_for_interrupted()
-        else:
-            with self._writing:
-                if self._queue or self._begun is not None:
-                    self._queue.extend(parts)
-                else:
-                    self._begin(parts)
+        self._begin(parts)
         if self._queue or self._begun is not None:
             self._when_full(self)
             if may_block:
                 self._wait_for_flush()
 
     def _begin(self, parts: list[Buffer]) -> None:
+        # Another thread that is about to write empties it: then this one writes nothing. Nor does
+        # a write that this signal handler has interrupted.
+        if self._may_begin is not None:
+            self._may_begin.clear()
+        now = self._may_begin = [_DONTWAIT]
+        is_behind = self._writing.locked() or self._queue or self._begun is not None
+        if is_behind or len(parts) > _IOV_LIMIT:
+            self._queue.extend(parts)
+            self._may_begin = None
+            return
         begun: list[Any] = [parts]
-        now: list[int] = [_DONTWAIT]
-        self._begun, self._may_begin = begun, now
+        self._begun = begun
         try:
             if len(parts) == 1:
                 begun += map(self._socket.send, parts, now)
             else:
                 begun += map(self._socket.sendmsg, (parts,), ((),), now)
         except OSError:
-            return  # Full, or broken: ``flush`` finds out which.
-        is_whole = bool(now) and begun[1] == sum(map(len, parts))
+            pass  # Full, or broken: ``flush`` finds out which.
+        is_whole = len(begun) > 1 and begun[1] == sum(map(len, parts))
         if is_whole and self._begun is begun:
             self._begun = None
             self.bytes_sent += begun[1]
+        self._may_begin = None
 
-    def _has_interrupted_itself(self) -> bool:
-        """Whether this is a signal handler that has interrupted a write of the main thread."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is Link._begin.__code__ and frame.f_locals["self"] is self:
-                return True
-            frame = frame.f_back
-        return False
+    def _is_main_writing(self) -> bool:
+        """Whether the main thread is just writing. The caller holds ``_writing``.
 
-    def _write_for_interrupted(self) -> None:
-        """Writes the interrupted message and the queue, for ``SEND_PATIENCE_S`` at most."""
-        self._may_begin.clear()  # The interrupted write does not go on.
-        limit_s = time.monotonic() + SEND_PATIENCE_S
-        while time.monotonic() < limit_s:
-            self._take_begun()
-            parts = [self._queue.popleft() for _ in range(min(len(self._queue), _IOV_LIMIT))]
-            if not parts:
-                return
-            self._begin(parts)
-            if self._begun is not None:
-                time.sleep(_DRAIN_POLL_S)
+        If not, it will write nothing before the caller releases ``_writing``.
+        """
+        if self._may_begin is not None:
+            self._may_begin.clear()
+        return interrupts.frame_of_main().f_code is type(self)._begin.__code__
+
+    def _wait_for_main(self) -> None:
+        """Waits for the moment in which the main thread writes. The caller holds ``_writing``."""
+        while self._is_main_writing():
+            time.sleep(_DRAIN_POLL_S)
 
     def _take_begun(self) -> None:
         """Moves the rest of the main thread's write in progress to the front of the queue."""
@@ -267,6 +263,11 @@ class Link:
             is_rest: Whether ``parts`` is the rest of a write in progress, to be written first.
         """
         queue = self._queue
+        if self._may_begin is not None and self._is_main_writing():
+            queue.extend(parts)
+            self._writing.release()
+            self._when_full(self)
+            return
         self._take_begun()
         if queue and not is_rest:
             # One thread's messages must not overtake each other.
@@ -326,7 +327,10 @@ class Link:
         """
         if self.pending:
             return self._parse_pending()
-        size = self._receive_some(0 if may_block else _DONTWAIT)
+        flags = _DONTWAIT
+        if may_block:
+            flags = self._all_flags if self.parser.is_within_large else 0
+        size = self._receive_some(flags)
         return self.parser.received(size) if size else []
 
     def receive_own(self, reader: list[int], *, may_block: bool) -> list[Frame] | None:
@@ -454,6 +458,7 @@ class Link:
             if not self._writing.acquire(timeout=SEND_PATIENCE_S) and not self._is_full:
                 return False
             self._is_full = False
+            self._wait_for_main()
             self._release()
             self._writing.release()
         finally:

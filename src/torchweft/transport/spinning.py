@@ -24,12 +24,22 @@ from torchweft.probe import running_threads
 _SHORTEST_REST = 10
 _LONGEST_REST = 200
 """Rests, as multiples of the time spun in vain."""
+_LOAD_AGE_S = 0.005
+"""How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
 
 class Spinning:
     """Decides for one kind of wait on one connection whether to spin; learns from the outcome."""
 
-    __slots__ = ("_cores", "_rest", "_rests_until_s", "long_spin_s", "spin_s")
+    __slots__ = (
+        "_cores",
+        "_has_free_core",
+        "_load_until_s",
+        "_rest",
+        "_rests_until_s",
+        "long_spin_s",
+        "spin_s",
+    )
 
     def __init__(self) -> None:
         self._cores = os.cpu_count() or 1
@@ -37,6 +47,8 @@ class Spinning:
         self.long_spin_s = max(knobs.LONG_SPIN_S.get(), self.spin_s)
         self._rest = _SHORTEST_REST
         self._rests_until_s = 0.0
+        self._has_free_core = False
+        self._load_until_s = 0.0
 
     def is_worthwhile(self) -> bool:
         """Whether the next wait is to spin first."""
@@ -50,9 +62,14 @@ class Spinning:
         """Notes that the awaited data arrived while spinning."""
         self._rest = _SHORTEST_REST
 
-    def may_go_on(self) -> bool:
+    def may_go_on(self, now_s: float) -> bool:
         """Whether to spin for ``long_spin_s`` if ``spin_s`` was not enough."""
-        return self.long_spin_s > self.spin_s and 0 < running_threads() <= self._cores
+        if self.long_spin_s <= self.spin_s:
+            return False
+        if now_s >= self._load_until_s:
+            self._has_free_core = 0 < running_threads() <= self._cores
+            self._load_until_s = now_s + _LOAD_AGE_S
+        return self._has_free_core
 
     def failed(self, spun_s: float) -> None:
         """Notes that the thread spun for ``spun_s`` in vain and has to sleep."""
@@ -76,7 +93,7 @@ class Look:
         now_s = monotonic()
         if now_s < self._limit_s:
             return True
-        if not (self._is_usual and self._spinning.may_go_on()):
+        if not (self._is_usual and self._spinning.may_go_on(now_s)):
             self._spinning.failed(now_s - self._began_s)
             return False
         self._is_usual, self._limit_s = False, self._began_s + self._spinning.long_spin_s

@@ -110,6 +110,11 @@ class FrameParser:
             return self._whole_view
         return [self._view[self._end :]]
 
+    @property
+    def is_within_large(self) -> bool:
+        """Whether ``space()`` is the rest of a frame that is received into its own memory."""
+        return self._large is not None
+
     def received(self, size_bytes: int) -> list[Frame]:
         """Notes ``size_bytes`` received into ``space()``; returns the frames now complete.
 

@@ -17,7 +17,10 @@ from torchweft.errors import ProtocolError
 from torchweft.wire.frames import Buffer
 
 ACKNOWLEDGE_BYTES = 1 << 16
-"""How much may be received before it is acknowledged; the rest is acknowledged after a while."""
+"""How much may be received before the next message to the sender begins with an acknowledgement."""
+ALONE_BYTES = 1 << 20
+"""How much may be received before an acknowledgement is sent by itself. Smaller amounts wait for a
+message, as the answer to a call would be, or for a while."""
 LEAST_BYTES = 24
 """Data of at most this size is not acknowledged: it may be a pure acknowledgement, and two idle
 peers would acknowledge each other for ever."""
@@ -94,19 +97,28 @@ class Outgoing:
 
 
 class Incoming:
-    """How much one side has received over all connections, and how much it has acknowledged."""
+    """How much one side has received over all connections, and how much it has acknowledged.
 
-    __slots__ = ("_told", "position")
+    Args:
+        alone_bytes: How much may be received before an acknowledgement is sent by itself.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_alone_bytes", "_told", "is_due", "position")
+
+    def __init__(self, alone_bytes: int = ALONE_BYTES) -> None:
         self.position = 0
         """How many bytes have been received."""
+        self.is_due = False
+        """Whether the next message is to begin with an acknowledgement."""
+        self._alone_bytes = alone_bytes
         self._told = 0
 
     def received(self, size_bytes: int) -> bool:
-        """Notes received bytes; returns whether to acknowledge them now."""
+        """Notes received bytes; returns whether to send an acknowledgement by itself."""
         self.position += size_bytes
-        return self.position - self._told >= ACKNOWLEDGE_BYTES
+        untold_bytes = self.position - self._told
+        self.is_due = untold_bytes >= ACKNOWLEDGE_BYTES
+        return untold_bytes >= self._alone_bytes
 
     def acknowledgement(self) -> int | None:
         """Returns the position to acknowledge, and notes it as told; None if there is no need."""
@@ -117,4 +129,5 @@ class Incoming:
     def repetition(self) -> int:
         """Returns the position to acknowledge even if it was told before; notes it as told."""
         self._told = self.position
+        self.is_due = False
         return self._told

@@ -10,7 +10,7 @@ import struct
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError
-from torchweft.wire.session import ACKNOWLEDGE_BYTES, Incoming, Outgoing
+from torchweft.wire.session import ACKNOWLEDGE_BYTES, ALONE_BYTES, Incoming, Outgoing
 
 _PATTERN = bytes(range(256)) * 3
 _STEP = struct.Struct("<Bxh")
@@ -44,7 +44,9 @@ class _Peer:
             assert rest == self.sent[number:], "other bytes than were sent"
         else:
             size_bytes = abs(number)
-            self.incoming.received(size_bytes)
+            is_much = self.incoming.received(size_bytes)
+            assert is_much == (self.incoming.position - self.told >= ALONE_BYTES)
+            assert self.incoming.is_due == (self.incoming.position - self.told >= ACKNOWLEDGE_BYTES)
             position = self.incoming.acknowledgement()
             if position is not None:
                 assert self.told < position == self.incoming.position

@@ -30,7 +30,8 @@ def test_everything_happens_to_calls_that_may_happen() -> None:
 
 
 def test_the_seeds_break_connections_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "ACKNOWLEDGE_BYTES", session.ACKNOWLEDGE_BYTES)  # Runs set it.
+    for name in ("ACKNOWLEDGE_BYTES", "ALONE_BYTES"):
+        monkeypatch.setattr(session, name, getattr(session, name))  # Runs set them.
     breaks = resumptions = partial = 0
     for seed in range(30):
         run = sessions.Run(seed)

@@ -18,7 +18,7 @@ from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink, position_in
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
-from torchweft.wire.session import Outgoing
+from torchweft.wire.session import ALONE_BYTES, Outgoing
 
 pytestmark = pytest.mark.usefixtures("not_main")
 
@@ -311,10 +311,23 @@ def test_the_peer_is_told_how_much_came(end: End) -> None:
 
 
 def test_after_much_the_peer_is_told_at_once(end: End) -> None:
-    end.other.sendall(as_bytes(*[frame_parts(number, b"x" * 1000) for number in range(80)]))
-    end.receive(80)
+    data = as_bytes(frame_parts(1, b"x" * ALONE_BYTES))
+    writer = threading.Thread(target=end.other.sendall, args=(data,))
+    writer.start()
+    end.receive(1)
+    writer.join(LIMIT_S)
     header = end.arrived(16)
     assert header[0] == Kind.ACKNOWLEDGED
+
+
+def test_less_is_acknowledged_before_the_next_message(end: End) -> None:
+    end.other.sendall(as_bytes(*[frame_parts(number, b"x" * 1000) for number in range(80)]))
+    end.receive(80)
+    end.link.send(FRAMES[1], may_block=False)
+    received = end.link._incoming.position
+    said = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(received))
+    expected = as_bytes(said, FRAMES[1])
+    assert end.arrived(len(expected)) == expected
 
 
 def test_acknowledged_memory_is_let_go_of(end: End) -> None:

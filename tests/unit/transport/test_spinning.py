@@ -77,12 +77,12 @@ def test_it_goes_on_where_no_thread_waits_for_a_core(
     monkeypatch: pytest.MonkeyPatch, running: int, may: bool
 ) -> None:
     monkeypatch.setattr(module, "running_threads", lambda: running)
-    assert make().may_go_on() is may
+    assert make().may_go_on(0.0) is may
 
 
 def test_it_never_goes_on_where_it_may_not_spin_longer() -> None:
     with knobs.LONG_SPIN_S.override(0.0):
-        assert not make().may_go_on()
+        assert not make().may_go_on(0.0)
 
 
 def test_the_rest_is_as_long_as_what_was_spun_in_vain(clock: Clock) -> None:

@@ -10,7 +10,13 @@ from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
-from torchweft.wire.session import ACKNOWLEDGE_BYTES, LEAST_BYTES, Incoming, Outgoing
+from torchweft.wire.session import (
+    ACKNOWLEDGE_BYTES,
+    ALONE_BYTES,
+    LEAST_BYTES,
+    Incoming,
+    Outgoing,
+)
 
 
 def joined(parts: Sequence[Buffer]) -> bytes:
@@ -81,14 +87,19 @@ def test_a_session_that_has_ended_keeps_nothing() -> None:
     tensor.append(1)
 
 
-def test_much_is_acknowledged_at_once_and_little_when_asked() -> None:
+def test_much_is_acknowledged_at_once_less_with_a_message_and_little_when_asked() -> None:
     incoming = Incoming()
     assert not incoming.received(ACKNOWLEDGE_BYTES - 1)
-    assert incoming.received(1)
+    assert not incoming.is_due
+    assert not incoming.received(1)
+    assert incoming.is_due
     assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES
     assert incoming.acknowledgement() is None
+    assert not incoming.is_due
+    assert incoming.received(ALONE_BYTES)
+    assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + ALONE_BYTES
     assert not incoming.received(LEAST_BYTES + 1)
-    assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + LEAST_BYTES + 1
+    assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + ALONE_BYTES + LEAST_BYTES + 1
 
 
 @pytest.mark.parametrize("position", [0, 1 << 40])

@@ -114,7 +114,7 @@ def traced_link(base: type[Link], rows: Rows) -> type[Link]:
 
         def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
             # Otherwise another thread receives these frames once more, and the parser notes them.
-            note_frames(frames, self.traced_peer)
+            note_frames([*self.set_aside, *frames], self.traced_peer)
             end_own(self, frames, reader, consumed)
 
     note_frames = frames_noter(rows)
