@@ -283,7 +283,6 @@ class Receiver:
         reader = link.readers.get(0)
         if isinstance(reader, MainReader):
             self.give_back(peer, link, reader)
-            link.end_wait()
 
     def give_back(self, peer: Peer, link: Link, reader: MainReader) -> None:
         """Leaves a link that ``reader`` has taken in the main thread to other threads.

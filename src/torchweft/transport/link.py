@@ -21,6 +21,7 @@ timeout lets a blocked reader look at the clock now and then.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
@@ -90,8 +91,8 @@ class Link:
         self._is_closed = False
         tune(connection)
         self.read_fd = connection.fileno()
-        # A copy on which the main thread waits, from its first wait until ``end_wait``.
-        self._waiting: socket.socket | None = None
+        # On which the main thread waits, unless it does so now.
+        self._waiting: select.poll | None = None
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
 
@@ -327,7 +328,7 @@ class Link:
         """
         if self.pending:
             return self._parse_pending()
-        flags = _DONTWAIT
+        flags: int = _DONTWAIT
         if may_block:
             flags = self._all_flags if self.parser.is_within_large else 0
         size = self._receive_some(flags)
@@ -347,13 +348,16 @@ class Link:
         space, pending = self.parser.idle_space(), self.pending
         if space is None or pending:
             return None
+        if may_block:
+            # A signal handler may run in here and take the link, so this receives nothing.
+            # An interrupted wait keeps its object: one cannot be waited for twice.
+            waiting, self._waiting = self._waiting, None
+            if waiting is None:
+                waiting = select.poll()
+                waiting.register(self.read_fd, select.POLLIN)
+            waiting.poll(READ_TICK_S * 1e3)
+            self._waiting = waiting
         try:
-            if may_block:
-                # A signal handler may run in here and take the link, so this receives nothing.
-                waiting = self._waiting
-                if waiting is None:
-                    waiting = self._waiting = self._socket.dup()
-                waiting.recv(1, socket.MSG_PEEK)
             pending.extend(map(self._socket.recv_into, (space,), reader, _NOW))
         except BlockingIOError:
             return []
@@ -361,12 +365,6 @@ class Link:
             return None
         frames = self.parser.whole_frames(pending[0]) if pending else None
         return frames if reader else None  # Otherwise another thread reads them.
-
-    def end_wait(self) -> None:
-        """Ends a wait of ``receive_own`` that this signal handler has interrupted."""
-        waiting, self._waiting = self._waiting, None
-        if waiting is not None:
-            waiting.close()
 
     def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
         """Notes that the frames of ``receive_own`` have been handled.
@@ -438,7 +436,6 @@ class Link:
         """Frees the descriptors in a forked process; its parent keeps the connection."""
         self._socket.close()
         self._write_socket.close()
-        self.end_wait()
 
     def free(self) -> bool:
         """Frees descriptors and memory of a link that was hung up, once no thread uses them.
@@ -475,7 +472,6 @@ class Link:
         self.read_fd = self.write_fd = -1
         self._socket.close()
         self._write_socket.close()
-        self.end_wait()
         self._queue.clear()
         self._begun = None
         self.pending = []

@@ -350,9 +350,13 @@ class ResumableLink(Link):
         if space is None or pending:
             return None
         if may_block:
-            waiting = select.poll()
-            waiting.register(self.read_fd, select.POLLIN)
+            # An interrupted wait keeps its object: one cannot be waited for twice.
+            waiting, self._waiting = self._waiting, None
+            if waiting is None:
+                waiting = select.poll()
+                waiting.register(self.read_fd, select.POLLIN)
             waiting.poll(READ_TICK_S * 1e3)
+            self._waiting = waiting
         try:
             self._receives_own = True
             if self._is_broken:  # A replacement is made: ``stop`` has told what was received.

@@ -8,7 +8,6 @@ raise at each of these steps in turn, until a call has no more of them; ``make t
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 import threading
@@ -19,57 +18,16 @@ from typing import Any
 import pytest
 import torch
 
-import torchweft
+from tests.interrupting import Interrupt, interrupt_at
 from tests.thorough import every
 from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import is_waiting
 from torchweft.autograd.contexts import enter
-from torchweft.channel.shm import borrowed
 from torchweft.errors import CallCancelled
 from torchweft.rpc.futures import Future
 from torchweft.runtime import interrupts
-
-PACKAGE = os.path.dirname(torchweft.__file__)
-
-
-class Interrupt(BaseException):
-    """The exception that a signal handler raises."""
-
-
-def interrupt() -> None:
-    raise Interrupt
-
-
-def interrupt_at(
-    step: int, run: Callable[[], object], handler: Callable[[], object] = interrupt
-) -> bool:
-    """Runs ``handler`` at one of the steps of ``run``; returns whether that step was reached.
-
-    Steps of a weak reference's callback are left out: Python ignores an exception there. The tests
-    of ``channel.shm.borrowed`` try them.
-    """
-    seen = 0
-
-    def profile(frame: Any, event: str, _: object) -> None:
-        nonlocal seen
-        code = frame.f_code
-        if code is borrowed._end.__code__:
-            return
-        if event in ("call", "c_return") and code.co_filename.startswith(PACKAGE):
-            seen += 1
-            if seen == step:
-                handler()
-
-    sys.setprofile(profile)
-    try:
-        run()
-    except Interrupt:
-        pass
-    finally:
-        sys.setprofile(None)
-    return seen >= step
 
 
 def double(value: Any) -> Any:
