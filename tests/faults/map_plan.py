@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tests.faults.plan import (
     AT_ANY_TIME,
@@ -140,11 +140,6 @@ def draw_maps(number: int) -> Plan:
         reconnect_s=2.0,
         program=program,
     )
-
-
-def without_faults(plan: Plan) -> Plan:
-    """Returns the plan of a run in which nothing goes wrong."""
-    return replace(plan, faults=())
 
 
 def _program(chance: random.Random) -> Program:

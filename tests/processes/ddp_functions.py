@@ -89,10 +89,6 @@ def table(name: str) -> nn.Embedding:
         return _tables[name]
 
 
-def table_weight(name: str) -> rpc.RRef[Any]:
-    return rpc.RRef(table(name).weight)
-
-
 def look_up(name: str, indices: Tensor) -> Tensor:
     found: Tensor = table(name)(indices)
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -63,11 +62,6 @@ def spoil(model: nn.Module, inputs: Tensor) -> float:
 
 def squares(weights: dict[str, Tensor], row: Tensor) -> Tensor:
     return (weights["matrix"] @ row).square().sum()
-
-
-def nap(value: Tensor, seconds: float) -> Tensor:
-    time.sleep(seconds)
-    return value
 
 
 def fail_at(value: Tensor, bad: int) -> Tensor:

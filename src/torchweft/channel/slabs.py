@@ -84,14 +84,12 @@ class Slab:
         "size_bytes",
     )
 
-    def __init__(
-        self, number: int, memory: memoryview, registration: Registration, description: bytes = b""
-    ) -> None:
+    def __init__(self, number: int, memory: memoryview, registration: Registration) -> None:
         self.number = number
         self.memory: Bytes = np.frombuffer(memory, dtype=np.uint8)
         self.registration = registration
         self.size_bytes = memory.nbytes
-        self.description = description
+        self.description = b""
         self.is_described = False
         self.is_counted = False
         self.idle_since_s = 0.0

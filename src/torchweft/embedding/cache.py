@@ -27,7 +27,6 @@ _SOUGHT: Final = 64
 """A full cache seeks one row of so many at once, to drop them when there is no room."""
 
 Ints = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,6 @@ _hosts: Named[Host] = Named("has no", "they live as long as a worker has not clo
 
 Rows = tuple[int, Tensor]
 """A stack, and the rows to return."""
-Pools = tuple[int, Tensor, int, int, Tensor | None]
-"""A stack, and the arguments of ``Shard.pool``."""
 Push = tuple[int, int, list[Part]]
 """A stack, its members that were looked up, and gradients."""
 

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -22,7 +22,8 @@ from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Static, TabbedContent, TabPane
 
 from torchweft.observe import text
-from torchweft.observe.rates import FunctionRate, WorkerRate
+from torchweft.observe.looking import Look, Looker
+from torchweft.observe.rates import WorkerRate
 
 Cells = DataTable[Text]
 
@@ -31,39 +32,6 @@ _TABLES = (FUNCTIONS, "other workers", "open calls", "served calls", "references
 _BAD = "bold red"
 _LAST_TEXT = 2
 """Of the columns of workers, the last with text."""
-
-
-class Seen(Protocol):
-    """What was seen of a group; see ``torchweft.observe.looking.Look``."""
-
-    title: str
-    rates: list[WorkerRate]
-    functions: list[FunctionRate]
-
-    def workers_table(self) -> text.Table:
-        """Returns a row for each worker."""
-
-    def number_tables(self) -> list[text.Table]:
-        """Returns the numbers that components of workers tell."""
-
-    def opened_tables(self) -> list[text.Table]:
-        """Returns the tables of the opened worker."""
-
-    def notes(self) -> list[str]:
-        """Returns what is wrong."""
-
-    def stacks(self) -> str:
-        """Returns stacks of threads."""
-
-
-class Source(Protocol):
-    """Looks at a group; see ``torchweft.observe.looking.Looker``."""
-
-    def look(self, worker: str | None = None) -> Seen:
-        """Asks all workers; in detail if one is opened."""
-
-    def waits(self) -> str:
-        """Says who waits for whom."""
 
 
 class TopApp(App[None]):
@@ -89,7 +57,7 @@ class TopApp(App[None]):
     """
     BINDINGS: ClassVar[list[BindingType]] = [Binding("q", "quit", "Quit")]
 
-    def __init__(self, source: Source, interval_s: float, worker: str | None = None) -> None:
+    def __init__(self, source: Looker, interval_s: float, worker: str | None = None) -> None:
         super().__init__()
         self.source = source
         self._interval_s = interval_s
@@ -129,7 +97,7 @@ class TopApp(App[None]):
             self.call_from_thread(self._show, opened, seen)
             self._must_look.wait(max(self._interval_s - (time.monotonic() - began_s), 0.0))
 
-    def _show(self, opened: str | None, seen: Seen) -> None:
+    def _show(self, opened: str | None, seen: Look) -> None:
         screen = self.screen
         if not isinstance(screen, (Overview, Opened)) or screen.worker != opened:
             return  # Another screen was opened meanwhile; the next look is for that one.
@@ -153,7 +121,7 @@ class Overview(Screen[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: Seen | None = None
+        self._seen: Look | None = None
         self._column = 0
         self._is_reversed = False
         self._wanted = ""
@@ -178,7 +146,7 @@ class Overview(Screen[None]):
         self.query_one("#workers").focus()
         _top(self).look_soon()
 
-    def show(self, seen: Seen) -> None:
+    def show(self, seen: Look) -> None:
         """Shows the last look."""
         self._seen = seen
         column = text.WORKER_COLUMNS[self._column]
@@ -293,7 +261,7 @@ class Opened(Screen[None]):
         """Has this worker asked at once."""
         _top(self).look_soon()
 
-    def show(self, seen: Seen) -> None:
+    def show(self, seen: Look) -> None:
         """Shows the last look."""
         state = seen.workers_table()
         facts = [

@@ -24,7 +24,6 @@ from torchweft.weights.errors import DeltaError
 
 Words = NDArray[np.uint16]
 
-WORD_BYTES = 2
 BLOCK_WORDS = 1 << 22
 _ESCAPE = 255
 """A byte that stands for a larger number, which follows in a sequence of its own."""

@@ -24,7 +24,6 @@ from torchweft.protocol.observing.trace import (
     Pulled,
     Ran,
     Received,
-    Record,
     Sent,
     Served,
     WorkerTrace,
@@ -85,11 +84,6 @@ class Message:
             return self.sent.began_s
         assert self.received is not None
         return self.received.at_s
-
-    @property
-    def tensor_bytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(self.channels.values())
 
 
 @dataclass(slots=True)
@@ -358,8 +352,3 @@ def _time_of(call: Call) -> float:
         return call.served.arrived_s
     assert call.created is not None
     return call.created.at_s
-
-
-def records_of(worker: WorkerTrace, kind: type[Record]) -> Iterator[Any]:
-    """Yields the records of one kind."""
-    return (each for each in worker.records if isinstance(each, kind))

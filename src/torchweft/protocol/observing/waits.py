@@ -64,18 +64,14 @@ class WaitGraph:
     Args:
         reports: The reports of workers.
         silent: Why each worker that did not report did not, as the end of a sentence.
-        least_s: How long a wait must have taken to count.
 
     Attributes:
         activities: The nodes, by name.
     """
 
-    def __init__(
-        self, reports: Iterable[Report], silent: Mapping[str, str], least_s: float = LEAST_S
-    ) -> None:
+    def __init__(self, reports: Iterable[Report], silent: Mapping[str, str]) -> None:
         self.reports = {report.worker: report for report in reports}
         self.silent = dict(silent)
-        self.least_s = least_s
         self.activities: dict[str, Activity] = {}
         self._at_worker: dict[str, list[str]] = {name: [] for name in self.reports}
         self._served = {
@@ -156,7 +152,7 @@ class WaitGraph:
 
     def _slots(self, report: Report, call: ServedCall | None = None) -> Needs:
         """Returns what a task that waits in line needs: any of the calls that hold the slots."""
-        if report.running < report.slots or (call is not None and call.age_s < self.least_s):
+        if report.running < report.slots or (call is not None and call.age_s < LEAST_S):
             return Needs()
         waiting = {thread.serves for thread in report.threads if thread.waits}
         holders = [
@@ -174,7 +170,7 @@ class WaitGraph:
     ) -> None:
         waits = tuple(waits)
         targets = tuple(self._target(worker, wait) for wait in waits)
-        is_old = any(wait.age_s >= self.least_s for wait in waits)
+        is_old = any(wait.age_s >= LEAST_S for wait in waits)
         activity = Activity(
             worker,
             subject,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from torchweft.protocol.observing import circles
-from torchweft.protocol.observing.waits import Activity, WaitGraph
+from torchweft.protocol.observing.waits import LEAST_S, Activity, WaitGraph
 
 _MOST_CAUSES = 5
 _MOST_WAITERS = 6
@@ -90,7 +90,7 @@ def _causes(graph: WaitGraph, *, of_leaving: bool) -> list[str]:
             late = [
                 each
                 for each in waiting
-                if each.is_wait and each.is_leaving == of_leaving and each.age_s >= graph.least_s
+                if each.is_wait and each.is_leaving == of_leaving and each.age_s >= LEAST_S
             ]
             if late:
                 found.append((len(late), name, late))

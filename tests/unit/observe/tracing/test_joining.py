@@ -92,7 +92,6 @@ def test_tensors_beside_a_message_are_part_of_it() -> None:
     request = only_call(joined).request
     assert request is not None
     assert request.channels == {"inline": 40, "shm": 4096}
-    assert request.tensor_bytes == 4136
 
 
 def test_rows_get_names_in_the_order_of_their_numbers() -> None:
