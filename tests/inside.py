@@ -63,9 +63,11 @@ def run_inside(
     """
     out, err = io.StringIO(), io.StringIO()
     with _surroundings(nursery, program, folder), _redirected(out, err):
-        sys.argv[:] = [str(program), *arguments]
+        # Messages show the path, as a user gives it.
+        path = program.name if folder == program.parent else str(program)
+        sys.argv[:] = [path, *arguments]
         try:
-            runpy.run_path(str(program), run_name="__main__")
+            runpy.run_path(path, run_name="__main__")
             status = 0
         except SystemExit as end:
             status = _status_of(end.code)

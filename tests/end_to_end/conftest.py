@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.inside import RunInside, RunPage, run_inside
+from tests.pages import write_programs
 from tests.processes.conftest import nursery as nursery
 from torchweft.launch import Nursery
 
@@ -39,3 +40,11 @@ def run(inside: RunInside) -> RunPage:
         return done.stdout.splitlines()
 
     return lines_of
+
+
+@pytest.fixture
+def guide(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the programs of the page that the test's module names as ``PAGE``."""
+    write_programs(request.module.PAGE, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, blocks_of, figure_of, programs_of
+from tests.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
+from tests.pages import figure_of, python_of, text_of
 from torchweft.embedding import (
     SGD,
     Adagrad,
@@ -36,20 +37,6 @@ PAGE = "docs/embedding.md"
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
-@pytest.fixture
-def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the programs of the page, named by their first lines."""
-    for block in programs_of(PAGE):
-        name = block.splitlines()[0].removeprefix("# ")
-        (tmp_path / name).write_text(block)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def text_of_page() -> str:
-    return (ROOT / PAGE).read_text()
-
-
 def test_a_run_recovers_from_a_killed_server_by_itself(run: RunPage, guide: Path) -> None:
     lines = [line for line in run(guide / "recovering.py") if line.startswith("step")]
     assert [line[:7] for line in lines] == [f"step {step}:" for step in (0, 1, 2, 2, 3, 4)]
@@ -63,7 +50,7 @@ def test_servers_compute_the_same_as_one_process(run: RunPage, guide: Path) -> N
     # The tolerance is that of the printed digits.
     assert [figure_of(line) for line in lines[:5]] == pytest.approx(expected, abs=2e-4)
     plan = "\n".join(lines[5:])
-    assert f"```\n{plan}\n```" in text_of_page()
+    assert f"```\n{plan}\n```" in text_of(PAGE)
 
 
 def test_figures_are_printed(run: RunPage, guide: Path) -> None:
@@ -77,7 +64,7 @@ def test_figures_are_printed(run: RunPage, guide: Path) -> None:
 
 def test_ids_that_are_no_row_numbers(run: RunPage, guide: Path) -> None:
     printed = "\n".join(run(guide / "any_ids.py"))
-    assert f"```\n{printed}\n```" in text_of_page()
+    assert f"```\n{printed}\n```" in text_of(PAGE)
 
 
 def test_increments_are_restored(run: RunPage, guide: Path) -> None:
@@ -93,7 +80,7 @@ def test_the_number_of_servers_is_tuned(run: RunPage, guide: Path) -> None:
 
 
 def test_the_number_of_servers_is_the_one_that_the_comment_says() -> None:
-    (block,) = [block for block in blocks_of(PAGE) if "__main__" not in block]
+    (block,) = [block for block in python_of(PAGE) if "__main__" not in block]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(block, {})
@@ -111,7 +98,7 @@ def test_the_state_of_a_row_is_as_large_as_the_table_says() -> None:
     sizes = {"0": 0, "1": 1, "D": 16, "2 D": 32}
     for name, rule in rules.items():
         size = sum(each.numel() for each in rule.state_for(torch.zeros(1, 16)).values())
-        (row,) = [line for line in text_of_page().splitlines() if line.startswith(f"| `{name}` |")]
+        (row,) = [line for line in text_of(PAGE).splitlines() if line.startswith(f"| `{name}` |")]
         assert sizes[row.split("|")[3].strip()] == size, name
 
 
@@ -150,7 +137,7 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
 
 
 def test_the_messages_are_those_of_the_page(guide: Path) -> None:
-    shown = re.findall(r"^\| .* \| `(\w+: [^`]*?)(?:\.\.\.)?`", text_of_page(), re.M)
+    shown = re.findall(r"^\| .* \| `(\w+: [^`]*?)(?:\.\.\.)?`", text_of(PAGE), re.M)
     assert len(shown) == 9
     with cluster(workers=2):
         for beginning, mistake in make_mistakes(guide).items():

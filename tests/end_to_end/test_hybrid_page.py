@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, figure_of, programs_of
+from tests.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
+from tests.pages import figure_of, text_of
 from torchweft.embedding import SGD, Copies
 from torchweft.hybrid import HybridModel, recover
 from torchweft.launch import cluster
@@ -23,20 +24,6 @@ PAGE = "docs/hybrid.md"
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
-@pytest.fixture
-def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the programs of the page, named by their first lines."""
-    for block in programs_of(PAGE):
-        name = block.splitlines()[0].removeprefix("# ")
-        (tmp_path / name).write_text(block)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
-
-
-def text_of_page() -> str:
-    return (ROOT / PAGE).read_text()
-
-
 def test_trainers_and_servers_compute_the_same_as_one_process(run: RunPage, guide: Path) -> None:
     expected = [figure_of(line) for line in run(guide / "alone.py")]
     assert len(expected) == 5
@@ -44,7 +31,7 @@ def test_trainers_and_servers_compute_the_same_as_one_process(run: RunPage, guid
     # The tolerance is that of the printed digits.
     assert [figure_of(line) for line in lines[:5]] == pytest.approx(expected, abs=2e-4)
     plan = "\n".join(lines[5:])
-    assert f"```\n{plan}\n```" in text_of_page(), plan
+    assert f"```\n{plan}\n```" in text_of(PAGE), plan
 
 
 def test_a_restored_run_continues_with_the_same_losses(run: RunPage, guide: Path) -> None:
@@ -110,7 +97,7 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
 
 
 def test_the_messages_are_those_of_the_page(guide: Path) -> None:
-    shown = re.findall(r"^\| .* \| `(\w+: .*?)` \|$", text_of_page(), re.M)
+    shown = re.findall(r"^\| .* \| `(\w+: .*?)` \|$", text_of(PAGE), re.M)
     assert len(shown) == 7
     with cluster(workers=1):
         for beginning, mistake in make_mistakes(guide).items():

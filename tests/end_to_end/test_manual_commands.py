@@ -12,22 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, run_apart
-from tests.processes.page_programs import assert_alike, programs_of, write_programs
+from tests.end_to_end.apart import LIMIT_S, run_apart
+from tests.pages import assert_alike, programs_of, text_of, write_programs
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
 def test_the_quick_start_prints_what_its_page_shows(tmp_path: Path) -> None:
     first, _ = write_programs("docs/quickstart.md", tmp_path)
-    assert_alike("\n".join(run_apart(tmp_path / first.name)), (first.printed or "").rstrip())
+    assert_alike(run_apart(first.name, folder=tmp_path), first.printed or "")
 
 
 def shown_with(page: str, command: str) -> tuple[list[str], list[str]]:
     """Returns the arguments of a command on a page, and the lines that the page shows below."""
     found = re.search(
         rf"^\$ torchweft ({command}.*)\n```\n.*?^```text\n(.*?)^```$",
-        (ROOT / page).read_text(),
+        text_of(page),
         re.M | re.S,
     )
     assert found is not None
@@ -64,7 +64,7 @@ def told_by_launcher(lines: list[str]) -> str:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl command")
 def test_workers_meet_with_the_secret_and_the_certificates_of_the_page(tmp_path: Path) -> None:
     write_programs("docs/quickstart.md", tmp_path)
-    text = (ROOT / "docs/securing.md").read_text()
+    text = text_of("docs/securing.md")
     (script,) = re.findall(r"^```bash\n# certificates.sh\n(.*?)^```$", text, re.M | re.S)
     subprocess.run(
         ["bash", "-c", script, "certificates.sh", "node0", "node1"],

@@ -7,12 +7,8 @@ single process, which calls their functions for each part.
 from __future__ import annotations
 
 import json
-import os
 import re
 import runpy
-import signal
-import subprocess
-import sys
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -22,11 +18,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.end_to_end.apart import LIMIT_S, run_apart
 from tests.inside import own_modules
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "torchopt_distributed"
-LIMIT_S = 150.0
-"""For one run; most of it is the start of processes that import torch."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 STARTS = {
@@ -38,28 +33,6 @@ Answers = dict[str, list[dict[str, Any]]]
 """The answers that workers printed, by program, sorted by rank if they have one."""
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
-
-
-def run(*arguments: str) -> str:
-    """Runs Python to its end; returns its standard output."""
-    process = subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=PROGRAMS,
-        env={**os.environ, "NO_COLOR": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
-        try:
-            out, err = process.communicate(timeout=LIMIT_S)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
-    return out
 
 
 def answers_in(out: str) -> Answers:
@@ -80,7 +53,7 @@ def answers_in(out: str) -> Answers:
 )
 def out(request: pytest.FixtureRequest) -> str:
     """The output of a group of workers that runs all programs, one after the other."""
-    return run(*STARTS[request.param], "all_samples.py")
+    return run_apart(*STARTS[request.param], "all_samples.py", folder=PROGRAMS)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +180,7 @@ def test_the_whole_example_trains_as_a_single_process(answers: Answers) -> None:
 
 
 def test_the_whole_example_runs_as_the_main_program() -> None:
-    out = run(*TORCHRUN, "2", "converting.py", "--seed", "3")
+    out = run_apart(*TORCHRUN, "2", "converting.py", "--seed", "3", folder=PROGRAMS)
     check_example(answers_in(out)["converting"])
 
 

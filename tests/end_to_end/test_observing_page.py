@@ -6,15 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, programs_of
+from tests.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
+from tests.pages import python_of
 from tests.trace_reader import read_trace
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
 def program_with(text: str) -> str:
-    (block,) = [each for each in programs_of("docs/observing.md") if text in each]
+    (block,) = [each for each in python_of("docs/observing.md") if text in each]
     return block
 
 

@@ -12,24 +12,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.end_to_end.test_pages import LIMIT_S, ROOT, blocks_of, figure_of, programs_of
+from tests.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
+from tests.pages import figure_of, python_of, text_of
 from torchweft import pipeline
 from torchweft.pipeline.schedules import Costs, Schedule, predict
 
 PAGE = "docs/pipeline.md"
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
-
-
-@pytest.fixture
-def guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the programs of the page, named by their first lines."""
-    for block in programs_of(PAGE):
-        name = block.splitlines()[0].removeprefix("# ")
-        (tmp_path / name).write_text(block)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return tmp_path
 
 
 def alone(guide: Path) -> list[float]:
@@ -115,13 +106,13 @@ def test_the_timeline_is_reported_and_drawn(run: RunPage, guide: Path) -> None:
 
 
 def text_blocks() -> list[str]:
-    return (ROOT / PAGE).read_text().split("```\n")
+    return text_of(PAGE).split("```\n")
 
 
 def test_the_table_of_schedules_is_that_of_the_predictions() -> None:
     rows = [
         [cell.strip(" `") for cell in line.split("|")[1:4]]
-        for line in (ROOT / PAGE).read_text().splitlines()
+        for line in text_of(PAGE).splitlines()
         if line.startswith("| `Schedule")
     ]
     assert len(rows) == 9
@@ -134,7 +125,7 @@ def test_the_table_of_schedules_is_that_of_the_predictions() -> None:
         assert activations == f"{share * max(timeline.peak_activations):.1f}", name
     more = pipeline.Schedule1F1B(32).table(4)
     idle_share = predict(more, Costs.uniform(4)).idle_share
-    assert f"leaves {100 * idle_share:.1f} % idle" in (ROOT / PAGE).read_text().replace("\n", " ")
+    assert f"leaves {100 * idle_share:.1f} % idle" in text_of(PAGE).replace("\n", " ")
 
 
 def make(name: str, n_microbatches: int) -> Schedule:
@@ -143,7 +134,7 @@ def make(name: str, n_microbatches: int) -> Schedule:
 
 
 def test_the_prediction_without_a_worker_runs() -> None:
-    (block,) = [block for block in blocks_of(PAGE) if "__main__" not in block]
+    (block,) = [block for block in python_of(PAGE) if "__main__" not in block]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(block, {"Schedule1F1B": pipeline.Schedule1F1B})

@@ -7,19 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.test_pages import LIMIT_S, programs_of
+from tests.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
 
 pytest.importorskip("gymnasium")
+PAGE = "docs/reinforcement-learning.md"
+
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)
-
-
-@pytest.fixture
-def guide(tmp_path: Path) -> Path:
-    """A folder with the programs of the page, named by their first lines."""
-    for block in programs_of("docs/reinforcement-learning.md"):
-        (tmp_path / block.splitlines()[0].removeprefix("# ")).write_text(block)
-    return tmp_path
 
 
 def test_the_same_program_computes_the_same_everywhere_and_learns(

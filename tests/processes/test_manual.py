@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.page_programs import ROOT, Program, assert_alike, programs_of, runner_of
+import torchweft
+from tests.inside import run_inside
+from tests.pages import Program, assert_alike, programs_of, text_of, write_programs
 from torchweft.launch import Nursery
 
 pytestmark = pytest.mark.timeout(150)  # The first program imports PyTorch's compiler.
@@ -40,9 +42,12 @@ def test_a_program_prints_what_its_page_shows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with runner_of(page, tmp_path, nursery, monkeypatch) as run:
-        printed = run(program.name)
-    assert_alike(printed, program.printed or "")
+    # For commands that the program starts, in its own folder.
+    monkeypatch.setenv("PYTHONPATH", str(Path(torchweft.__file__).parents[1]))
+    write_programs(page, tmp_path)
+    done = run_inside(nursery, tmp_path / program.name, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert_alike(done.stdout, program.printed or "")
 
 
 def test_pages_show_what_their_programs_print() -> None:
@@ -57,13 +62,13 @@ def test_the_variables_that_pages_name_are_in_the_table() -> None:
 
 
 def variables_of(page: str) -> set[str]:
-    return set(re.findall(r"\bWEFT_[A-Z_]*[A-Z]\b", (ROOT / page).read_text()))
+    return set(re.findall(r"\bWEFT_[A-Z_]*[A-Z]\b", text_of(page)))
 
 
 def test_the_extras_that_the_page_names_exist() -> None:
-    project = (ROOT / "pyproject.toml").read_text()
+    project = text_of("pyproject.toml")
     extras = project.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     known = re.findall(r"^([\w-]+) = \[", extras, re.M)
-    named = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/install.md").read_text(), re.M)
+    named = re.findall(r"^\| `(\w+)` \|", text_of("docs/install.md"), re.M)
     assert len(named) == 8
     assert set(named) <= set(known)

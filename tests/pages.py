@@ -1,4 +1,4 @@
-"""Programs of documentation pages: each is run as it is printed, with workers from a warm process.
+"""Programs of documentation pages, which tests run as they are printed.
 
 A program is a block of Python whose first line is a comment with its file's name. A block of
 ``text`` that follows it, before another block, is what it prints.
@@ -6,22 +6,13 @@ A program is a block of Python whose first line is a comment with its file's nam
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import io
 import re
-import runpy
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-import torchweft
-from torchweft.launch import Nursery, cluster
-
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 _BLOCK = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.M | re.S)
 _NAME = re.compile(r"# (\w+\.py)\n")
@@ -50,9 +41,18 @@ class Program(NamedTuple):
     printed: str | None
 
 
+def text_of(page: str) -> str:
+    return (ROOT / page).read_text()
+
+
+def python_of(page: str) -> list[str]:
+    """Returns the blocks of Python of a page, programs and others."""
+    return [source for language, source in _BLOCK.findall(text_of(page)) if language == "python"]
+
+
 def programs_of(page: str) -> list[Program]:
     """Returns the programs of a page, in order."""
-    blocks = _BLOCK.findall((ROOT / page).read_text())
+    blocks = _BLOCK.findall(text_of(page))
     following = [*blocks[1:], ("", "")]
     found = []
     for (language, source), (kind, text) in zip(blocks, following, strict=True):
@@ -70,41 +70,9 @@ def write_programs(page: str, folder: Path) -> list[Program]:
     return programs
 
 
-@contextlib.contextmanager
-def runner_of(
-    page: str, folder: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], str]]:
-    """Yields a function that runs a program of a page by its name; it returns the output.
-
-    The programs are files of ``folder``, which is the current folder, and may import each other.
-    """
-    modules = {each.name.removesuffix(".py") for each in write_programs(page, folder)}
-    assert not modules.intersection(sys.modules), "a module of a page hides another"
-    look = functools.partial(look_in, str(folder))
-    with monkeypatch.context() as patch:
-        patch.chdir(folder)
-        patch.syspath_prepend(str(folder))
-        # For commands that a program starts, in its own folder.
-        patch.setenv("PYTHONPATH", str(Path(torchweft.__file__).parents[1]))
-        made = functools.partial(cluster, nursery=nursery, setup=look)
-        patch.setattr(torchweft, "cluster", made, raising=False)
-        try:
-            yield _run
-        finally:
-            for module in modules:
-                sys.modules.pop(module, None)
-
-
-def _run(name: str) -> str:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        runpy.run_path(name, run_name="__main__")
-    return printed.getvalue()
-
-
-def look_in(folder: str) -> None:
-    """Has a worker import the programs of a page; those of pages before are forgotten."""
-    sys.path.insert(0, folder)
+def figure_of(line: str) -> float:
+    """Returns the number at the end of a line."""
+    return float(line.split()[-1])
 
 
 def assert_alike(found: str, shown: str) -> None:
