@@ -1,4 +1,4 @@
-"""What ``torchweft doctor`` looks at: facts of each worker, and one file of checks of each kind.
+"""What ``torchweft doctor`` looks at: facts of each worker, and the checks of them.
 
 Facts are gathered; checks are pure functions of facts, and return findings.
 """

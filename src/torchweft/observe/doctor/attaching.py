@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchweft.observe.doctor.examining import diagnose
+from torchweft.observe.doctor.checks import diagnose
 from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
 from torchweft.observe.group import Group
 from torchweft.protocol.observing.facts import PairFacts, WorkerFacts

@@ -1,15 +1,9 @@
-"""Examines a group from one of its workers: gathers all facts, and applies all checks."""
+"""Examines a group from one of its workers: gathers all facts, and has them checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-from torchweft.observe.doctor.channels import check_pair
-from torchweft.observe.doctor.collective import check_backend
+from torchweft.observe.doctor.checks import diagnose
 from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
-from torchweft.observe.doctor.limits import check_descriptors, check_ptrace, check_shm
-from torchweft.observe.doctor.network import check_clock, check_clocks, check_mtu, check_names
-from torchweft.observe.doctor.versions import check_versions
 from torchweft.protocol.observing.facts import HostFacts, PairFacts, decode_host, decode_pair
 from torchweft.rpc import get_worker_infos, rpc_sync
 from torchweft.rpc.examining import THOROUGH, tell_host, tell_pair
@@ -46,21 +40,3 @@ def _measured(caller: str, callee: str, timeout: float) -> PairFacts:
         return decode_pair(rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout))
     except Exception as error:
         return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
-
-
-def diagnose(facts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator[Finding]:
-    """Yields the findings of all checks; pure."""
-    if facts:
-        yield from check_versions(facts)
-        yield from check_mtu(facts)
-        yield from check_backend(facts)
-    for each in facts:
-        yield from check_descriptors(each, len(facts))
-    for each in {each.host: each for each in facts}.values():
-        yield from check_shm(each)
-        yield from check_ptrace(each)
-        yield from check_names(each)
-    yield from check_clocks(pairs)
-    for pair in pairs:
-        yield from check_clock(pair)
-        yield from check_pair(pair)

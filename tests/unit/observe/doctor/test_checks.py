@@ -11,7 +11,7 @@ import pytest
 from torchweft.channel.rdma import NO_DEVICE
 from torchweft.errors import ProtocolError
 from torchweft.observe.doctor.attaching import merged, sample
-from torchweft.observe.doctor.examining import diagnose
+from torchweft.observe.doctor.checks import diagnose
 from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
 from torchweft.protocol.observing.facts import (
     HostFacts,
