@@ -7,7 +7,9 @@ import gc
 import os
 import signal
 import threading
+import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -219,3 +221,12 @@ def remains() -> dict[str, list[Any]]:
         "parts": list(engine._states),
         "led": list(engine._led),
     }
+
+
+def await_nothing_left(remains: Callable[[], dict[str, list[Any]]] = remains) -> None:
+    """Waits until the driver and its two workers keep nothing of what ``remains`` returns."""
+    deadline_s = time.monotonic() + 20.0
+    for worker in ("driver", "worker0", "worker1"):
+        while any((left := rpc.rpc_sync(worker, remains)).values()):
+            assert time.monotonic() < deadline_s, f"{worker} still has {left}"
+            time.sleep(0.01)

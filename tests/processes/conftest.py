@@ -80,3 +80,12 @@ def group(shared_group: Cluster) -> Iterator[Cluster]:
     wait_until(
         lambda: count() == before, lambda: f"references before the test: {before}; now: {count()}"
     )
+
+
+@pytest.fixture
+def three(nursery: Nursery) -> Iterator[Cluster]:
+    """Three workers, any of which may be killed."""
+    with torchweft.cluster(
+        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        yield group

@@ -43,18 +43,10 @@ def _workers(nursery: Nursery) -> Iterator[None]:
 def _leaves_nothing(_workers: None) -> Iterator[None]:
     """Checks that no context and no pass is left on any worker."""
     yield
-    await_nothing_left()
+    functions.await_nothing_left()
 
 
 together = pytest.mark.usefixtures("_leaves_nothing")
-
-
-def await_nothing_left() -> None:
-    deadline_s = time.monotonic() + LIMIT_S
-    for worker in EVERYBODY:
-        while any((left := rpc.rpc_sync(worker, functions.remains)).values()):
-            assert time.monotonic() < deadline_s, f"{worker} still has {left}"
-            time.sleep(0.01)
 
 
 def check(context_id: int, model: Callable[[Leaf], Tensor], passes: int = 1) -> None:
@@ -543,11 +535,11 @@ def test_calls_that_outlive_their_context() -> None:
         arguments = (value, name, SECOND)
         late = [rpc.rpc_async(FIRST, functions.layer_behind_gate, arguments) for _ in range(3)]
         reference = rpc.remote(FIRST, functions.layer_behind_gate, arguments)
-    await_nothing_left()
+    functions.await_nothing_left()
     rpc.rpc_sync(FIRST, functions.open_gate, (name,))
     for result in (*wait_all(late), reference.to_here()):
         assert result.shape == (3,)
-    await_nothing_left()
+    functions.await_nothing_left()
 
 
 @together

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -33,11 +32,7 @@ def _workers(nursery: Nursery) -> Iterator[None]:
 def _leaves_nothing(_workers: None) -> Iterator[None]:
     """Checks that no context and no pass is left on any worker."""
     yield
-    deadline_s = time.monotonic() + LIMIT_S
-    for worker in EVERYBODY:
-        while any((left := rpc.rpc_sync(worker, autograd_functions.remains)).values()):
-            assert time.monotonic() < deadline_s, f"{worker} still has {left}"
-            time.sleep(0.01)
+    autograd_functions.await_nothing_left()
 
 
 def test_inputs_that_are_none() -> None:

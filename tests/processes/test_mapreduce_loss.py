@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 import torchweft
 from tests.processes import functions
 from tests.processes import mapreduce_functions_m as parts
-from tests.processes.conftest import options
 from tests.processes.mapreduce_gradients import (
     check_gradients,
     map_and_check,
@@ -23,21 +22,12 @@ from tests.processes.mapreduce_gradients import (
 )
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
-from torchweft.launch import Cluster, Nursery
+from torchweft.launch import Cluster
 from torchweft.mapreduce.observers import observers
 from torchweft.rpc.worker import current_worker
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1")
-
-
-@pytest.fixture
-def three(nursery: Nursery) -> Iterator[Cluster]:
-    """Three workers, any of which may be killed."""
-    with torchweft.cluster(
-        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
-    ) as group:
-        yield group
 
 
 def kill(group: Cluster, name: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.processes import autograd_functions
 from tests.processes import outside_functions as functions
 from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context, current_context_id, get_gradients
@@ -40,11 +41,7 @@ def _leaves_nothing(_workers: None) -> Iterator[None]:
     gc.collect()
     for worker in (FIRST, SECOND):
         rpc.rpc_sync(worker, functions.forget)
-    deadline_s = time.monotonic() + LIMIT_S
-    for worker in EVERYBODY:
-        while any((left := rpc.rpc_sync(worker, functions.remains)).values()):
-            assert time.monotonic() < deadline_s, f"{worker} still has {left}"
-            time.sleep(0.01)
+    autograd_functions.await_nothing_left(functions.remains)
 
 
 def gradient_on(worker: str) -> Tensor:

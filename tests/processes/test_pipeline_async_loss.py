@@ -12,13 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import torchweft
-from tests.processes.conftest import options
 from tests.processes.functions import wait_until
 from tests.processes.pipeline_models import Descent
 from torchweft import rpc
 from torchweft.errors import WorkerLost
-from torchweft.launch import Cluster, Nursery
+from torchweft.launch import Cluster
 from torchweft.pipeline import Pipe, SchedulePipeDream
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
@@ -26,15 +24,6 @@ AT = 6
 """The minibatch at which a process is killed."""
 QUICK_S = 30.0
 """Far less than the 60 s after which a stage gives up waiting for a value."""
-
-
-@pytest.fixture
-def three(nursery: Nursery) -> Iterator[Cluster]:
-    """Three workers, any of which may be killed."""
-    with torchweft.cluster(
-        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
-    ) as group:
-        yield group
 
 
 def until_the_kill(pid: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -8,19 +8,16 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import torchweft
-from tests.processes.conftest import options
 from tests.processes.pipeline_models import WIDTH, layers
 from torchweft import rpc
 from torchweft.errors import SnapshotNotFound, WorkerLost
-from torchweft.launch import Cluster, Nursery
+from torchweft.launch import Cluster
 from torchweft.pipeline import Schedule1F1B
 from torchweft.pipeline.elastic import ElasticPipe, Samples
 
@@ -28,15 +25,6 @@ pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "proce
 WORKERS = ["worker0", "worker1", "worker2"]
 TINY = 1e-12
 mse = nn.functional.mse_loss
-
-
-@pytest.fixture
-def three(nursery: Nursery) -> Iterator[Cluster]:
-    """Three workers, any of which may be killed."""
-    with torchweft.cluster(
-        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
-    ) as group:
-        yield group
 
 
 class Deadly(nn.Module):

@@ -21,7 +21,7 @@ from torchweft.wire.references import (
 )
 
 _REFERENCE = ReferenceId(1, 2, 3)
-_EVERY_KIND: tuple[Message, ...] = (
+EVERY_KIND: tuple[Message, ...] = (
     Hold(_REFERENCE, 4, 5),
     HoldAck(_REFERENCE, 6),
     Gone(_REFERENCE, 7),
@@ -46,7 +46,7 @@ def run(data: bytes) -> Exception | None:
 
 def seeds() -> list[bytes]:
     """Returns every kind of message alone, and all together."""
-    return [encode([message]) for message in _EVERY_KIND] + [encode(_EVERY_KIND), b""]
+    return [encode([message]) for message in EVERY_KIND] + [encode(EVERY_KIND), b""]
 
 
 TARGET = Target("references", run, seeds)

@@ -7,38 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.targets.references import EVERY_KIND
 from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.wire.references import (
-    Drop,
-    DropAck,
-    Gone,
     Handed,
-    HandedAck,
     Hold,
-    HoldAck,
     Message,
     NotCreated,
-    NotHanded,
     decode,
     encode,
 )
 
 REFERENCE = ReferenceId(creator=1, owner=2, number=3)
-
-EVERY_KIND: list[Message] = [
-    Hold(REFERENCE, 4, 5),
-    HoldAck(REFERENCE, 6),
-    Gone(REFERENCE, 7),
-    Drop(REFERENCE, 8),
-    DropAck(REFERENCE, 9),
-    NotCreated(REFERENCE),
-    Handed(10),
-    HandedAck(11),
-    NotHanded(12),
-]
 
 
 def test_every_kind_of_message_is_tried() -> None:
