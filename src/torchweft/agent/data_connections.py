@@ -392,8 +392,8 @@ class DataConnections:
         if cause:
             self._agent.lose(peer, cause)
             return
-        # A sender that shuts down ends all connections of a set, and the end of one may be read
-        # before the data of the others, which has arrived as well.
+        # A sender that shuts down ends all connections of a set. The end of one may be read before
+        # data of the others that has arrived as well.
         data = self._of(peer)
         with data.lock:
             others = [each.connection for each in data.receiving if each.number <= number]

@@ -2,9 +2,9 @@
 
 Other workers notice only that a connection has ended. The parent process alone learns the cause, a
 moment later. The parent writes a note, named after the process, into a folder of the launcher. A
-worker that declares a worker of the same launcher lost looks for the note. It waits a few
-milliseconds for the note of a process that runs, and longer if the process has ended: then the
-note is certain, but the parent may wait for a core. Each worker names its own note in its
+worker that declares a worker of the same launcher lost looks for the note. If the process still
+runs, it waits for a few milliseconds. If the process has ended, it waits longer: the note will
+come, but the parent may have to wait for a core. Each worker names its own note in its
 registration.
 """
 

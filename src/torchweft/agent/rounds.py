@@ -2,9 +2,9 @@
 
 When torchrun starts its workers again, they meet at the same store, which has the keys of their
 former lives. The number of restarts does not tell lives apart: each agent counts only the failures
-of its own workers. So rank 0 begins a round with a new random name, the others answer in that
-round, each with a random name of its own, and rank 0 confirms the answers. A round of a former life
-may be found first, but rank 0 of that life is gone: it confirms nothing that it has not read.
+of its own workers. So rank 0 begins a round with a new random name. The others answer in that
+round, each with a random name of its own, and rank 0 confirms the answers. A worker may find the
+round of a former life first. But rank 0 of that life is gone, so it never confirms the answer.
 """
 
 from __future__ import annotations

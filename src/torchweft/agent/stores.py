@@ -1,9 +1,9 @@
 """The rendezvous stores of Weft's own: around those of PyTorch, and in place of them.
 
-PyTorch's stores wait without a limit if their host accepts a connection but never answers: the host
-is stopped or hangs, or another program listens there. Such an operation cannot be aborted. So each
-operation of a ``BoundedStore`` runs in a thread of its own, which is abandoned when the time is up.
-After that the store is not asked again.
+PyTorch's stores wait without a limit if their host accepts a connection but never answers. The host
+may be stopped or hang, or another program listens there. Such an operation cannot be aborted. So
+each operation of a ``BoundedStore`` runs in a thread of its own, which is abandoned when the time
+is up. After that the store is not asked again.
 
 PyTorch's stores accept every client. A malicious client could direct the workers to a man in the
 middle, which relays the proofs of both sides. So each worker signs its values, along with their

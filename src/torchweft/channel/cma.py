@@ -2,8 +2,8 @@
 
 ``process_vm_readv`` copies between two address spaces in one system call, and ctypes lets other
 Python threads run meanwhile. The kernel allows it between processes of one user that see each
-other's ids, unless Yama, a container's seccomp filter or a missing capability forbids it. No set of
-facts predicts that reliably, so each side offers a nonce in its memory when it connects, and the
+other's ids. Yama, a container's seccomp filter or a missing capability may forbid it. No set of
+facts predicts that reliably. So each side offers a nonce in its memory when it connects, and the
 other proves that it can read it.
 
 The cost is pinning the sender's pages, about 0.2 us each, more than copying them. Pinning gains

@@ -1,8 +1,8 @@
 """The calls of CUDA behind copies between host and device memory.
 
 They are collected in one object, so that tests of the logic replace it and need no GPU. Every call
-initialises CUDA if the process has not done so: make none unless a tensor is on a GPU, or has to be
-made on one.
+initialises CUDA if the process has not done so. So make none unless a tensor is on a GPU, or has to
+be made there.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class GpuCalls:
     @contextlib.contextmanager
     def on_copy_stream(self, device: torch.device) -> Iterator[None]:
         """Makes a side stream for copies current within a ``with`` block, and its device."""
-        # Not torch.cuda.stream: it returns to the thread's device in a way that makes a context
-        # there, and the threads of a worker may stand on a device that the process does not use.
+        # Not torch.cuda.stream: at its end it makes a context on the thread's device, which may be
+        # a device that the process does not use.
         with _cuda.device(device):
             before = _cuda.current_stream(device)
             _cuda.set_stream(self._copy_stream(device))
@@ -149,8 +149,8 @@ def _device_in_use() -> int:
 def _forget_error() -> None:
     """Clears CUDA's note of the last error of this thread.
 
-    Otherwise torch's check after its next kernel would raise that error. torch offers no such
-    call, but loads the library so that its symbols can be found.
+    Otherwise torch's check after its next kernel would raise that error. torch offers no such call.
+    But it loads the library in a way that lets its symbols be found.
     """
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).cudaGetLastError()

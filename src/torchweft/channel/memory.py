@@ -5,10 +5,10 @@ MiB: 5 ms to fault in 4 KiB pages, 0.5 ms in 2 MiB pages, 0.6 ms to copy). So sl
 once and reused. A slab comes back when its last view dies. Users hold the views: tensors made by
 ``torch.frombuffer``, their views, slices of the memoryview.
 
-Watching the memoryview that was handed out would be wrong: a slice of it does not keep it alive, so
-the slab would come back under a tensor that still uses it. But all views keep the object that
-*exports* the memory alive. So every lease makes its own exporter, a numpy array of the right
-length, and watches that.
+Watching the memoryview that was handed out would be wrong. A slice does not keep it alive, so the
+slab would come back while a tensor still uses it. But all views keep the object alive that
+*exports* the memory. So every lease makes its own exporter, a numpy array of the right length, and
+watches it.
 
 Rules of the file:
 

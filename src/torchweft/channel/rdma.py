@@ -6,7 +6,7 @@ is Weft's. This module is the only one that names PyTorch's interface, which is 
 
 Rules that the interface sets:
 
-- A transport has one peer. A peer reads from the start of registered memory, so every buffer on its
+- A transport has one peer. A peer reads from the start of registered memory. So every buffer under
   way has memory that was registered for it alone.
 - A time limit ends the wait, not the transfer. Memory of a transfer that has not ended must not be
   used again, nor freed.

@@ -1,14 +1,14 @@
 """Memory that is registered once, and used for one buffer after another.
 
 Registering memory takes longer than reading it, and a peer can only read registered memory from its
-start. So the sender copies each buffer to a *slab*, whose size is a power of two, and the receiver
-reads it into a slab of its own, which then is the memory of the tensor. Slabs are taken last in,
-first out: the warmest first. Their memory is that of the warm pool, whose pages uploads to GPUs
-lock.
+start. So the sender copies each buffer to a *slab*, whose size is a power of two. The receiver
+reads it into a slab of its own, which then is the memory of the tensor. The slab that was used last
+is taken first, as it is the warmest. The memory comes from the warm pool, whose pages uploads to
+GPUs lock.
 
-A slab of the sender comes back when its ``Staged`` ends: when the peer has reported that it has the
-buffer, or the message was never sent. A slab of the receiver comes back when the last view of its
-tensor ends. A slab whose transfer may still be running never comes back.
+A slab of the sender comes back when its ``Staged`` ends. That is when the peer has reported that it
+has the buffer, or when the message is not sent. A slab of the receiver comes back when the last
+view of its tensor ends. A slab whose transfer may still be running never comes back.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ copy to pinned memory runs beside the CPU, at about twice the speed of a copy to
 pinned memory is that of torch's cache, so it is made once. Small tensors of a message share one
 piece of it.
 
-A large buffer can be sent while it is copied: its copy is cut into parts, and ``HostCopies.parts``
-returns each when it is on the host.
+A large buffer can be sent while it is copied. Its copy is cut into parts, and ``HostCopies.parts``
+returns each part when it is on the host.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ yet. A table has no buffers of both of these kinds::
     count u32, then for each slab: number u32 | size in bytes u64 | length u32 | description
 
 When every buffer follows, the table is empty: the frame already lists their lengths. So most
-messages carry no table. The token identifies the message when its buffers are reported on: the
-receiver reports with it that it has pulled them, or that it could not.
+messages carry no table. The token identifies the message: with it the receiver reports that it has
+pulled the buffers, or that it could not.
 """
 
 from __future__ import annotations

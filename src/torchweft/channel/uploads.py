@@ -1,7 +1,7 @@
 """Copies received host memory to devices.
 
 Memory of the warm pool is page-locked when it is copied for the first time, and stays so while the
-pool keeps it: then a copy takes an eighth of the time. Other memory is copied as it is.
+pool keeps it. That cuts the time of a copy to an eighth. Other memory is copied as it is.
 
 Copies run on a side stream for each device, beside the work of the program. Their end is waited for
 on the host, since the host memory returns to its owner afterwards. So a tensor that was copied here

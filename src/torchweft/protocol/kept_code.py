@@ -2,14 +2,14 @@
 
 A function that travels by value consists of code, which never changes, and of captured values. The
 caller sends the code once and then names it by a number. A number must never name code that the
-callee lacks, although many threads of the caller look numbers up, write calls and evict entries at
-the same time, and calls are given up before they are written.
+callee lacks. But many threads of the caller look numbers up, write calls and evict entries at the
+same time, and calls are given up before they are written.
 
-The caller alone decides. It puts a number into its table after it has sent the code, and says that
-the callee may forget the number when no request holds the entry any more. The objects of requests
-say that by themselves: an entry that is dropped by all of them enqueues its number. Messages arrive
-in order, and the callee looks numbers up as it reads. So each number is there. Numbers are never
-used again: the late end of an entry cannot remove a later one.
+The caller alone decides. It puts a number into its table after it has sent the code. When no
+request holds the entry any more, it tells the callee to forget the number: an entry that all
+requests have dropped enqueues its number by itself. Messages arrive in order, and the callee looks
+numbers up as it reads. So each number is there. Numbers are never used again, so the late end of an
+entry cannot remove a later one.
 
 ``docs/protocols/calls.md`` has the rules by name.
 """

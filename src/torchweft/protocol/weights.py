@@ -3,7 +3,7 @@
 See ``docs/protocols/weights.md``. Both machines know versions, not their bytes. Rules of the file:
 
 - A version is named by its publisher and a number. So versions of a publisher that was started
-  again are never mistaken for those of its former life.
+  again are not mistaken for those of its former life.
 - A publisher never refuses: it sends the newest version, as a delta only where it keeps the base.
 - A subscriber has one version in use, at most one that is ready, and at most one fetch at a time.
 - A version is ready when all of its bytes are there and checked; ``took`` is the only event that

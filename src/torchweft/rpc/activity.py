@@ -1,8 +1,8 @@
 """What the threads of a worker do: which call each serves, and what it waits for.
 
-The functions in which Weft blocks have the call, gathering, pass or value in a local variable, so
-the frames of a thread tell what it waits for, and waiting itself costs nothing. A frame may go on
-while it is read: what it tells may be over, but was so a moment ago.
+The functions in which Weft blocks have the call, gathering, pass or value in a local variable. So
+the frames of a thread tell what it waits for, and waiting itself costs nothing. The thread may go
+on while its frames are read, so a reported wait may just have ended.
 """
 
 from __future__ import annotations

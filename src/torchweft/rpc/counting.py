@@ -1,9 +1,8 @@
 """Counts the calls of one worker, by function: how many, how many failed, how long they took.
 
-While no call is counted, nothing of this is in the way of a call. Counting puts another type in
-the place of ``PendingCall``, and of the types of served calls: a subclass that notes the time in
-the one method that every call ends by. A time is appended to an array, in one atomic step. The
-timer thread sorts the times into histograms.
+While calls are not counted, this costs them nothing. Counting replaces ``PendingCall``, and the
+types of served calls, by subclasses. These note the time in the one method that ends every call. A
+time is appended to an array, in one atomic step. The timer thread sorts the times into histograms.
 """
 
 from __future__ import annotations

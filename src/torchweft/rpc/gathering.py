@@ -7,11 +7,11 @@ functions that a program calls.
 
 * A gathering is named by its workers, its kind and a number that each worker counts for itself.
   So the same workers can gather repeatedly, also from several threads at once.
-* A failure (a worker is lost, a value cannot be serialized, the leader gave up) ends the
-  gathering: all workers that have arrived or still arrive are told the reason.
-* The leader (``Led``) remembers a gathering until every worker has arrived or is lost. The
-  followers remember it while they wait: a follower that is told of an unknown gathering has given
-  up, and ignores the message.
+* A failure ends the gathering: a worker is lost, a value cannot be serialized, or the leader gives
+  up. All workers that have arrived or still arrive are told the reason.
+* The leader (``Led``) remembers a gathering until every worker has arrived or is lost. A follower
+  remembers it while it waits. A follower that is told of an unknown gathering has given up, and
+  ignores the message.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ ones are inherited. The rules of this file:
 - ``find`` is a function of the variables only. It neither reads the environment nor looks up names.
 - Each launcher is a row of ``launcher_variables``, from those inside of others to the outermost.
 - ``RANK`` and ``WORLD_SIZE`` by hand, or from a container platform, count before a launcher's own
-  variables only if both agree: a batch script that exports ``RANK=0`` for all tasks is refused.
+  variables only if both agree. A batch script that exports ``RANK=0`` for all tasks is refused.
 - A missing rendezvous is an error only for a program that needs one, so it is kept as text.
 """
 
@@ -150,8 +150,8 @@ def _are_equal(one: Launcher, other: Launcher, variables: Variables) -> bool:
 def _agrees(launcher: Launcher, variables: Variables) -> bool:
     """Whether ``RANK`` and ``WORLD_SIZE`` say the same as a launcher's own variables.
 
-    They need not if the program itself starts several processes in each task: it tells them a local
-    rank, and there are more of them than tasks. A step of one task may be a shell.
+    They need not if the program itself starts several processes in each task. It then tells them a
+    local rank, and there are more processes than tasks. A step of one task may be a shell.
 
     Raises:
         ConfigurationError: They contradict the launcher.

@@ -190,10 +190,10 @@ def stream(
 ) -> Stream[T]:
     """Runs a generator on another worker and returns an iterator over its values.
 
-    The generator runs in a thread of its own, and computes at most ``ahead`` values more than
-    have been taken: a slow consumer slows it down. Values are sent one by one, like results of
-    calls; in an autograd context they are part of its graph. The generator ends when the stream is
-    closed or dropped, or when either worker is lost; its ``finally`` blocks run. Blocks until the
+    The generator runs in a thread of its own. It computes at most ``ahead`` values more than have
+    been taken, so a slow consumer slows it down. Values are sent one by one, like results of calls;
+    in an autograd context they are part of its graph. The generator ends when the stream is closed
+    or dropped, or when either worker is lost; its ``finally`` blocks run. Blocks until the
     generator is made.
 
     Args:

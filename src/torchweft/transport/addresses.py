@@ -90,7 +90,7 @@ def own_address_towards(host: str) -> str:
     """Returns this machine's address on the route to ``host``; empty if there is no route.
 
     Nothing is sent. A name of this machine may stand for loopback here (/etc/hosts) and for a
-    network address elsewhere: then the address of the default route is returned, if there is one.
+    network address elsewhere. Then the address of the default route is returned, if there is one.
     """
     address = _source_address(host)
     if address and is_loopback(address) and not is_loopback(host):

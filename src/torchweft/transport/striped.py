@@ -1,10 +1,10 @@
 """Sends large tensors over data connections, several to each peer.
 
-On the one control link a tensor of 1 GiB would delay every small call behind it, and one TCP
-stream is limited to one thread's copying on either side. So such a tensor is cut into *stripes*,
-which travel over *data connections*: a few to each peer, dialled by the sender when first needed,
-one way only. A stripe names its *transfer* and its place in it; the receiver reads it straight
-into that place, over whichever connection it arrives.
+On the one control link a tensor of 1 GiB would delay every small call behind it. One TCP stream is
+also limited to one thread's copying on either side. So such a tensor is cut into *stripes*, which
+travel over *data connections*. A sender dials a few to each peer when it first needs them, and they
+carry data one way only. A stripe names its *transfer* and its place in it. The receiver reads it
+straight into that place, whichever connection it arrives on.
 
 Rules of this file:
 
@@ -514,8 +514,8 @@ class ReceivingConnection(_Connection):
     Args:
         connection: A connected socket; owned from here on.
         arrivals: The peer's transfers.
-        on_end: Called when the connection ends: with the cause if the data was invalid or there
-            was no memory for it, with an empty string if the connection only ended.
+        on_end: Called when the connection ends. Gets the cause if the data was invalid or there was
+            no memory for it, and an empty string if the connection only ended.
     """
 
     def __init__(

@@ -4,8 +4,8 @@ All nine kinds are safe to repeat. Most concern one reference, which its owner c
 one *handover*, a reference in transit inside a message, which its sender counts.
 ``docs/protocols/references.md`` says which worker sends each kind, when and why.
 
-A batch of messages is a flat list of signed 64-bit integers, little-endian: for each message its
-kind, then its fields in order, a reference as creator, owner and number.
+A batch of messages is a flat list of signed 64-bit integers, little-endian. Each message is its
+kind, then its fields in order. A reference is its creator, owner and number.
 """
 
 from __future__ import annotations

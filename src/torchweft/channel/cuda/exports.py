@@ -1,13 +1,13 @@
 """The sender's side: device memory that other processes of the host may read.
 
-A tensor is offered as a range of its allocation, and with the number of an event that is recorded
-behind the work that makes the tensor. Allocations and events have numbers, under which the receiver
-keeps their handles. A handle goes along with each message until one that had it was acknowledged:
-so the order in which a receiver handles messages does not matter.
+A tensor is offered as a range of its allocation, with the number of an event. The event is recorded
+behind the work that makes the tensor. The receiver keeps the handles of allocations and events
+under their numbers. Each message carries a handle until one that carried it was acknowledged. So
+the order in which a receiver handles messages does not matter.
 
 Memory that is offered is kept until the receiver has copied it. The receiver waits for the event on
-its host, never on its device: measured, a stream that waits for an event of a process that was
-killed waits for ever.
+its host, never on its device: a stream that waits for an event of a process that was killed waits
+for ever, as measured.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ class Contact:
     detection time in silence, a new connection is tried beside the old one, which may be the reason
     for the silence.
 
-    Time in which this process was stopped or held up does not count: when ``step`` comes more than
-    a second later than ``due_s`` said, all limits move by the delay. Otherwise a process that was
+    Time in which this process was stopped or held up does not count. When ``step`` comes more than
+    a second later than ``due_s``, all limits move by the delay. Otherwise a process that was
     stopped with a dead connection would give up as soon as it continues. This side's system may
     have heard the peer meanwhile, which moves ``due_s`` and hides the delay. So a delay since the
     due time of the previous step restores the time that was left then.

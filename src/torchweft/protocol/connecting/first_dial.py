@@ -15,10 +15,10 @@ CROSSING_S = 0.25
 class FirstDial:
     """The retry policy of one caller that needs the first connection to a peer.
 
-    A peer that cannot be reached is given up after ``timeout_s``. A peer whose system accepts
-    connections, or that answers that it dials itself, is alive: its time limit restarts, and only
-    the caller's own deadline ends the attempts. Time in which this process was stopped or held up
-    does not count.
+    A peer that cannot be reached is given up after ``timeout_s``. A peer is alive if its system
+    accepts connections, or if it answers that it dials itself. Then its time limit restarts, and
+    only the caller's own deadline ends the attempts. Time in which this process was stopped or held
+    up does not count.
 
     Args:
         now_s: The time now.

@@ -8,10 +8,10 @@ A member's connection brings a *voucher* in its first bytes. It is served at onc
 place. All others are strangers'. A voucher counts once, so that a copy of it is a stranger's.
 
 The latest stranger is the first to get a thread. If connections come faster than threads become
-free, the oldest waiting ones go unserved. Served in their order, each would get its thread just
-before it had to go, and no observer, nor a member whose voucher is late, would get in. The next
+free, the oldest waiting ones go unserved. In the order of arrival, each would get its thread just
+before it had to go. Then no observer, and no member whose voucher is late, would get in. The next
 stranger is served only when all connections that are ready have come, and when the thread of the
-one before has begun. So the faster strangers come, the more of them cost no more than to be closed.
+previous one has begun. So in a flood most strangers are closed, which costs little.
 """
 
 from __future__ import annotations

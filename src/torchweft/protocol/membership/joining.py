@@ -355,9 +355,9 @@ def introduce(admission: Admission) -> Steps[None]:
     An earlier worker with the newcomer's name or rank is asked first, alone. If it lives, no other
     worker must hear of the newcomer; if not, it is noted as left for later workers.
 
-    Of several earlier workers with one name or rank, at most one is a member: the first, or a later
-    one that has found the first dead. ``_confirm`` and ``_is_refused`` decide by one key of the
-    store whether that later one joined before another worker found the first alive.
+    Of several earlier workers with one name or rank, at most one is a member. That is the first, or
+    a later one that has found the first dead. ``_confirm`` and ``_is_refused`` decide by one key of
+    the store whether that later one joined before another worker found the first alive.
 
     Raises:
         DuplicateName: An earlier worker lives and has the newcomer's name or rank.

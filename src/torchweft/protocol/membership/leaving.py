@@ -1,8 +1,8 @@
 """Leaving a group gracefully: a worker leaves when no other worker needs it.
 
 ``OpenLeaving``: one worker leaves while the others work on. It tells every other member that it
-leaves (``LEAVING``) and waits until each has answered (``NOTED``). A member makes no new calls to
-it from then on, and sessions keep order: the answer comes behind all calls that the member had
+leaves (``LEAVING``) and waits until each has answered (``NOTED``). A member that has answered makes
+no new calls to it. Sessions keep order, so the answer comes behind all calls that the member had
 sent. The leaver then serves until it is idle, drops its references, and leaves when their owners
 have heard of it.
 

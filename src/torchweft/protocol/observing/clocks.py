@@ -2,8 +2,8 @@
 
 A worker notes the time, has the other worker read its clock, and notes the time again. The other
 clock was read in between, at an unknown moment: the delays of request and answer may differ. So its
-lead over the own clock lies in an interval as long as the call, and the middle is off by at most
-half of that. The shortest of several calls counts.
+lead over the own clock lies in an interval as long as the call. The middle of that interval is
+wrong by at most half of its length. The shortest of several calls counts.
 
 Two such measurements, before and after a trace, give the lead for all times in between, where both
 clocks run at constant rates meanwhile. The error there is at most the larger one of both.

@@ -192,8 +192,8 @@ def batch_statistics(function: Callable[..., Any], of: Any = None) -> BatchStati
 def expect_calls(function: Callable[..., Any], count: int) -> None:
     """Changes ``smallest`` of a batched function on this worker: how many calls make a batch.
 
-    For a server that knows how many callers there are now: a full batch runs at once, and a
-    caller that is lost does not keep the others waiting. Does nothing where this process is no
+    For a server that knows how many callers there are now. A full batch then runs at once, and a
+    caller that is lost does not keep the others waiting. Does nothing in a process that is no
     worker. Thread-safe; does not block.
 
     Args:

@@ -1,10 +1,10 @@
 """Keeps the graphs of the callers of a batch apart.
 
-The obvious way, to stack the callers' tensors within one graph, fails: the pass of one caller would
+The obvious way, to stack the callers' tensors within one graph, fails. The pass of one caller would
 reach the tensors of all others, and free the graph for them. So the function runs on a detached
 stack, in a graph of its own. Each caller gets nodes that lead to its own arguments and to the
-leaves behind the function, and whose backward runs the batch's graph, which is never freed by a
-pass. See ``docs/protocols/batching.md``.
+leaves behind the function. Their backward runs the batch's graph, which no pass frees. See
+``docs/protocols/batching.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The queue of one batched function: the shell of ``torchweft.protocol.batching.Batcher``.
 
 * A turn is a task of the worker. It runs the function on that thread, outside of any served call.
-* Calls of other workers, and of threads of this worker, are the same here: a ``Waiting`` is called
+* Calls of other workers, and of threads of this worker, are both a ``Waiting``, which is called
   with its outcome. A served call answers its caller, a local one wakes its thread.
 * The lock is held for a few steps of Python at a time, and never while code of the program runs.
 """

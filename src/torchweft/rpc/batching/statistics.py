@@ -22,8 +22,8 @@ class BatchStatistics:
         sizes: How many of them had each size.
         wait_s: Seconds that calls waited for their batch to be closed, all together.
         longest_wait_s: The longest of these times.
-        waits: How many calls waited, by the time: each is counted at a bound in seconds which is
-            above its time by less than a quarter.
+        waits: How many calls waited, by the time: by upper bounds in seconds, which exceed a call's
+            time by less than a quarter.
         run_s: Seconds that the batches ran, all together.
         waiting: How many calls wait now.
         failed: Calls that ended with an error.

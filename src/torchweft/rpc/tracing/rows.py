@@ -1,10 +1,10 @@
 """The rows of one recording: plain tuples, of which each step of a call notes one.
 
-All that happens while a call waits is kept short: numbers and times as they are, and of a message
-the bytes that tell its numbers. They are understood when the rows are taken.
+While a call waits, as little as possible is done: numbers, times and the head of a message are kept
+as they are. They are decoded when the rows are taken.
 
-A row of a call or message contains nothing but numbers, texts, bytes and flags. So the garbage
-collector stops to track it when it has first seen it: kept rows make no collection longer. A row is
+A row of a call or message contains only numbers, texts, bytes and flags. So the garbage collector
+stops tracking it at the first collection, and kept rows make no collection longer. A row is
 appended to a ring, in one step of C, and no lock is taken. A time that is known only later is noted
 beside it, under its number.
 """

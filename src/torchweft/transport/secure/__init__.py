@@ -9,8 +9,8 @@ Rules of this folder:
 - TLS 1.3 and nothing older; certificates are always verified.
 - A break of an established connection is a ``ConnectionError``; a failed handshake is a
   ``TlsError``; settings that cannot work are a ``ConfigurationError``.
-- A connection that ends without the other side's signed farewell was *cut off*: that is an error,
-  never an end of file, so that an attacker on the path cannot truncate a stream unnoticed.
+- A connection that ends without the other side's signed farewell was *cut off*. That is an error
+  and no end of file: otherwise an attacker on the path could truncate a stream unnoticed.
 
 ========== ===================================================================
 options    a worker's TLS options, and the OpenSSL contexts made from them

@@ -2,10 +2,10 @@
 
 Differences from a socket:
 
-- *Held back*. Once encrypted, bytes cannot be taken back; but the socket may have no room for all
-  of the ciphertext. The writer must then call again, or the end of the ciphertext would never be
-  sent. So the last byte of the plaintext is reported as not sent until all ciphertext is out. The
-  writer, like every writer of a stream, continues with the byte behind the last reported one.
+- *Held back*. Encrypted bytes cannot be taken back, but the socket may have no room for all of the
+  ciphertext. The writer must then call again, or the end of the ciphertext would never be sent. So
+  the last byte of the plaintext is reported as not sent until all ciphertext is out. The writer,
+  like every writer of a stream, continues with the first byte that was not reported as sent.
 - *Pending*. Ciphertext is received in larger pieces than the reader has room for. A reader that
   waits for the descriptor must check ``pending`` first: ``epoll`` does not report what is already
   in memory.
