@@ -125,7 +125,7 @@ class HybridModel(nn.Module):
         self._trainers = Trainers.of(process_group)
         tables: list[Found] = []
         reducers: list[Reducer | None] = []
-        options = {
+        options: dict[str, Any] = {
             "staleness": staleness,
             "reduction": reduction,
             "wire": wire,
@@ -140,14 +140,16 @@ class HybridModel(nn.Module):
             )
             check_types(name=name, seed=seed, cache=cache, wire=wire)
             reducers.append(reducer_of(comm_hook, comm_state, replicas))
-            options["comm_hook"] = None if reducers[0] is None else reducers[0].name
+            hook = None if reducers[0] is None else reducers[0].name
             tables.extend(find_tables(module, places or {}, dynamic))
+            shown = {**options, "comm_hook": hook}
             return make_offer(
-                module, tables, servers, batches, touched or {}, places or {}, replicas, options
+                module, tables, servers, batches, touched or {}, places or {}, replicas, shown
             )
 
+        names = self._trainers.names
         offers = self._trainers.gather(offer)
-        self.plan = agree(self._trainers.names, offers)
+        self.plan = agree(names, offers)
         self.name = name
         self.staleness = staleness
         self._key, self._rounds = (name, offers[0].token), 0
@@ -156,23 +158,14 @@ class HybridModel(nn.Module):
         self._timeout_s = limit_of(timeout, _WAIT_S)
         self.tables: Tables | None = None
         placed = self.plan.on_servers
+        moved: list[Found] = []
         if placed is not None:
-            names = self._trainers.names
             self.tables = Tables(
-                placed,
-                name=name,
-                trainers=names,
-                staleness=staleness,
-                reduction=reduction,
-                seed=seed,
-                timeout=timeout,
-                cache=cache,
-                wire=wire,
-                aggregate=aggregate,
+                placed, name=name, trainers=names, timeout=timeout, cache=cache, **options
             )
-        there = set() if placed is None else {each.name for each in placed.configs}
-        moved = [each for each in tables if each.name in there]
-        self._fill(moved)
+            there = {each.name for each in placed.configs}
+            moved = [each for each in tables if each.name in there]
+            self._fill(self.tables, moved)
         table_of = {id(each.table): each.name for each in moved}
         self._paths = {
             path: table_of[id(each)]
@@ -186,7 +179,7 @@ class HybridModel(nn.Module):
         self._dense = _dense_parameters(module, self._copies)
         self.called = module
         self._replicas: list[Any] = []
-        if len(self._trainers.names) > 1:
+        if len(names) > 1:
             workers = {*self.trainers, *self.servers}
             self.called, self._replicas = replicate(
                 module,
@@ -210,15 +203,13 @@ class HybridModel(nn.Module):
             remote.connect(self._passes)
         return [Copied(each) for each in tables if each.config is not None and each not in moved]
 
-    def _fill(self, moved: Sequence[Found]) -> None:
+    def _fill(self, tables: Tables, moved: Sequence[Found]) -> None:
         """Moves the weights of the first trainer to the servers; the others wait for that."""
-        if self.tables is None:
-            return
         with self._trainers.first_alone() as is_first:
             if is_first:
                 for each in moved:
                     if each.config is not None and each.config.dynamic is None:
-                        self.tables.set_weights(each.name, each.table.weight.detach().cpu())
+                        tables.set_weights(each.name, each.table.weight.detach().cpu())
 
     @property
     def trainers(self) -> tuple[str, ...]:
