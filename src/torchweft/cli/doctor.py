@@ -43,8 +43,6 @@ def add_parser(subcommands: Subparsers) -> None:
         usage="torchweft doctor [--on LAUNCHER] [-n N] | [--group [GROUP]] [--pairs N] [--json]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--on",

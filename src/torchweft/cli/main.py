@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torchweft import knobs
 from torchweft.cli import doctor, manifest, probe, run, top, trace
@@ -32,6 +32,14 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE_STATUS, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+class _SubcommandParser(_Parser):
+    """Shows descriptions as they are written, and knows no abbreviations of options."""
+
+    def __init__(self, **given: Any) -> None:
+        shape = argparse.RawDescriptionHelpFormatter
+        super().__init__(**given, formatter_class=shape, allow_abbrev=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,7 +76,9 @@ def _build_parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
         prog="torchweft", description="Distributed training for PyTorch by remote calls."
     )
     parser.add_argument("--version", action="version", version=f"torchweft {_version()}")
-    subcommands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", required=True)
+    subcommands: Subparsers = parser.add_subparsers(
+        dest="subcommand", metavar="COMMAND", required=True, parser_class=_SubcommandParser
+    )
     run.add_parser(subcommands, arguments)
     top.add_parsers(subcommands)
     trace.add_parser(subcommands)
@@ -95,8 +105,6 @@ def _add_secret_parser(subcommands: Subparsers) -> None:
         help="make the secret that the workers of a group share",
         usage="torchweft secret new FILE",
         description=SECRET_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("action", choices=["new"], help="what to do")
     parser.add_argument("file", help="path of the file; it must not be there yet")

@@ -43,8 +43,6 @@ def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
         usage="torchweft manifest --image IMAGE -n N [options] (SCRIPT | -m MODULE) [ARGUMENTS]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     if arguments[:1] == ["manifest"]:
         _add_options(parser)

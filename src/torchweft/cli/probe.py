@@ -29,8 +29,6 @@ def add_parser(subcommands: Subparsers) -> None:
         help="say whether the workers of this container answer",
         usage="torchweft probe [--joined]",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--joined", action="store_true", help="fail where no worker has joined")
     parser.set_defaults(execute=run)

@@ -63,8 +63,6 @@ def add_parser(subcommands: Subparsers, arguments: Sequence[str] = ()) -> None:
         usage="torchweft run [-n N] [options] (SCRIPT | -m MODULE) [ARGUMENTS ...]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     _add_options(parser)
     if (on := _launcher_named(arguments)) != LOCAL:

@@ -58,8 +58,6 @@ def add_parsers(subcommands: Subparsers) -> None:
         usage="torchweft top [GROUP] [--once | --json | --web] [--worker NAME | --waits] ...",
         description=TOP_DESCRIPTION,
         epilog=TOP_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     top.add_argument("group", nargs="?", default="", metavar="GROUP", help="which group")
     top.add_argument("--once", action="store_true", help="print once, as text, and end")
@@ -87,8 +85,6 @@ def add_parsers(subcommands: Subparsers) -> None:
         help="say why a group is stuck, from what its workers have written",
         usage="torchweft explain FOLDER [--json]",
         description=EXPLAIN_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     explaining.add_argument("folder", metavar="FOLDER", help="the folder that the workers named")
     explaining.add_argument("--json", action="store_true", help="print JSON")

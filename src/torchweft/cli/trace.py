@@ -36,8 +36,6 @@ def add_parser(subcommands: Subparsers) -> None:
         usage="torchweft trace FILE [--context N [--svg FILE]]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("file", metavar="FILE", help="the file of the trace")
     parser.add_argument(
