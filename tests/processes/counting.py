@@ -77,9 +77,13 @@ def count_calls() -> None:
     current_node().counting.extend(3600.0)
 
 
+def stop_counting() -> None:
+    current_node().counting.stop()
+
+
 def trace_calls() -> None:
     """Has this worker record its calls, as in a trace."""
-    current_node().counting.stop()
+    stop_counting()
     service.begin(1, 10_000, profiles=False)
 
 

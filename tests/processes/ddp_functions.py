@@ -6,7 +6,8 @@ import datetime
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +37,14 @@ def join(rank: int, size: int, path: str) -> None:
         world_size=size,
         timeout=datetime.timedelta(seconds=20),
     )
+
+
+def join_all(names: Sequence[str], folder: Path) -> None:
+    """Makes workers the ranks of a group of trainers, which meet by a file of the folder."""
+    size, path = len(names), str(folder / "store")
+    calls = [rpc.rpc_async(name, join, args=(rank, size, path)) for rank, name in enumerate(names)]
+    for call in calls:
+        call.wait()
 
 
 # Models

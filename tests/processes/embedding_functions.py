@@ -487,3 +487,10 @@ def train_tables_with_recovery(
     rpc.barrier(trainers, timeout=30)
     tables.close()
     return state, made, len(opened)
+
+
+def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 0.0) -> None:
+    """Checks tables by name."""
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert float((values - expected[name]).abs().max()) <= bound, name

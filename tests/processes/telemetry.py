@@ -204,14 +204,6 @@ def baggage_here() -> object:
     return baggage.get_baggage("step")
 
 
-def count_calls() -> None:
-    current_node().counting.extend(3600.0)
-
-
-def stop_counting() -> None:
-    current_node().counting.stop()
-
-
 def counted() -> dict[tuple[str, str], int]:
     return {
         (each.function, each.direction): each.calls for each in current_node().counting.counts()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.processes.ddp_functions import join
+from tests.processes.ddp_functions import join_all
 from torchweft import autograd, rpc
 from torchweft.embedding import SGD, Copies, TableConfig, Tables, plan_tables
 from torchweft.launch import Nursery, cluster
@@ -28,12 +28,8 @@ PLAN = plan_tables(TABLES, ["worker2"], trainers=2, places={"dense": Copies()})
 
 @pytest.fixture(scope="module", autouse=True)
 def _workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = str(tmp_path_factory.mktemp("gloo") / "store")
     with cluster(workers=3, nursery=nursery):
-        for call in [
-            rpc.rpc_async(name, join, args=(rank, 2, store)) for rank, name in enumerate(TRAINERS)
-        ]:
-            call.wait()
+        join_all(TRAINERS, tmp_path_factory.mktemp("gloo"))
         yield
 
 

@@ -15,6 +15,7 @@ import torchweft
 from tests import dynamic_ids
 from tests.processes.embedding_functions import (
     CONFIGS,
+    check_same,
     close_tables,
     configs_of,
     end_process,
@@ -86,12 +87,6 @@ def make_steps(first: int, end: int) -> list[list[float]]:
 
 def on_first(function: Any, *args: Any) -> Any:
     return rpc.rpc_sync(TRAINERS[0], function, args)
-
-
-def check_same(found: Weights, expected: Weights, bound: float = 0.0) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
-        assert float((values - expected[name]).abs().max()) <= bound, name
 
 
 def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(

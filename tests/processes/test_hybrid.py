@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes.ddp_functions import join
+from tests.processes.ddp_functions import join_all
 from tests.processes.hybrid_functions import STEPS, train, train_alone
 from torchweft import rpc
 from torchweft.embedding import ColumnWise, Copies, RowWise, TableWise
@@ -31,12 +31,8 @@ Trained = tuple[dict[str, Tensor], list[float], str]
 
 @pytest.fixture(scope="module", autouse=True)
 def workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = str(tmp_path_factory.mktemp("gloo") / "store")
     with cluster(workers=4, nursery=nursery):
-        for call in [
-            rpc.rpc_async(name, join, args=(rank, 2, store)) for rank, name in enumerate(TRAINERS)
-        ]:
-            call.wait()
+        join_all(TRAINERS, tmp_path_factory.mktemp("gloo"))
         yield
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from tests.processes import hybrid_functions as functions
-from tests.processes.ddp_functions import join
-from tests.processes.embedding_functions import end_process
+from tests.processes.ddp_functions import join_all
+from tests.processes.embedding_functions import check_same, end_process
 from torchweft import autograd, rpc
 from torchweft.checkpoint import list_snapshots
 from torchweft.embedding import Copies, RowWise, TableWise
@@ -54,24 +54,10 @@ def weights() -> dict[str, Tensor]:
     return found
 
 
-def check_same(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float = 0.0) -> None:
-    assert found.keys() == expected.keys()
-    for name, values in found.items():
-        assert float((values - expected[name]).abs().max()) <= bound, name
-
-
-def join_trainers(folder: Path) -> None:
-    for call in [
-        rpc.rpc_async(name, join, args=(rank, 2, str(folder / "store")))
-        for rank, name in enumerate(TRAINERS)
-    ]:
-        call.wait()
-
-
 @pytest.fixture(scope="module")
 def workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with cluster(workers=5, nursery=nursery):
-        join_trainers(tmp_path_factory.mktemp("gloo"))
+        join_all(TRAINERS, tmp_path_factory.mktemp("gloo"))
         yield
 
 
@@ -79,7 +65,7 @@ def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     with cluster(workers=5, nursery=nursery, check=False):
-        join_trainers(tmp_path)
+        join_all(TRAINERS, tmp_path)
         open_on(SERVERS)
         expected_losses = make_steps(0, STEPS)
         expected = weights()
@@ -115,7 +101,7 @@ def test_a_trainer_that_is_lost_fails_the_norm_of_the_others(
     nursery: Nursery, tmp_path: Path
 ) -> None:
     with cluster(workers=4, nursery=nursery, check=False):
-        join_trainers(tmp_path)
+        join_all(TRAINERS, tmp_path)
         open_on(SERVERS)
         clipped = rpc.rpc_async(TRAINERS[0], functions.measure_alone)
         with pytest.raises(WorkerLost):

@@ -18,6 +18,7 @@ from opentelemetry import context as contexts
 import torchweft
 from tests.processes import functions, telemetry
 from tests.processes.conftest import options
+from tests.processes.counting import count_calls, stop_counting
 from tests.processes.telemetry import (
     CLIENT,
     INTERNAL,
@@ -27,7 +28,6 @@ from tests.processes.telemetry import (
     Seen,
     alone,
     baggage_here,
-    count_calls,
     counted,
     fail,
     failing,
@@ -41,7 +41,6 @@ from tests.processes.telemetry import (
     numbers,
     slow_box,
     spanned,
-    stop_counting,
     through,
     values,
 )

@@ -14,6 +14,7 @@ import torch
 
 import torchweft
 from tests.processes.conftest import options
+from tests.processes.counting import count_calls, stop_counting
 from tests.processes.functions import wait_until
 from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc
@@ -52,10 +53,6 @@ async def later(value: Any) -> Any:
 
 def fail() -> None:
     raise ValueError("on purpose")
-
-
-def count_calls() -> None:
-    current_node().counting.extend(3600.0)
 
 
 def counted() -> dict[tuple[str, str], int]:
@@ -353,10 +350,6 @@ def test_a_trace_leaves_nothing_behind(trio: Cluster, tmp_path: Path) -> None:
         assert not rpc.rpc_sync("worker0", is_plain)
     for name in WORKERS:
         assert rpc.rpc_sync(name, is_plain), name
-
-
-def stop_counting() -> None:
-    current_node().counting.stop()
 
 
 def test_a_block_that_raises_is_written_as_well(trio: Cluster, tmp_path: Path) -> None:

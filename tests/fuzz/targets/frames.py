@@ -54,18 +54,18 @@ def _feed(data: bytes, capacity: int, piece_bytes: int) -> tuple[list[Frame], Pr
     return frames, None
 
 
-def _plain(frame: Frame) -> Frame:
+def plain(frame: Frame) -> Frame:
     return frame._replace(
         control=bytes(frame.control), buffers=[bytes(buffer) for buffer in frame.buffers]
     )
 
 
-def _encoded(frame: Frame) -> bytes:
+def encoded(frame: Frame) -> bytes:
     buffers = [memoryview(buffer) for buffer in frame.buffers]
-    return _joined(encode_frame(frame.kind, frame.flags, frame.id, bytes(frame.control), buffers))
+    return joined(encode_frame(frame.kind, frame.flags, frame.id, bytes(frame.control), buffers))
 
 
-def _joined(parts: list[Buffer]) -> bytes:
+def joined(parts: list[Buffer]) -> bytes:
     return b"".join(bytes(part) for part in parts)
 
 
@@ -82,24 +82,24 @@ def run(data: bytes) -> Exception | None:
     )
     for frame in whole:
         assert len(frame.control) <= CONTROL_LIMIT_BYTES
-        assert len(_encoded(frame)) <= FRAME_LIMIT_BYTES
+        assert len(encoded(frame)) <= FRAME_LIMIT_BYTES
     if refusal is None:
-        frames = [_plain(frame) for frame in whole]
-        assert frames == [_plain(frame) for frame in cut]
-        assert stream.startswith(b"".join(map(_encoded, frames)))
+        frames = [plain(frame) for frame in whole]
+        assert frames == [plain(frame) for frame in cut]
+        assert stream.startswith(b"".join(map(encoded, frames)))
     return refusal
 
 
 def seeds() -> list[bytes]:
     """Returns streams of frames of every shape, cut in several ways."""
-    plain = _encoded(Frame(4, 2, 7, b"control part", []))
-    one = _encoded(Frame(3, 0, 1 << 63, b"c" * 30, [b"x" * 20]))
-    large = _encoded(Frame(3, 0, 9, b"c" * 50, [b"x" * 90, b"", b"y" * 40]))
-    empty = _encoded(Frame(0, 0, 0, b"", []))
-    many = _encoded(Frame(5, 1, 2, b"", [b"ab"] * 20))
+    plain = encoded(Frame(4, 2, 7, b"control part", []))
+    one = encoded(Frame(3, 0, 1 << 63, b"c" * 30, [b"x" * 20]))
+    large = encoded(Frame(3, 0, 9, b"c" * 50, [b"x" * 90, b"", b"y" * 40]))
+    empty = encoded(Frame(0, 0, 0, b"", []))
+    many = encoded(Frame(5, 1, 2, b"", [b"ab"] * 20))
     beyond = HEADER.pack(1, 0, 2, 10, 0) + struct.pack("<2Q", 1 << 63, 1 << 63)
     streams = (plain + one + empty, large + plain, many + one, empty * 3, plain + large, beyond)
-    long_control = _encoded(Frame(3, 0, 0, b"c" * CONTROL_LIMIT_BYTES, []))
+    long_control = encoded(Frame(3, 0, 0, b"c" * CONTROL_LIMIT_BYTES, []))
     streams += (plain + long_control, HEADER.pack(1, 0, 0xFFFF, 0, 0) + b"\0" * HEADER_BYTES)
     return [bytes([cut]) + stream for stream in streams for cut in (4 << 2, 17 << 2, 61 << 2 | 3)]
 

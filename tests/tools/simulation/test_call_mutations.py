@@ -10,6 +10,7 @@ import pytest
 
 from tests.simulation.call_worker import Asked, Served
 from tests.simulation.test_calls_simulated import PROGRAMS, Run
+from tests.tools.simulation.failing import fails
 from torchweft.protocol.calls import (
     Action,
     CallClient,
@@ -334,12 +335,8 @@ MUTANTS: dict[str, list[Any]] = {
 )
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, name: str, mutant: Any) -> None:
     monkeypatch.setattr(f"tests.simulation.call_worker.{name}", mutant)
-    assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
-
-
-def fails(program: Callable[[Run], None], seed: int) -> bool:
-    try:
-        program(Run(seed, has_strange=PROGRAMS[program]))
-    except AssertionError:
-        return True
-    return False
+    assert any(
+        fails(program, Run(seed, has_strange=PROGRAMS[program]))
+        for seed in range(SEEDS)
+        for program in PROGRAMS
+    )

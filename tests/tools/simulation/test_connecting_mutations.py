@@ -7,14 +7,13 @@ seeds, unmutated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from tests.simulation.connections import Node
 from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
 from tests.thorough import CHECKED, share
+from tests.tools.simulation.failing import fails
 from torchweft.protocol.connecting import (
     Action,
     Answer,
@@ -187,12 +186,4 @@ MUTANTS = {
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[Connecting]) -> None:
     monkeypatch.setattr(Node, "machine_type", mutant)
     seeds = [MUTANTS[mutant], *range(SEEDS)]
-    assert any(fails(program, seed) for seed in seeds for program in PROGRAMS)
-
-
-def fails(program: Callable[[Run], Any], seed: int) -> bool:
-    try:
-        program(Run(seed))
-    except AssertionError:
-        return True
-    return False
+    assert any(fails(program, Run(seed)) for seed in seeds for program in PROGRAMS)

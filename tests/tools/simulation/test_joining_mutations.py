@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.simulation.test_joining_simulated import ClosedRun, OpenRun, Run
+from tests.tools.simulation.failing import fails
 from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
 from torchweft.protocol.membership.registration import Directory, Registration, Roster
@@ -185,12 +186,4 @@ FAULTS: list[tuple[Fault, type[Run]]] = [
 @pytest.mark.parametrize(("fault", "kind"), FAULTS, ids=lambda each: each.__name__)
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, fault: Fault, kind: type[Run]) -> None:
     fault(monkeypatch)
-    assert any(fails(kind, seed) for seed in range(SEEDS))
-
-
-def fails(kind: type[Run], seed: int) -> bool:
-    try:
-        kind(seed).run()
-    except AssertionError:
-        return True
-    return False
+    assert any(fails(kind(seed).run) for seed in range(SEEDS))

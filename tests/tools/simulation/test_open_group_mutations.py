@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.simulation.test_open_groups_simulated import Run, come_and_die, come_and_go
+from tests.tools.simulation.failing import fails
 from torchweft.protocol.membership.leader import Report, Step
 from torchweft.protocol.membership.leaving import Action, BeginSettling, Left, OpenLeaving, Stage
 
@@ -104,12 +103,4 @@ class KeepsItsReferences(OpenLeaving):
 )
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[OpenLeaving]) -> None:
     monkeypatch.setattr("tests.simulation.test_open_groups_simulated.OpenLeaving", mutant)
-    assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
-
-
-def fails(program: Callable[[Run], None], seed: int) -> bool:
-    try:
-        program(Run(seed))
-    except AssertionError:
-        return True
-    return False
+    assert any(fails(program, Run(seed)) for seed in range(SEEDS) for program in PROGRAMS)

@@ -6,13 +6,12 @@ seeds, unmutated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from tests.simulation.flood_world import Connection, Flood
 from tests.simulation.test_strangers_simulated import PROGRAMS, SEED_COUNT
 from tests.thorough import CHECKED, share
+from tests.tools.simulation.failing import fails
 from torchweft.protocol.connecting.strangers import Admissions, Strangers
 
 SEEDS = 12
@@ -99,11 +98,3 @@ MUTANTS: list[type[Machine]] = [
 def test_a_fault_is_found(monkeypatch: pytest.MonkeyPatch, mutant: type[Machine]) -> None:
     monkeypatch.setattr(Flood, "machine_type", mutant)
     assert any(fails(program, seed) for seed in range(SEEDS) for program in PROGRAMS)
-
-
-def fails(program: Callable[[int], None], seed: int) -> bool:
-    try:
-        program(seed)
-    except AssertionError:
-        return True
-    return False

@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.serialize import importable
+from tests.unit.serialize.trips import by_codes
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import by_value
 from torchweft.serialize.by_value import Code, bind, take_apart
@@ -42,14 +43,6 @@ def bound(function: Any, *args: Any) -> tuple[Any, tuple[Any, ...]]:
     """Takes a function apart, and makes another one of the parts, as a receiver does."""
     code, captured = apart(function)
     return bind(Code(code.content), (*captured, *args))
-
-
-def by_codes(value: Any, main_by_name: bool = True) -> Any:
-    """Returns a value after a trip in a pickle whose code travels separately."""
-    codes: list[Code] = []
-    packed = pack(value, main_by_name=main_by_name, codes=codes)
-    received = [Code(code.content) for code in codes]
-    return unpack(packed.payload, packed.tensors, packed.externals, codes=received)
 
 
 def whole(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from tests.tables import cases
 from tests.thorough import examples
-from tests.unit.serialize.trips import raw
+from tests.unit.serialize.trips import random_tensor, raw
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline, table
 from torchweft.serialize.extents import UNION_FLOOR_BYTES
@@ -48,15 +48,6 @@ def flags_of(*tensors: Tensor) -> list[int]:
     data = encode(*tensors)
     assert data is not None
     return inline.decode(data, 0)[1]
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Returns a tensor of random bits, which may include NaN and infinities."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    limit = 2 if dtype is torch.bool else 256
-    bits = torch.randint(0, limit, (count,), dtype=torch.uint8, generator=generator)
-    return bits.view(dtype).view(shape)
 
 
 def check(arrived: Tensor, sent: Tensor) -> None:

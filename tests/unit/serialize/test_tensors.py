@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from tests.tables import cases
 from tests.thorough import examples
-from tests.unit.serialize.trips import copies, object_trip, raw, tensor_trip
+from tests.unit.serialize.trips import copies, object_trip, random_tensor, raw, tensor_trip
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline
 from torchweft.serialize import tensors as tensors_module
@@ -34,15 +34,6 @@ from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 pytestmark = pytest.mark.filterwarnings("ignore:.* support is experimental")
 
 ALL_DTYPES = sorted(CODES, key=CODES.__getitem__)
-
-
-def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Returns a tensor of random bits, which may include NaN and infinities."""
-    generator = torch.Generator().manual_seed(seed)
-    count = torch.Size(shape).numel() * dtype.itemsize
-    limit = 2 if dtype is torch.bool else 256
-    bits = torch.randint(0, limit, (count,), dtype=torch.uint8, generator=generator)
-    return bits.view(dtype).view(shape)
 
 
 def same(left: Tensor, right: Tensor) -> bool:

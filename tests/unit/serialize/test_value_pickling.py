@@ -12,18 +12,11 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.serialize.trips import by_codes
 from torchweft.errors import NotAllowed, SerializationError
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.reading import make_reader
-
-
-def by_codes(value: Any, main_by_name: bool = True) -> Any:
-    """Returns a value after a trip in a pickle whose code travels separately."""
-    codes: list[Code] = []
-    packed = pack(value, main_by_name=main_by_name, codes=codes)
-    received = [Code(code.content) for code in codes]
-    return unpack(packed.payload, packed.tensors, packed.externals, codes=received)
 
 
 def test_functions_that_share_globals_share_them_after_the_trip() -> None:

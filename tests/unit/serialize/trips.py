@@ -1,4 +1,4 @@
-"""Helpers for the tests of this folder: a round trip through bytes."""
+"""Helpers for the tests of this folder: round trips through bytes, and tensors for them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.tensors import as_memory, describe, rebuild
 
@@ -34,3 +35,20 @@ def raw(tensor: Tensor) -> bytes:
     if plain.element_size() == 1:
         plain = plain.view(torch.uint8)  # torch cannot copy every one-byte dtype
     return bytes(as_memory(plain.contiguous().view(-1)))
+
+
+def by_codes(value: Any, main_by_name: bool = True) -> Any:
+    """Returns a value after a trip in a pickle whose code travels separately."""
+    codes: list[Code] = []
+    packed = pack(value, main_by_name=main_by_name, codes=codes)
+    received = [Code(code.content) for code in codes]
+    return unpack(packed.payload, packed.tensors, packed.externals, codes=received)
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Returns a tensor of random bits, which may include NaN and infinities."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    limit = 2 if dtype is torch.bool else 256
+    bits = torch.randint(0, limit, (count,), dtype=torch.uint8, generator=generator)
+    return bits.view(dtype).view(shape)

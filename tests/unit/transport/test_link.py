@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from tests.unit.transport.secure.meeting import tcp_pair
 from torchweft.errors import ProtocolError
 from torchweft.transport import link
 from torchweft.transport.link import Link, LinkClosed
@@ -39,12 +40,6 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
     yield one, other
     one.link.close()
     other.link.close()
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        first = socket.create_connection(listener.getsockname())
-        return first, listener.accept()[0]
 
 
 def frame_parts(number: int, control: bytes = b"", *buffers: bytes) -> list[Buffer]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from tests.unit.transport.secure.meeting import tcp_pair
 from torchweft.errors import ProtocolError
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink, position_in
@@ -25,12 +25,6 @@ pytestmark = pytest.mark.usefixtures("not_main")
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 20
 BIG_BYTES = 16 << 20
-
-
-def tcp_pair() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        first = socket.create_connection(listener.getsockname())
-        return first, listener.accept()[0]
 
 
 class End:

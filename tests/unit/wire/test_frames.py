@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.targets.frames import encoded, plain
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.wire.frames import (
     HEADER,
     HEADER_BYTES,
     MAX_BUFFERS,
-    Buffer,
     Frame,
     FrameParser,
     encode_frame,
@@ -45,21 +45,6 @@ def new_parser(
 ) -> FrameParser:
     memory = memory or Memory()
     return FrameParser(memory.allocate, capacity, control_limit, frame_limit)
-
-
-def joined(parts: list[Buffer]) -> bytes:
-    return b"".join(bytes(part) for part in parts)
-
-
-def encoded(frame: Frame) -> bytes:
-    buffers = [memoryview(buffer) for buffer in frame.buffers]
-    return joined(encode_frame(frame.kind, frame.flags, frame.id, bytes(frame.control), buffers))
-
-
-def plain(frame: Frame) -> Frame:
-    return frame._replace(
-        control=bytes(frame.control), buffers=[bytes(buffer) for buffer in frame.buffers]
-    )
 
 
 def feed(parser: FrameParser, data: bytes, sizes: list[int]) -> list[Frame]:
