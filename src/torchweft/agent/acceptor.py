@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torchweft import knobs
 from torchweft.agent.connector import REGISTRATION, VERDICT, Connector, send_verdict
@@ -40,21 +40,13 @@ _AT_A_TIME = 32
 """Connections that are accepted before the thread looks for other events."""
 
 
-class Lookup(Protocol):
-    """Returns the other worker with an id, or None if there is none.
-
-    In an open group, adds an unknown worker that sends its registration.
-    """
-
-    def __call__(self, worker: int, registration: Registration | None) -> Peer | None: ...
-
-
 class Acceptor:
     """Accepts connections of other workers.
 
     Args:
         connector: Dials the same worker's connections.
-        lookup: Finds the worker that connects.
+        lookup: Returns the other worker with an id; None if there is none. In an open group, adds
+            an unknown worker that sends its registration.
         begin: Has another thread call ``greet`` with a connection.
         dial: Has another thread dial a worker whose connection cannot be accepted.
         observers_key: The key of observers, which open connections for one question each.
@@ -63,7 +55,7 @@ class Acceptor:
     def __init__(
         self,
         connector: Connector,
-        lookup: Lookup,
+        lookup: Callable[[int, Registration | None], Peer | None],
         begin: Callable[[socket.socket], None],
         dial: Callable[[Peer], None],
         observers_key: Secret,

@@ -7,8 +7,7 @@ message whose tensors they belong to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -17,16 +16,12 @@ from torchweft.errors import SerializationError
 from torchweft.protocol.membership.registration import Registration
 
 DeviceMap = Mapping[torch.device, torch.device]
+Place = Callable[[torch.device], torch.device]
+"""Returns the receiver's device for the device of a tensor at its sender."""
 
 HOST = torch.device("cpu")
 _UNMAPPED = ("cpu", "meta")
 """Types of devices that need no entry in a map. (Tensors on ``meta`` stay in their process.)"""
-
-
-class Place(Protocol):
-    """Returns the receiver's device for the device of a tensor at its sender."""
-
-    def __call__(self, device: torch.device, /) -> torch.device: ...
 
 
 class DeviceMaps:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -105,14 +105,8 @@ def _used_elsewhere(pairs: Sequence[tuple[Tensor, Tensor]], borrowed: Iterable[T
     return used
 
 
-class Sink(Protocol):
-    """Receives the gradients of leaves."""
-
-    def __call__(
-        self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]
-    ) -> object:
-        """Adds the gradients of one engine call; ``borrowed`` tensors are used elsewhere too."""
-        ...
+Sink = Callable[[Iterable[tuple[Tensor, Tensor]], Iterable[Tensor]], object]
+"""Adds the gradients of leaves of one engine call; other code uses those of the second argument."""
 
 
 class Gradients:
