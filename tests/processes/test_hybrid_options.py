@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.processes import hybrid_functions
-from tests.processes.ddp_functions import join_all
+from tests.processes.ddp_functions import join
 from tests.processes.hybrid_functions import WORDS, make_net, spread, train_alone, train_with
 from torchweft import rpc
 from torchweft.embedding import Cache, Dynamic, TableConfig, TableWise, Wire, initial
@@ -31,8 +31,12 @@ STEPS = 6
 
 @pytest.fixture(scope="module", autouse=True)
 def workers(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = str(tmp_path_factory.mktemp("gloo") / "store")
     with cluster(workers=3, nursery=nursery):
-        join_all(TRAINERS, tmp_path_factory.mktemp("gloo"))
+        for call in [
+            rpc.rpc_async(name, join, args=(rank, 2, store)) for rank, name in enumerate(TRAINERS)
+        ]:
+            call.wait()
         yield
 
 

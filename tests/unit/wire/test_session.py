@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.fuzz.targets.frames import joined
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
-from torchweft.wire.frames import encode_frame
+from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
 from torchweft.wire.session import (
     ACKNOWLEDGE_BYTES,
@@ -16,6 +17,10 @@ from torchweft.wire.session import (
     Incoming,
     Outgoing,
 )
+
+
+def joined(parts: Sequence[Buffer]) -> bytes:
+    return b"".join(bytes(part) for part in parts)
 
 
 def test_what_is_not_acknowledged_is_kept_to_be_sent_again() -> None:
