@@ -12,33 +12,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from tests.gradient_functions import Noted, Rejoin, Sine, TwoOrOne
 from tests.higher_order_programs import norms_everywhere
 from tests.higher_order_sites import WORKERS, Program, Site
+from tests.random_steps import NAMES, OPERATIONS, Compute, Remember, Use, at, computed
 
-# The parts of a program. They name a value by its age in the body's list.
-
-
-class Compute(NamedTuple):
-    """Adds a value computed from two others."""
-
-    operation: str
-    first: int
-    second: int
-
-
-class Use(NamedTuple):
-    """Adds a parameter of this worker, as it is."""
-
-    name: str
-
-
-class Remember(NamedTuple):
-    """Feeds a value to the hidden state of this worker, and adds the state."""
-
-    value: int
+# The parts of a program, beside those of ``random_steps``.
 
 
 class Differentiate(NamedTuple):
@@ -74,13 +53,6 @@ class Body(NamedTuple):
     results: int
 
 
-OPERATIONS = (
-    "sine", "unbind", "product", "layer", "layer", "hooked", "sum", "one of two", "rejoined",
-    "recomputed", "in place",
-)  # fmt: skip
-NAMES = ("v", "w")
-
-
 class Generator:
     """Draws bodies."""
 
@@ -108,7 +80,7 @@ class Generator:
             return Remember(self._late())
         if kind < 0.77:
             return Use(chance.choice(NAMES))
-        return Compute(chance.choice(OPERATIONS), self._late(), self._late() + 1)
+        return Compute(chance.choice((*OPERATIONS, "in place")), self._late(), self._late() + 1)
 
     def _call(self, worker: int, depth: int, may_remember: bool) -> Call:
         chance = self.chance
@@ -149,26 +121,22 @@ def run(site: Site, body: Body, *arguments: Tensor) -> list[Tensor]:
     return values[-body.results :]
 
 
-def _at(values: list[Tensor], age: int) -> Tensor:
-    return values[-1 - age % len(values)]
-
-
 def _use(site: Site, step: Use, _: list[Tensor]) -> list[Tensor]:
     return [site.parameter(step.name)]
 
 
 def _remember(site: Site, step: Remember, values: list[Tensor]) -> list[Tensor]:
     state = site.state.get("state", site.parameter("state"))
-    site.state["state"] = torch.tanh(state * site.parameter("v") + _at(values, step.value))
+    site.state["state"] = torch.tanh(state * site.parameter("v") + at(values, step.value))
     return [site.state["state"]]
 
 
 def _differentiate(site: Site, step: Differentiate, values: list[Tensor]) -> list[Tensor]:
-    output = _at(values, step.output)
-    inputs = [value for age in step.inputs if (value := _at(values, age)).requires_grad]
+    output = at(values, step.output)
+    inputs = [value for age in step.inputs if (value := at(values, age)).requires_grad]
     if not output.requires_grad or not inputs:
         return []
-    weight = torch.ones_like(output) if step.weight is None else _at(values, step.weight)
+    weight = torch.ones_like(output) if step.weight is None else at(values, step.weight)
     if not step.create_graph:
         weight = weight.detach()  # torch may return the weight itself, with its graph.
     found = site.grad(
@@ -189,29 +157,15 @@ def _call(site: Site, step: Call, values: list[Tensor]) -> list[Tensor]:
 
 def _fan_out(site: Site, step: FanOut, values: list[Tensor]) -> list[Tensor]:
     waits = [
-        site.start(call.to, run, call.body, *[_at(values, age) for age in call.arguments])
+        site.start(call.to, run, call.body, *[at(values, age) for age in call.arguments])
         for call in step.calls
     ]
     return [result for wait in waits for result in wait()]
 
 
 def _compute(site: Site, step: Compute, values: list[Tensor]) -> list[Tensor]:
-    first, second = _at(values, step.first), _at(values, step.second)
-    if step.operation == "sine":
-        return [Sine.apply(first, 0.5, second)]  # type: ignore[no-untyped-call]
-    if step.operation == "unbind":
-        return [torch.stack([first, second]).unbind()[1] * 0.5]
-    if step.operation == "product":
-        return [torch.tanh(first * second.sum())]
-    if step.operation == "sum":
-        return [(first + second) / 2]
-    if step.operation == "one of two":
-        return [TwoOrOne.apply(first)[1] / 5]  # type: ignore[no-untyped-call]
-    if step.operation == "rejoined":
-        return [Rejoin.apply(first, Noted.apply(second))]  # type: ignore[no-untyped-call]
-    if step.operation == "recomputed":
-        return [checkpoint(_layer, first, site.parameter("w"), second, use_reentrant=False)]
-    result = _layer(first, site.parameter("w"), second)
+    first, second = at(values, step.first), at(values, step.second)
+    result = computed(step.operation, first, second, site.parameter("w"))
     if step.operation == "in place":
         changed = (result * 2).add_(second)
         changed[1:].tanh_()
@@ -220,10 +174,6 @@ def _compute(site: Site, step: Compute, values: list[Tensor]) -> list[Tensor]:
         # Not linear, so it must see the whole gradient.
         result.register_hook(lambda gradient: torch.sin(3 * gradient))
     return [result]
-
-
-def _layer(first: Tensor, weight: Tensor, second: Tensor) -> Tensor:
-    return torch.tanh(first * weight + second)
 
 
 _RUNNERS: dict[type, Callable[[Site, Any, list[Tensor]], list[Tensor]]] = {

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import torchweft
-from tests.gradient_functions import Noted, Rejoin, Sine, TwoOrOne
+from tests.random_steps import NAMES, OPERATIONS, Compute, Remember, Use, at, computed
 from torchweft import rpc
 from torchweft.errors import AutogradError
 
@@ -27,27 +26,7 @@ WORKERS = 3
 Gradients = dict[tuple[int, str], Tensor]
 
 
-# The parts of a program. A step names a value by its age in the body's list; 0 is the last value.
-
-
-class Compute(NamedTuple):
-    """Adds a value computed from two values."""
-
-    operation: str
-    first: int
-    second: int
-
-
-class Use(NamedTuple):
-    """Adds a parameter of this worker, unchanged."""
-
-    name: str
-
-
-class Remember(NamedTuple):
-    """Feeds a value to the hidden state of this worker, and adds the state."""
-
-    value: int
+# The parts of a program, beside those of ``random_steps``.
 
 
 class Touch(NamedTuple):
@@ -90,13 +69,6 @@ class Program(NamedTuple):
     passes: int
 
 
-OPERATIONS = (
-    "sine", "unbind", "product", "layer", "layer", "hooked", "sum", "one of two", "rejoined",
-    "recomputed", "kept",
-)  # fmt: skip
-NAMES = ("v", "w")
-
-
 class Generator:
     """Draws programs."""
 
@@ -124,7 +96,7 @@ class Generator:
             return Remember(self._late())
         if kind < 0.5:
             return Use(chance.choice(NAMES))
-        return Compute(chance.choice(OPERATIONS), self._late(), self._late() + 1)
+        return Compute(chance.choice((*OPERATIONS, "kept")), self._late(), self._late() + 1)
 
     def _call(self, worker: int, depth: int, may_remember: bool) -> Call:
         chance = self._chance
@@ -200,7 +172,7 @@ class Site:
             _touch(arguments[step.place % len(arguments)])
             return []
         if isinstance(step, Remember):
-            fed = self.fetch(_at(values, step.value))
+            fed = self.fetch(at(values, step.value))
             self.state = torch.tanh(self.state * self.parameters["v"] + fed)
             return [self.state]
         if isinstance(step, Compute):
@@ -210,23 +182,8 @@ class Site:
         return [result for results in outcomes for result in results]
 
     def _compute(self, step: Compute, values: list[Any]) -> Tensor:
-        first, second = (self.fetch(_at(values, at)) for at in (step.first, step.second))
-        if step.operation == "sine":
-            result: Tensor = Sine.apply(first, 0.5, second)  # type: ignore[no-untyped-call]
-        elif step.operation == "unbind":
-            result = torch.stack([first, second]).unbind()[1] * 0.5
-        elif step.operation == "product":
-            result = torch.tanh(first * second.sum())
-        elif step.operation == "sum":
-            result = (first + second) / 2
-        elif step.operation == "one of two":
-            result = TwoOrOne.apply(first)[1] / 5  # type: ignore[no-untyped-call]
-        elif step.operation == "rejoined":
-            result = Rejoin.apply(first, Noted.apply(second))  # type: ignore[no-untyped-call]
-        elif step.operation == "recomputed":
-            result = checkpoint(_layer, first, self.parameters["w"], second, use_reentrant=False)
-        else:
-            result = _layer(first, self.parameters["w"], second)
+        first, second = (self.fetch(at(values, age)) for age in (step.first, step.second))
+        result = computed(step.operation, first, second, self.parameters["w"])
         if step.operation == "hooked":
             # Not linear, so the result is right only if the hook gets the whole gradient.
             result.register_hook(lambda gradient: gradient.clamp(-0.3, 0.3))
@@ -235,16 +192,8 @@ class Site:
         return result
 
 
-def _layer(first: Tensor, weight: Tensor, second: Tensor) -> Tensor:
-    return torch.tanh(first * weight + second)
-
-
-def _at(values: list[Any], age: int) -> Any:
-    return values[-1 - age % len(values)]
-
-
 def _arguments_of(call: Call, values: list[Any]) -> list[Any]:
-    chosen = [_at(values, age) for age in call.arguments]
+    chosen = [at(values, age) for age in call.arguments]
     if not any(isinstance(step, Touch) for step in call.body.steps):
         return chosen
     # An argument that is changed in place must not be another argument too, but may share memory
