@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import pytest
 
 from tests.thorough import share
 
+R = TypeVar("R")
 BATCH = 50
 MOST_BATCHES = 200
 """A test with very many seeds uses larger batches."""
@@ -38,22 +40,26 @@ def name_of(batch: range) -> str:
 
 def try_seeds(
     batch: range,
-    start: Callable[[int], Callable[[], None]],
-    trace_of: Callable[[], Iterable[object]] = list,
+    make: Callable[[int], R],
+    run: Callable[[R], object],
+    trace_of: Callable[[R], Iterable[object]] = lambda made: (),
 ) -> None:
     """Runs every seed of a batch; a failure says how to run its seed again.
 
     Args:
         batch: The seeds.
-        start: Given a seed, returns a function that runs it.
-        trace_of: Returns the trace of the run that was started last.
+        make: Makes the run of a seed.
+        run: Runs it.
+        trace_of: Returns the trace of a run.
     """
     for seed in batch:
+        made: list[R] = []
         try:
-            start(seed)()
+            made.append(make(seed))
+            run(made[0])
         except Exception as error:
             if len(batch) == 1:
-                for line in list(trace_of())[-LINES_SHOWN:]:
+                for line in [line for each in made for line in trace_of(each)][-LINES_SHOWN:]:
                     print(line)
                 raise
             test = os.environ.get("PYTEST_CURRENT_TEST", "").split("[")[0].replace(" (call)", "")

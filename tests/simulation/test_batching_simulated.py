@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -115,10 +114,4 @@ class World(Timeline):
 
 @pytest.mark.parametrize("batch", batches(2000), ids=name_of)
 def test_every_call_has_one_outcome_in_time(batch: range) -> None:
-    worlds: list[World] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        worlds[:] = [World(seed)]
-        return worlds[0].run
-
-    try_seeds(batch, start, lambda: worlds[0].trace)
+    try_seeds(batch, World, World.run, lambda world: world.trace)

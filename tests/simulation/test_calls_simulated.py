@@ -94,13 +94,12 @@ PROGRAMS: dict[Callable[[Run], None], bool] = {live: False, lose: False, leave: 
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_each_call_ends_once_and_truthfully(batch: range, program: Callable[[Run], None]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed, has_strange=PROGRAMS[program])]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(
+        batch,
+        lambda seed: Run(seed, has_strange=PROGRAMS[program]),
+        program,
+        lambda run: run.world.trace,
+    )
 
 
 def test_a_seed_tells_the_whole_run() -> None:

@@ -134,10 +134,4 @@ def part_in_ruins(run: Run) -> None:
 @pytest.mark.parametrize("program", [part_in_peace, part_in_ruins])
 @pytest.mark.parametrize("batch", batches(200), ids=name_of)
 def test_a_group_ends_when_it_is_quiet(batch: range, program: Callable[[Run], None]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed)]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, Run, program, lambda run: run.world.trace)

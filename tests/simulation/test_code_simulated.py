@@ -15,17 +15,10 @@ STEPS = 400
 SEEDS = 60
 """A fault must be found within this many runs."""
 
-_worlds: list[CodeWorld] = []
-
-
-def start(seed: int) -> CodeWorld:
-    _worlds[:] = [CodeWorld(seed)]
-    return _worlds[0]
-
 
 @pytest.mark.parametrize("batch", batches(500), ids=name_of)
 def test_no_call_lacks_its_code(batch: range) -> None:
-    try_seeds(batch, lambda seed: lambda: start(seed).run(STEPS), lambda: _worlds[0].trace)
+    try_seeds(batch, CodeWorld, lambda world: world.run(STEPS), lambda world: world.trace)
 
 
 def test_the_simulation_goes_everywhere() -> None:

@@ -204,13 +204,7 @@ PROGRAMS: list[Callable[[Run], None]] = [
 def test_living_workers_meet_and_dead_ones_are_lost(
     batch: range, program: Callable[[Run], None]
 ) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed)]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, Run, program, lambda run: run.world.trace)
 
 
 def test_a_seed_tells_the_whole_run() -> None:

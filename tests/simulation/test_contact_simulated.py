@@ -128,10 +128,4 @@ def lose_who_is_cut_off(run: Run) -> None:
 @pytest.mark.parametrize("program", [keep_who_answers, lose_who_is_dead, lose_who_is_cut_off])
 @pytest.mark.parametrize("batch", batches(200), ids=name_of)
 def test_only_who_does_not_answer_is_lost(batch: range, program: Callable[[Run], None]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed)]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, Run, program, lambda run: run.world.trace)

@@ -10,7 +10,7 @@ know each other. No two living workers have the same name or rank; an id names o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -240,10 +240,4 @@ Run = ClosedRun | OpenRun
 @pytest.mark.parametrize("kind", [ClosedRun, OpenRun])
 @pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_a_group_is_found_together(batch: range, kind: type[Run]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [kind(seed)]
-        return runs[0].run
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, kind, kind.run, lambda run: run.world.trace)

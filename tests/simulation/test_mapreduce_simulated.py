@@ -215,10 +215,4 @@ class World:
 
 @pytest.mark.parametrize("batch", batches(2000), ids=name_of)
 def test_every_part_has_one_valid_result_in_the_end(batch: range) -> None:
-    worlds: list[World] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        worlds[:] = [World(seed)]
-        return worlds[0].run
-
-    try_seeds(batch, start, lambda: worlds[0].trace)
+    try_seeds(batch, World, World.run, lambda world: world.trace)

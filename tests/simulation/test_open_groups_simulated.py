@@ -139,10 +139,4 @@ def come_and_die(run: Run) -> None:
 @pytest.mark.parametrize("program", [come_and_go, come_and_die])
 @pytest.mark.parametrize("batch", batches(200), ids=name_of)
 def test_who_leaves_owes_nobody_an_answer(batch: range, program: Callable[[Run], None]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed)]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, Run, program, lambda run: run.world.trace)

@@ -204,13 +204,7 @@ PROGRAMS = [live_and_let_go, pass_around, go_home, shut_down, lose_workers]
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_no_value_dies_early_or_stays(batch: range, program: Callable[[Run], None]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed)]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, Run, program, lambda run: run.world.trace)
 
 
 def test_a_seed_tells_the_whole_run() -> None:

@@ -125,13 +125,7 @@ def die_and_come_back(run: Run) -> None:
 @pytest.mark.parametrize("program", [outlive_breaks, die_and_come_back])
 @pytest.mark.parametrize("batch", batches(300), ids=name_of)
 def test_frames_arrive_once_and_in_order(batch: range, program: Callable[[Run], None]) -> None:
-    runs: list[Run] = []
-
-    def start(seed: int) -> Callable[[], None]:
-        runs[:] = [Run(seed)]
-        return lambda: program(runs[0])
-
-    try_seeds(batch, start, lambda: runs[0].world.trace)
+    try_seeds(batch, Run, program, lambda run: run.world.trace)
 
 
 def test_an_idle_session_says_nothing() -> None:

@@ -265,4 +265,4 @@ class Group:
 
 @pytest.mark.parametrize("batch", batches(SEEDS), ids=name_of)
 def test_all_stay_until_the_group_is_quiet_and_all_are_let_go(batch: range) -> None:
-    try_seeds(batch, lambda seed: Group(seed).run)
+    try_seeds(batch, Group, Group.run)

@@ -86,4 +86,4 @@ PROGRAMS: list[Callable[[int], None]] = [keep_the_place, come_late, come_in_time
 @pytest.mark.parametrize("batch", batches(SEED_COUNT), ids=name_of)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_members_get_in(program: Callable[[int], None], batch: range) -> None:
-    try_seeds(batch, lambda seed: lambda: program(seed))
+    try_seeds(batch, int, program)

@@ -220,18 +220,12 @@ class World(Timeline):
 
 @pytest.mark.parametrize("batch", batches(20_000), ids=name_of)
 def test_every_sampler_has_a_whole_version_and_names_it(batch: range) -> None:
-    worlds: list[World] = []
     deltas = 0
 
-    def start(seed: int) -> Callable[[], None]:
-        worlds[:] = [World(seed)]
-        return worlds[0].run
-
-    def count(seed: int) -> Callable[[], None]:
+    def run(world: World) -> None:
         nonlocal deltas
-        if worlds:
-            deltas += sum(each.deltas for each in worlds[0].samplers)
-        return start(seed)
+        world.run()
+        deltas += sum(each.deltas for each in world.samplers)
 
-    try_seeds(batch, count, lambda: worlds[0].trace)
+    try_seeds(batch, World, run, lambda world: world.trace)
     assert len(batch) < 20 or deltas, "no world has sent a delta"
