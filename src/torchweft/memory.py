@@ -1,9 +1,9 @@
 """Tensors in memory that the workers of one host share.
 
-Such a tensor is passed to a call, or returned by one, without any copy: the tensor that the other
-worker gets is the same memory, and each side sees at once what the other writes, as with the
-shared tensors of ``torch.multiprocessing``. There is no lock: the program must order the writes,
-for instance by the order of its calls::
+Such a tensor is passed to a call, or returned by one, without any copy. The tensor that the other
+worker gets is the same memory. Each side sees at once what the other writes, as with the shared
+tensors of ``torch.multiprocessing``. There is no lock: the program must order the writes, for
+instance by the order of its calls::
 
     table = torchweft.memory.share(torch.randn(1_000_000, 64))
     torchweft.rpc_sync("reader", lookup, args=(table, rows))

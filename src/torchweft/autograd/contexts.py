@@ -453,8 +453,8 @@ def _released_error(context_id: int) -> AutogradError:
     )
 
 
-# A context variable, since each thread and each task has its own: tasks that share a thread stay
-# apart, and code that runs in a copy of the Python context records into the same one.
+# A context variable, so that tasks that share a thread stay apart. Code that runs in a copy of the
+# Python context records into the same autograd context.
 _current: ContextVar[int] = ContextVar("torchweft autograd context", default=0)
 
 current_id: Callable[[], int] = _current.get

@@ -1,10 +1,10 @@
 """The tensors that a program names for a pass: its roots, and for ``grad`` the inputs.
 
 A pass for certain inputs may stop at an input unless another input lies upstream. No worker sees
-the whole graph; but a path that returns from another worker enters through a message that this
-worker sent before it received the message by which the path left. Later messages cannot matter.
-So this worker's graph and the order of its messages suffice. The result is conservative: it may
-report a path to an input where there is none.
+the whole graph. But consider a path that leaves by a received message and returns from another
+worker. It returns through a message that this worker sent before it received that one. Later
+messages cannot matter, so this worker's graph and the order of its messages suffice. The result is
+conservative: it may report a path to an input where there is none.
 
 Rules of the file: a pass ends at an input, or goes through it if other inputs may lie upstream.
 It also ends at a replaced result, whose graph was lost with a worker: when the gradient there is

@@ -167,10 +167,10 @@ def resumable(
             loss = train_one_step(batches[step])
             state["losses"].append(loss)
 
-    Leaving the loop by ``break`` saves nothing, and the steps cannot be iterated over again. If the
-    launcher has notice that this host will be given up, as when SLURM pre-empts a job, the current
-    step is finished and saved, and the program ends by ``SystemExit`` with status 75, for the
-    launcher to start it again.
+    Leaving the loop by ``break`` saves nothing, and the steps cannot be iterated over again. The
+    launcher may have notice that this host will be given up, as when SLURM pre-empts a job. Then
+    the current step is finished and saved, and the program ends by ``SystemExit`` with status 75,
+    for the launcher to start it again.
 
     Args:
         steps: How many steps the whole training has.

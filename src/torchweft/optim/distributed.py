@@ -53,9 +53,9 @@ class DistributedOptimizer(Optimizer):
     ``param_groups`` holds the hyper-parameters, and may be changed at any time, also by the
     schedulers of ``torch.optim.lr_scheduler``: the next step tells the owners. Sparse gradients
     reach the local optimizer unchanged, so its support for them applies. Not thread-safe; trainers
-    that share parameters each make their own optimizer. If one trainer steps between the forward
-    and the backward pass of another, and that backward pass needs the old weights, the backward
-    pass raises, as in local training.
+    that share parameters each make their own optimizer. One trainer may step between the forward
+    and the backward pass of another. If that backward pass needs the old weights, it raises, as in
+    local training.
 
     Args:
         optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.

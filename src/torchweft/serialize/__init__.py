@@ -1,8 +1,8 @@
 """Serializes objects and tensors to bytes, and back.
 
-A message is a value or a pickle with all tensors taken out of it, and the tensors: small ones with
-their memory, large ones as a table, with their memory beside the message. This is the lowest layer
-that may import torch.
+A message is a value or a pickle with all tensors taken out of it, and the tensors. Small tensors
+are in it with their memory. Large ones are described by a table, with their memory beside the
+message. This is the lowest layer that may import torch.
 
 ==============  ===================================================================
 ``objects``     an object to a payload, its tensors and its external references

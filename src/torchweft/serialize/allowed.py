@@ -1,9 +1,9 @@
 """The allow-list: which names in messages a worker follows, and which methods may be called.
 
 A name leads to code in three ways: as the function of a call, as a global in a pickle, and as a
-method of a value behind a reference. A prefix test on the module would stop none of them:
-``my_program:os.system`` begins in an allowed module, and so does ``my_program:system`` where that
-module says ``from os import system``. So a name is followed step by step:
+method of a value behind a reference. A prefix test on the module would stop none of them.
+``my_program:os.system`` begins in an allowed module. So does ``my_program:system`` if that module
+has the line ``from os import system``. So a name is followed step by step:
 
 1. The module must be on the list before it is imported.
 2. All parts between the module and the last part of the name must be classes of allowed modules;
@@ -36,8 +36,8 @@ BY_THEMSELVES = tuple(
     f"torchweft.{name}"
     for name in "checkpoint embedding hybrid observe.doctor pipeline rl weights".split()
 )
-"""Parts of Weft that need an entry: what they are given by other workers is that of a program, such
-as files to write, or modules and environments to make."""
+"""Parts of Weft that need an entry, since other workers tell them which files to write, or which
+modules and environments to make."""
 
 OPTION = "RpcBackendOptions(allowed_modules=...) or WEFT_ALLOWED_MODULES"
 

@@ -3,8 +3,8 @@
 cloudpickle writes a function whole: its code, and the globals, cells and defaults that it refers
 to. That takes hundreds of bytes, and more time than the rest of a small call. But the code of a
 function cannot change, and a program sends the same functions again and again. So a function is
-*taken apart* here into a ``Code``, which a peer may keep, and the captured values, which may change
-at any time and are sent anew with each call. Nothing about captured values is remembered, so
+*taken apart* here into a ``Code``, which a peer may keep, and the captured values. These may change
+at any time, and are sent anew with each call. Nothing about captured values is remembered, so
 nothing can be outdated; and each call gets a new function.
 
 A ``Code`` has all parts of a function that are texts, and the names of captured modules:

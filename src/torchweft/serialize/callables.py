@@ -1,9 +1,9 @@
 """The callables of a strict worker: functions and classes registered singly, and declared methods.
 
 A list of modules admits everything that they contain, and everything that torch or numpy can be
-made to do through them. So a strict worker follows no name: it looks names up in a table that the
-program has filled, entry by entry, and imports nothing to do so. A method of a value may be called
-if its class declares it, at the place where the method is defined.
+made to do through them. So a strict worker follows no name, and imports nothing. It looks names up
+in a table that the program has filled, entry by entry. A method of a value may be called if its
+class declares it, at the place where the method is defined.
 
 Registrations and declarations are kept here by identity. No message can add to them.
 """

@@ -81,8 +81,8 @@ def drop_frames(error: BaseException) -> None:
     Frames lead back to the future, and the garbage collector does not look into PyTorch's futures:
     all objects of the frames would leak. Causes keep the frames of the program as a note.
 
-    An error that this thread is handling is no cause, and is left as it is: Python made it the
-    context, as the thread that the program calls in an ``except`` block may read any answer.
+    An error that this thread is handling is no cause, and is left as it is. It became the context
+    because a thread in an ``except`` block of the program may read the answer of any call.
     """
     seen, rest = {id(error)}, [error]
     while rest:
