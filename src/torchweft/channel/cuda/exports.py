@@ -2,8 +2,8 @@
 
 A tensor is offered as a range of its allocation, with the number of an event. The event is recorded
 behind the work that makes the tensor. The receiver keeps the handles of allocations and events
-under their numbers. Each message carries a handle until one that carried it was acknowledged. So
-the order in which a receiver handles messages does not matter.
+under their numbers. A handle goes along with each message until a message that carried it was
+acknowledged. So the order in which a receiver handles messages does not matter.
 
 Memory that is offered is kept until the receiver has copied it. The receiver waits for the event on
 its host, never on its device: a stream that waits for an event of a process that was killed waits

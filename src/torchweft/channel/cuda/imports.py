@@ -1,8 +1,8 @@
 """The receiver's side: device memory of another process of the host, mapped once and copied from.
 
 A mapping stays open while it is used often: opening takes a hundred microseconds. While it is open,
-the memory is not free for others, even if its owner has freed it. So a mapping ends with its owner,
-when the owner says that the allocation is gone, or when no message has used it for a while.
+the memory is not free for others, even if its owner has freed it. So a mapping ends when its
+owner ends, or says that the allocation is gone, or when no message has used it for a while.
 """
 
 from __future__ import annotations
