@@ -9,6 +9,7 @@ import pytest
 
 from tests.descriptors import nothing_is_written
 from tests.thread_limits import no_new_threads
+from tests.unit.agent.group import wait_until
 from torchweft.runtime.fair_queue import FairQueue
 from torchweft.runtime.reactor import Reactor
 
@@ -111,6 +112,20 @@ def test_a_task_that_waits_for_another_worker_makes_room(make_reactor: Make) -> 
     assert tasks.running == 10
     tasks.may_end.set()
     tasks.await_ended(10)
+
+
+def test_a_thread_may_wait_alone_only_while_another_waits_for_events(make_reactor: Make) -> None:
+    reactor = make_reactor(2)
+    assert not reactor.begin_read()
+    tasks = Tasks(reactor)
+    reactor.submit_task(tasks.hold)
+    tasks.await_begun(1)  # The last waiting thread has started another one.
+    tasks.may_end.set()
+    wait_until(reactor.begin_read, "two waiting threads")
+    assert not reactor.begin_read()
+    reactor.end_read()
+    assert reactor.begin_read()
+    reactor.end_read()
 
 
 def test_only_threads_of_tasks_are_counted_when_they_wait(make_reactor: Make) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -101,6 +102,44 @@ def test_a_thread_that_must_not_block_leaves_the_rest_to_flush(ends: tuple[End, 
     assert [bytes(buffer) for buffer in first.buffers] == [big, b"y" * 100]
     assert [frame.id for frame in others] == [2, 3]
     assert one.link.bytes_sent == other.link.bytes_received
+
+
+def test_one_read_waits_for_the_rest_of_a_large_frame(ends: tuple[End, End]) -> None:
+    one, other = ends
+    data = b"".join(frame_parts(1, b"", b"x" * 300_000))
+    to_other = one.link._socket
+    to_other.sendall(data[:10_000])
+    with reading(other.link):
+        while not other.link.parser.is_within_large:
+            assert other.link.receive(may_block=True) == []
+
+        def send_in_pieces() -> None:
+            for start in range(10_000, len(data), 50_000):
+                to_other.sendall(data[start : start + 50_000])
+
+        while other.link.bytes_received < 10_000:
+            other.link.receive(may_block=False)
+        writer = threading.Thread(target=send_in_pieces)
+        writer.start()
+        frames = other.link.receive(may_block=True)
+        writer.join(LIMIT_S)
+    assert [bytes(buffer) for buffer in frames[0].buffers] == [b"x" * 300_000]
+
+
+def test_a_peer_that_stops_within_a_large_frame_holds_a_reader_for_a_tick(
+    ends: tuple[End, End],
+) -> None:
+    one, other = ends
+    data = b"".join(frame_parts(1, b"", b"x" * 300_000))
+    one.link._socket.sendall(data[:100_000])
+    with reading(other.link):
+        while other.link.bytes_received < 100_000:
+            assert other.link.receive(may_block=True) == []
+        began_s = time.monotonic()
+        assert other.link.receive(may_block=True) == []
+        assert time.monotonic() - began_s < LIMIT_S / 4
+        one.link._socket.sendall(data[100_000:])
+        assert len(other.link.receive(may_block=True)) == 1
 
 
 def flush_until_written(end: End) -> None:
