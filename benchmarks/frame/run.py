@@ -54,10 +54,24 @@ def parse_options(question: Question, arguments: Sequence[str] | None) -> argpar
     sides = {side.name: side for side in question.sides}
     rows = {row.name: row for row in question.rows}
     usual = [side.name for side in question.sides if side.is_default]
-    parser = argparse.ArgumentParser(prog=f"python -m {question.folder}")
+    listed = [f"  {name!r}" for name in rows]
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {question.folder}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(["works:", *listed]),
+    )
     parser.add_argument("--short", action="store_true", help="fewer works and rounds")
-    parser.add_argument("--sides", nargs="+", choices=list(sides), default=usual)
-    parser.add_argument("--works", nargs="+", choices=list(rows), help="default: all")
+    told = f"of {', '.join(map(repr, sides))}"
+    parser.add_argument(
+        "--sides", nargs="+", choices=list(sides), metavar="SIDE", default=usual, help=told
+    )
+    parser.add_argument(
+        "--works",
+        nargs="+",
+        choices=list(rows),
+        metavar="WORK",
+        help="of those below; default: all",
+    )
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--scale", type=float, help="times the operations of a round")
     parser.add_argument("--placement", nargs="+", choices=list(placements()), dest="placements")
