@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,21 @@ def test_a_coroutine_that_blocks_does_not_keep_the_worker(
     with pytest.raises(WeftError):
         blocked.wait()
     assert_not_joined()
+
+
+@pytest.mark.parametrize("world_size", [1, None])
+def test_a_kept_future_or_reference_keeps_no_store(world_size: int | None, tmp_path: Path) -> None:
+    # Rank 0 may host the store: a thread and ten descriptors.
+    options = rpc.RpcBackendOptions(init_method=f"file://{tmp_path}/rendezvous")
+    rpc.init_rpc("alone", None, 0, world_size, options)
+    try:
+        store = weakref.ref(node.current_node().store)
+        kept = rpc.RRef(1), rpc.rpc_async("alone", functions.name_here)
+        assert kept[1].wait() == "alone"
+        assert store() is not None
+    finally:
+        rpc.shutdown()
+    wait_until(lambda: store() is None, lambda: "the store of a former group lives")
 
 
 def join_alone() -> None:

@@ -118,7 +118,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         admission = enter(signed, registration, options.init_timeout)
         members = _members(admission.me, (), options, is_open=True)
         agent = _make_agent(admission.token, members, listeners, options)
-        left = partial(note_left, store, admission.place)
+        left = partial(note_left, place=admission.place)
         node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:

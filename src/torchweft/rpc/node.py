@@ -48,7 +48,8 @@ class Node:
         options: The options of the worker.
         store: The store through which the workers found each other. Rank 0 may host it, so it
             must live for as long as others may still read from it.
-        on_left: Called when the wait for leaving the group has ended, successfully or not.
+        on_left: Called with the store when the wait for leaving the group has ended, successfully
+            or not.
         group: The name of the group for observers.
 
     Attributes:
@@ -64,7 +65,7 @@ class Node:
         observers: Answers those who observe it.
         dumps: Writes what the worker does to files.
         spin_limit: Makes idle threads of OpenMP sleep.
-        store: The store.
+        store: The store; None once the worker has ended.
         on_end: What ends with the worker, in any order: functions by any key.
     """
 
@@ -73,12 +74,13 @@ class Node:
         agent: Agent,
         options: RpcBackendOptions,
         store: Store,
-        on_left: Callable[[], None] = lambda: None,
+        on_left: Callable[[Store], None] = lambda store: None,
         group: str = "",
     ) -> None:
         self.agent = agent
         self.options = options
-        self.store = store
+        self.store: Store | None = store
+        self._on_left = on_left
         self.on_end: dict[object, Callable[[], None]] = {}
         name = agent.info.name
         self.waits = LongWaits(name)
@@ -101,7 +103,7 @@ class Node:
         self.waits.add(self.gatherings.open_waits)
         self.ports = Ports(self.worker)
         self.sources = Sources(agent)
-        self.leaving = Leaving(self.worker, self.waits, on_left)
+        self.leaving = Leaving(self.worker, self.waits, self._note_left)
         reporter = Reporter(self.worker, self.counting, group)
         self.dumps = Dumps(self.worker, reporter, group)
         self.observers = Observers(self.agent, reporter, self.counting)
@@ -157,6 +159,10 @@ class Node:
     def _note_joined(self, peer: Peer) -> None:
         self.agent.events.note("worker %r is known", peer.name)
 
+    def _note_left(self) -> None:
+        if self.store is not None:
+            self._on_left(self.store)
+
     def peer_disconnected(self, peer: Peer) -> None:
         """Tells the parts that a connection has ended while the group is leaving."""
         self._tell(
@@ -202,6 +208,7 @@ class Node:
         self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)
         self.agent.close(max(end_s - time.monotonic(), 0.0))
+        self.store = None  # A kept future or reference keeps this worker, but no server.
 
     def _origin(self) -> log_records.Origin:
         """Returns the origin of a log record."""
