@@ -51,6 +51,7 @@ from torchweft.serialize.table import CODES
 from torchweft.serialize.value_pickling import (
     CODE_MARKER,
     MARKERS,
+    NAMED_TYPES,
     NamedFunctionsPickler,
     NotByValue,
     Reducers,
@@ -416,7 +417,7 @@ class _NamePickler(pickle.Pickler):
             tensors = self.tensors
             tensors.append(value)
             return _tensor, (len(tensors) - 1,)
-        if kind is FunctionType or isinstance(value, type):
+        if kind is FunctionType or isinstance(value, type) or kind in NAMED_TYPES:
             module = value.__module__
             if module in MAIN_MODULES:
                 if not self.main_by_name:

@@ -7,18 +7,21 @@ the receiver has it already.
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
+import typing
 from collections.abc import Callable, Mapping
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, NewType, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import cloudpickle
 from torch import Tensor
 
 from torchweft.errors import ProtocolError
 from torchweft.serialize.by_value import Code, content_of, take_apart
-from torchweft.serialize.functions import MAIN_MODULES
+from torchweft.serialize.functions import MAIN_MODULES, name_of
 
 Reducers = Mapping[type, Callable[[Any], Any]]
 
@@ -51,6 +54,71 @@ MARKERS: dict[tuple[str, str], Any] = {
 CODE_MARKER = ("torchweft", "code")
 
 
+# Objects beside functions and classes that a program defines, which pickle takes for globals of
+# their module, or cannot take apart. Type variables are among the annotations of functions.
+
+
+def make_cached(function: Callable[..., Any], parameters: dict[str, Any]) -> Callable[..., Any]:
+    """Makes a function with an empty cache; see ``functools.lru_cache``."""
+    made: Callable[..., Any] = functools.lru_cache(**parameters)(function)
+    return made
+
+
+def _reduce_cached(cached: Any) -> Any:
+    return make_cached, (cached.__wrapped__, cached.cache_parameters())
+
+
+def _reduce_new_type(kind: Any) -> Any:
+    return NewType, (kind.__qualname__, kind.__supertype__), vars(kind)
+
+
+def _reduce_by_name_alone(variable: Any) -> Any:
+    return type(variable), (variable.__name__,)
+
+
+def _reduce_cached_property(value: functools.cached_property[Any]) -> Any:
+    # Until Python 3.12 it has a lock.
+    state = {name: part for name, part in vars(value).items() if name != "lock"}
+    return type(value), (value.func,), state
+
+
+def _reduce_weak_keys(values: WeakKeyDictionary[Any, Any]) -> Any:
+    return type(values), (dict(values),)  # functools.singledispatch has one.
+
+
+def make_typed_dict(meta: Any, name: str, namespace: dict[str, Any], keys: dict[str, Any]) -> Any:
+    """Makes a ``TypedDict``; cloudpickle gives it a base class that it must not have."""
+    made = meta(name, (), namespace)
+    for key, value in keys.items():
+        setattr(made, key, value)
+    return made
+
+
+def _reduce_typed_dict(kind: Any) -> Any:
+    names = "__module__", "__qualname__", "__doc__", "__annotations__"
+    namespace = {name: getattr(kind, name) for name in names}
+    keys = {name: getattr(kind, name) for name in _KEYS_OF_TYPED_DICT}
+    return make_typed_dict, (type(kind), kind.__name__, namespace, keys)
+
+
+_KEYS_OF_TYPED_DICT = "__total__", "__required_keys__", "__optional_keys__"
+_TYPED_DICT_META = "_TypedDictMeta"
+"""The name of its type, in ``typing`` and ``typing_extensions``."""
+
+_BY_VALUE: dict[type, Callable[[Any], Any]] = {
+    type(functools.lru_cache(int)): _reduce_cached,
+    NewType: _reduce_new_type,
+    functools.cached_property: _reduce_cached_property,
+    WeakKeyDictionary: _reduce_weak_keys,
+    **dict.fromkeys(
+        (ParamSpec, *filter(None, [getattr(typing, "TypeVarTuple", None)])), _reduce_by_name_alone
+    ),
+}
+
+NAMED_TYPES = frozenset({*_BY_VALUE, TypeVar}) - {functools.cached_property, WeakKeyDictionary}
+"""Types whose objects pickle takes for globals of the module in their ``__module__``."""
+
+
 class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     """Pickles functions and classes by value where the receiver cannot import them.
 
@@ -76,7 +144,13 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
                 return self._dynamic_function_reduce(value)  # As cloudpickle does, but at once.
             if self.main_by_name and _is_in_main(value):
                 return NotImplemented
+            if type(value).__name__ == _TYPED_DICT_META and name_of(value, False) is None:
+                return _reduce_typed_dict(value)
             return super().reducer_override(value)
+        reducer = _BY_VALUE.get(type(value))
+        if reducer is not None:
+            is_named = name_of(value, self.main_by_name) is not None
+            return NotImplemented if is_named else reducer(value)
         reduced = self.take_out(self, value)
         if reduced is NotImplemented and type(value) is ModuleType:
             reduced = _reduce_part_of_module(value)
