@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torchweft import autograd, rpc
@@ -183,3 +184,13 @@ def test_more_than_the_limit_are_refused_on_either_side(
 
 def many_ones(count: int) -> list[Tensor]:
     return [torch.ones(1) for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 1 << 15])
+def test_a_tensor_with_a_tangent_is_refused(group: Cluster, count: int) -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(torch.ones(count), torch.ones(count))
+        for function in (torch.sin, lambda tensor: tensor):
+            with pytest.raises(SerializationError, match="has a tangent"):
+                rpc.rpc_sync("worker0", function, args=(dual,))
+        assert rpc.rpc_sync("worker0", torch.sin, args=(torch.zeros(count),)).sum() == 0

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from torchweft import knobs
 from torchweft.agent.agent import Agent
@@ -121,8 +122,8 @@ class Encoder:
             creation: Number of the reference that the result is for.
 
         Raises:
-            SerializationError: The callable or an argument cannot be serialized, or a tensor is on
-                a device without an entry in the device map.
+            SerializationError: The callable or an argument cannot be serialized, or a tensor has a
+                tangent, or is on a device without an entry in the device map.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
         tensors: list[Tensor] = []
@@ -151,6 +152,8 @@ class Encoder:
                 inlined = None
         if len(tensors) > self._tensor_limit:
             raise too_many(len(tensors), self._tensor_limit)
+        if tensors and forward_ad._current_level >= 0 and not peer.is_self:
+            _check_tangents(tensors)
         if inlined is None and not peer.device_maps.is_identity:
             # Not when it is sent: that may be later, once there is a connection.
             peer.device_maps.check(tensors, is_back=False)
@@ -338,6 +341,16 @@ class Encoder:
             self._references.undeliverable(each, peer)
         if message_id:
             self._outside.take_back(message_id)
+
+
+def _check_tangents(tensors: Sequence[Tensor]) -> None:
+    """Raises SerializationError for a tensor of forward-mode differentiation."""
+    for tensor in tensors:
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise SerializationError(
+                "a tensor has a tangent, of torch.autograd.forward_ad, which would be lost in a "
+                "call: make the dual tensor in the remote function, and return the tangent as well"
+            )
 
 
 def _own_parameters(name: bytes | None) -> tuple[str, ...]:

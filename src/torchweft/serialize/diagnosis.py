@@ -32,15 +32,21 @@ _LOCK = (
     "a lock works within one process only: leave it out in __getstate__, or leave its owner "
     "where it is and send a remote reference to it"
 )
+_LIST = "send what it yields, as a list"
 _FUTURE = "wait for it and send its value"
+_RETURNED_FUTURE = (
+    f"{_FUTURE}, or mark the function that returns it by rpc.functions.async_execution"
+)
 
 _ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
     ((type(threading.Lock()), type(threading.RLock())), _LOCK),
     ((threading.Condition, threading.Event, threading.Semaphore, threading.Barrier), _LOCK),
     ((queue.Queue, queue.SimpleQueue), "send what is in it as a list"),
-    ((types.GeneratorType, types.AsyncGeneratorType), "send what it yields, as a list"),
+    ((types.GeneratorType,), f"{_LIST}, or have torchweft.rpc.stream send it"),
+    ((types.AsyncGeneratorType,), _LIST),
     ((types.CoroutineType,), "send the function and its arguments, and await it there"),
-    ((asyncio.Future, concurrent.futures.Future, torch.futures.Future), _FUTURE),
+    ((asyncio.Future, concurrent.futures.Future), _FUTURE),
+    ((torch.futures.Future,), _RETURNED_FUTURE),
     ((io.IOBase,), "send its path or its content"),
     ((socket.socket,), "send its address, and connect on the other worker"),
     ((threading.Thread, multiprocessing.process.BaseProcess), "it belongs to one process"),
@@ -103,8 +109,10 @@ def _is_too_deep(error: Exception) -> bool:
 def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, Exception]:
     names = _call_parts(value)
     path = "" if names else "value"
-    parts = iter(names or _parts(value))
     culprit, reason, seen = value, error, {id(value)}
+    if _advice(value) is not None:
+        return path, culprit, reason  # Its parts would tell no more.
+    parts = iter(names or _parts(value))
     for _ in range(_DEPTH_LIMIT):
         try:
             found = _first_failing(parts, seen, why_not)

@@ -114,6 +114,9 @@ def test_the_fix_is_named_where_it_is_known(tmp_path: Any) -> None:
             text = failure(call(0, culprit))
             assert text.startswith("args[1] ")
             assert advice in text
+            text = failure(culprit)  # Its parts, such as a lock, are not named.
+            assert text.startswith(f"value ({type(culprit).__module__}.".replace("builtins.", ""))
+            assert advice in text
 
 
 def test_other_types_get_general_advice() -> None:
