@@ -345,8 +345,9 @@ class Encoder:
 
 def _check_tangents(tensors: Sequence[Tensor]) -> None:
     """Raises SerializationError for a tensor of forward-mode differentiation."""
+    unpack_dual: Any = forward_ad.unpack_dual
     for tensor in tensors:
-        if forward_ad.unpack_dual(tensor).tangent is not None:
+        if unpack_dual(tensor).tangent is not None:
             raise SerializationError(
                 "a tensor has a tangent, of torch.autograd.forward_ad, which would be lost in a "
                 "call: make the dual tensor in the remote function, and return the tangent as well"
