@@ -528,6 +528,22 @@ def test_a_plain_backward_says_what_to_call() -> None:
 
 
 @together
+def test_a_tensor_of_an_earlier_context_is_told_as_such() -> None:
+    with torchweft.autograd.context():
+        state = rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),))
+    told = pytest.raises(AutogradError, match=r"in another autograd context, .* detach\(\)")
+    with torchweft.autograd.context() as context_id:
+        for worker in (FIRST, SECOND):  # On the way from one of them, and at the caller alone.
+            loss = rpc.rpc_sync(worker, functions.layer, (state,)).sum()
+            with told:
+                torchweft.autograd.backward(context_id, [loss])
+        with told:
+            torchweft.autograd.backward(context_id, [state.sum()])
+        after = rpc.rpc_sync(FIRST, functions.layer, (state.detach(),))
+        torchweft.autograd.backward(context_id, [after.sum()])
+
+
+@together
 def test_calls_that_outlive_their_context() -> None:
     name = f"gate {next(unique)}"
     with torchweft.autograd.context():

@@ -41,6 +41,12 @@ RAN_INTO = (
     "loss.backward()"
 )
 
+OF_ANOTHER_CONTEXT = (
+    "backward reached a tensor that another worker computed in another autograd context, such as a "
+    "state kept from an earlier step; gradients do not go from context to context: detach() such "
+    "tensors, or make all calls that a loss depends on in one context"
+)
+
 _EMPTY = torch.empty(0)
 
 

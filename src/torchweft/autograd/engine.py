@@ -26,7 +26,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.codec import PassMode, PassName
-from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
 from torchweft.autograd.envelopes import Envelopes
 from torchweft.autograd.gradients import Gradients
@@ -358,7 +358,10 @@ class Engine:
         except BaseException as error:  # Hooks and functions of the program can raise any error.
             if isinstance(state, LedPassState) and not isinstance(error, Exception):
                 raise  # Perhaps a KeyboardInterrupt: this is the caller's own thread.
-            actions += state.machine.failed(operation_of(error), error)
+            operation = operation_of(error)
+            if operation == _OF_TORCH and RAN_INTO in str(error):
+                error = AutogradError(OF_ANOTHER_CONTEXT)
+            actions += state.machine.failed(operation, error)
         return actions
 
     def _average(self, state: PassState, local: LocalPass) -> list[protocol.Action]:
@@ -516,13 +519,16 @@ def current_engine() -> Engine:
     return current().slots[ENGINE]
 
 
+_OF_TORCH = "an operation of torch"
+
+
 def operation_of(error: BaseException) -> str:
     """Returns the name of the user's function whose backward raised ``error``.
 
     torch does not report which of its own operations failed; its message usually does.
     """
     is_weft = isinstance(error, WeftError)
-    name = "exchanging gradients" if is_weft else "an operation of torch"
+    name = "exchanging gradients" if is_weft else _OF_TORCH
     step: TracebackType | None = error.__traceback__
     while step is not None:
         for value in list(step.tb_frame.f_locals.values()):
