@@ -19,7 +19,7 @@ from tests.processes.open_workers import OpenWorkers
 from tests.processes.test_open_groups import Group
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.errors import WorkerLost
+from torchweft.errors import SerializationError, WorkerLost
 from torchweft.launch import Cluster
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.keeps("threads", "descriptors")]
@@ -90,6 +90,11 @@ def test_captured_references_are_handed_on(group: Cluster) -> None:
     assert call("rpc_sync") == ("worker0", "worker1")
     assert call("rpc_async").wait() == ("worker0", "worker1")
     assert call("remote").to_here() == ("worker0", "worker1")
+
+
+def test_a_function_that_refers_to_the_cluster_is_refused_by_name(group: Cluster) -> None:
+    with pytest.raises(SerializationError, match=r"variable 'group'.* such as cluster\.names$"):
+        rpc.rpc_sync("worker0", lambda: group.names)
 
 
 def test_functions_are_passed_on_from_worker_to_worker(group: Cluster) -> None:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
 from torchweft.agent import deaths
@@ -113,6 +113,12 @@ class Cluster:
             for name in self.names
         )
         return f"<Cluster of {len(self.names)} workers around {self.name!r}: {', '.join(shown)}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise SerializationError(
+            "a cluster belongs to the process that started it, and cannot be copied or sent; pass "
+            "what the function needs, such as cluster.names"
+        )
 
     def __enter__(self) -> Cluster:
         return self.start()
