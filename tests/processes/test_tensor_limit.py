@@ -1,4 +1,4 @@
-"""Messages with more tensors than a worker accepts: the call fails, and nothing else."""
+"""Messages with more tensors or bytes than a worker accepts: the call fails, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torchweft import rpc
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 from torchweft.rpc.worker import current_worker
+from torchweft.wire import messages
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LIMIT = 3
@@ -51,4 +52,33 @@ def test_a_call_with_more_fails_and_others_do_not(limited: str, size: int) -> No
             make_with([reference, *tensors(count, size)])
     fitting = rpc.rpc_sync("worker0", functions.identity, args=(tensors(LIMIT, size),))
     assert [float(tensor[0]) for tensor in fitting] == [0.0, 1.0, 2.0]
+    assert reference.rpc_sync().add(1.0) == 1.0
+
+
+def limit_payload(limit_bytes: int) -> int:
+    """Sets how long the payload of this worker's messages may be; returns the old limit."""
+    before, messages.PAYLOAD_LIMIT_BYTES = messages.PAYLOAD_LIMIT_BYTES, limit_bytes
+    return before
+
+
+@pytest.fixture(params=["worker0", "driver"])
+def short(group: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The worker that sends only short payloads."""
+    before = rpc.rpc_sync(request.param, limit_payload, args=(20_000,))
+    yield request.param
+    rpc.rpc_sync(request.param, limit_payload, args=(before,))
+
+
+def fail_with(value: object) -> None:
+    raise ValueError(value)
+
+
+def test_a_payload_that_no_message_may_have_fails_its_call(short: str) -> None:
+    reference = rpc.remote("worker0", functions.Accumulator)
+    for value in (b"x" * 20_000, ["x" * 20_000], {"key": b"x" * 20_000}):
+        for function in (functions.identity, fail_with):
+            for argument in (value, [value, reference, torch.ones(1 << 15)]):
+                with pytest.raises(SerializationError, match=r"beside its tensors, .* 20000 f"):
+                    rpc.rpc_sync("worker0", function, args=(argument,))
+    assert len(rpc.rpc_sync("worker0", functions.identity, args=(b"x" * 900,))) == 900
     assert reference.rpc_sync().add(1.0) == 1.0

@@ -169,17 +169,21 @@ class Encoder:
             packed = Packed(payload, tensors, list(externals))
             parts = self._tensor_messages
             return TableRequest(self.take_back, peer, handed, parts, flags, head, packed, entries)
-        frame = encode_call(
-            flags,
-            timeout_s,
-            creation,
-            context_id,
-            message_id,
-            name or b"",
-            handed,
-            payload,
-            inlined[0],
-        )
+        try:
+            frame = encode_call(
+                flags,
+                timeout_s,
+                creation,
+                context_id,
+                message_id,
+                name or b"",
+                handed,
+                payload,
+                inlined[0],
+            )
+        except SerializationError:
+            self.take_back(peer, handed, message_id)
+            raise
         if not entries:
             return Request(self.take_back, peer, handed, message_id, frame)
         frame = with_code(frame, names_of(entries))

@@ -11,7 +11,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.autograd.outside import NO_GRAD
-from torchweft.errors import NotInitialized
+from torchweft.errors import NotInitialized, SerializationError
 from torchweft.protocol.connecting import Outgoing
 from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.requests import reply_by_tables
@@ -134,7 +134,12 @@ class Replies:
             local = LocalMessage((0, 0, (), 0, 0), payload, (), ())
             message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
         else:
-            message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+            try:
+                message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+            except SerializationError as too_large:
+                too_large.__context__ = None  # The error that is too large.
+                payload = self.pack_error(peer, too_large)
+                message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
         try:
             self._agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):

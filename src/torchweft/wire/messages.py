@@ -48,7 +48,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchweft.errors import ProtocolError
+from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, encode_frame
 
@@ -127,7 +127,9 @@ _CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
 _SPAN_HEAD = struct.Struct("<BH")
 _EMPTY = bytearray()
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
-_LENGTH_LIMIT = 1 << 32
+PAYLOAD_LIMIT_BYTES = 31 << 26
+"""A receiver would take a longer message for a forged one (``knobs.CONTROL_LIMIT_BYTES``). A
+thirty-second of its limit is left for heads and tables."""
 NO_CREATION = -1
 MAX_CODES = 0xFFFF
 MAX_SPAN_BYTES = 8192
@@ -169,30 +171,29 @@ def encode_call(
     The number of the call is 0; ``NUMBER`` at ``NUMBER_OFFSET`` sets it.
 
     Raises:
-        ProtocolError: The payload is too large.
+        SerializationError: The payload is too large.
     """
     handed, count = b"", 0
     if references:
         handed, count = _encode_references(references), len(references)
     name, size = len(function), len(payload)
+    if size > PAYLOAD_LIMIT_BYTES:
+        raise _too_large(size)
     control = _CALL_BYTES + name + count * _REFERENCE_BYTES + size + len(tensors)
-    try:
-        head = _CALL_FRAME.pack(
-            _CALL,
-            flags,
-            0,
-            control,
-            0,
-            remaining_s,
-            creation,
-            context_id,
-            message_id,
-            name,
-            count,
-            size,
-        )
-    except struct.error:
-        raise _too_large(payload) from None
+    head = _CALL_FRAME.pack(
+        _CALL,
+        flags,
+        0,
+        control,
+        0,
+        remaining_s,
+        creation,
+        context_id,
+        message_id,
+        name,
+        count,
+        size,
+    )
     return _EMPTY.join((head, function, handed, payload, tensors))
 
 
@@ -316,18 +317,10 @@ def encode_call_front(
     payload: bytes,
 ) -> bytes:
     """Returns a ``CALL`` without its tensors; see ``encode_call``."""
-    try:
-        head = _CALL_HEAD.pack(
-            remaining_s,
-            creation,
-            context_id,
-            message_id,
-            len(function),
-            len(references),
-            len(payload),
-        )
-    except struct.error:
-        raise _too_large(payload) from None
+    name, count, size = len(function), len(references), len(payload)
+    if size > PAYLOAD_LIMIT_BYTES:
+        raise _too_large(size)
+    head = _CALL_HEAD.pack(remaining_s, creation, context_id, message_id, name, count, size)
     return b"".join((head, function, _encode_references(references), payload))
 
 
@@ -343,19 +336,16 @@ def encode_reply(
     """Returns the whole frame of a ``REPLY`` whose tensors stand in it.
 
     Raises:
-        ProtocolError: The payload is too large.
+        SerializationError: The payload is too large.
     """
     handed, count = b"", 0
     if references:
         handed, count = _encode_references(references), len(references)
     size = len(payload)
+    if size > PAYLOAD_LIMIT_BYTES:
+        raise _too_large(size)
     control = _REPLY_BYTES + count * _REFERENCE_BYTES + size + len(tensors)
-    try:
-        head = _REPLY_FRAME.pack(
-            _REPLY, flags, 0, control, number, context_id, message_id, count, size
-        )
-    except struct.error:
-        raise _too_large(payload) from None
+    head = _REPLY_FRAME.pack(_REPLY, flags, 0, control, number, context_id, message_id, count, size)
     return b"".join((head, handed, payload, tensors))
 
 
@@ -371,17 +361,17 @@ def encode_reply_front(
     context_id: int, message_id: int, references: Sequence[HandedReference], payload: bytes
 ) -> bytes:
     """Returns a ``REPLY`` without its tensors."""
-    try:
-        head = _REPLY_HEAD.pack(context_id, message_id, len(references), len(payload))
-    except struct.error:
-        raise _too_large(payload) from None
+    size = len(payload)
+    if size > PAYLOAD_LIMIT_BYTES:
+        raise _too_large(size)
+    head = _REPLY_HEAD.pack(context_id, message_id, len(references), size)
     return b"".join((head, _encode_references(references), payload))
 
 
-def _too_large(payload: bytes) -> ProtocolError:
-    return ProtocolError(
-        f"a message of {len(payload)} bytes beside its tensors is beyond the limit of "
-        f"{_LENGTH_LIMIT}; send large data as tensors"
+def _too_large(size: int) -> SerializationError:
+    return SerializationError(
+        f"a message has {size} bytes beside its tensors, and at most {PAYLOAD_LIMIT_BYTES} fit; "
+        "send them as tensors or NumPy arrays, or in several messages"
     )
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import examples
-from torchweft.errors import ProtocolError
+from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import (
@@ -228,7 +228,7 @@ def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
         lambda: encode_reply(1, 0, 3, 4, (), payload),
         lambda: encode_reply_front(3, 4, (), payload),
     ):
-        with pytest.raises(ProtocolError, match="send large data as tensors"):
+        with pytest.raises(SerializationError, match="send them as tensors"):
             encode()
 
 
