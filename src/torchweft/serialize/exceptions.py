@@ -41,6 +41,8 @@ from torchweft.serialize.tracebacks import (
 )
 
 _CHAIN_LIMIT = 64
+"""How many errors deep an error may be, by causes, contexts and members of groups."""
+_ERRORS_LIMIT = 1000
 _LEFT_OUT = frozenset({"name_from"})
 """With it, Python imports a module that the error names, to give advice when printing the error."""
 _NOTES = "__notes__"
@@ -179,6 +181,7 @@ class _Packer:
         self._is_plain = is_plain
         self._numbers: dict[int, int] = {}
         self._records: list[_Record | None] = []
+        self._depth = 0
 
     def pack(self, error: BaseException) -> list[_Record]:
         self._add(error)
@@ -189,10 +192,13 @@ class _Packer:
         if error is None or isinstance(error, RemoteTraceback):
             return None  # Its text is in the notes.
         number = self._numbers.get(id(error))
-        if number is None and len(self._records) < _CHAIN_LIMIT:
+        is_within = self._depth < _CHAIN_LIMIT and len(self._records) < _ERRORS_LIMIT
+        if number is None and is_within:
             number = self._numbers[id(error)] = len(self._records)
             self._records.append(None)
+            self._depth += 1
             self._records[number] = self._record(_as_raised(error))
+            self._depth -= 1
         return number
 
     def _record(self, error: BaseException) -> _Record:

@@ -323,6 +323,13 @@ def test_exception_groups_keep_their_members() -> None:
     assert [type(error) for error in arrived.exceptions] == [RemoteError, ValueError]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no exception groups")
+def test_groups_of_many_errors_keep_all_of_them() -> None:
+    group = ExceptionGroup("many", [ValueError(number) for number in range(300)])  # noqa: F821
+    arrived: Any = trip(raised(group))
+    assert [error.args for error in arrived.exceptions] == [(number,) for number in range(300)]
+
+
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no notes")
 def test_notes_survive() -> None:
     error = ValueError("text")
