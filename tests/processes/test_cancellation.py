@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from tests.processes import functions, timing
 from tests.processes.conftest import WORKER_THREADS, raised_by
-from tests.processes.functions import wait_until
+from tests.processes.functions import LIMIT_S, wait_until
 from torchweft import rpc
 from torchweft.errors import CallCancelled, CallTimeout
 from torchweft.launch import Cluster
@@ -129,6 +130,28 @@ def test_a_task_that_is_cancelled_cancels_what_it_awaits(group: Cluster) -> None
 
     asyncio.run(give_up())
     assert noted("worker0", "awaited", 2) == ["begins", "cancelled"]
+
+
+def test_a_call_may_end_after_the_event_loop_in_which_it_is_awaited(
+    group: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call = start("worker0", functions.pass_gate, "closed loop", 1)
+
+    async def begin() -> Any:
+        waiting = call.__await__()
+        next(waiting)
+        return waiting
+
+    loop = asyncio.new_event_loop()
+    waiting = loop.run_until_complete(begin())
+    loop.close()
+    rpc.rpc_sync("worker0", functions.open_gate, args=("closed loop",))
+    assert call.wait() == 1
+    ended = threading.Event()
+    call.add_done_callback(lambda _: ended.set())
+    assert ended.wait(LIMIT_S)
+    assert "Event loop is closed" not in capfd.readouterr().err
+    waiting.close()
 
 
 def test_what_waits_for_a_value_waits_no_longer(group: Cluster) -> None:

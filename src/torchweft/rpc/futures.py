@@ -163,11 +163,18 @@ class Future(OrderedFuture[T]):
                 # asyncio futures refuse StopIteration; the caller would wait for ever.
                 stopped = RuntimeError(f"the remote function raised {error!r}")
                 stopped.__cause__ = error
-                loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, stopped)
+                tell(waiter.set_exception, stopped)
             except BaseException as error:
-                loop.call_soon_threadsafe(_set, waiter, waiter.set_exception, error)
+                tell(waiter.set_exception, error)
             else:
-                loop.call_soon_threadsafe(_set, waiter, waiter.set_result, result)
+                tell(waiter.set_result, result)
+
+        def tell(setter: Callable[[Any], None], outcome: Any) -> None:
+            try:
+                loop.call_soon_threadsafe(_set, waiter, setter, outcome)
+            except RuntimeError:  # The loop has been closed: nobody awaits the call any more.
+                if not loop.is_closed():
+                    raise
 
         self.add_done_callback(pass_on)
         waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
