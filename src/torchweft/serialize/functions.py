@@ -18,6 +18,7 @@ from typing import Any
 
 import cloudpickle
 import torch
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.arguments import did_you_mean
@@ -214,6 +215,8 @@ def _candidates(function: object) -> Iterator[tuple[str, str]]:
     if isinstance(function, torch.jit.ScriptFunction):
         yield from _script_candidates(function)
         return
+    if isinstance(function, CustomOpDef):  # It replaces the function that it was made of.
+        function = function._init_fn
     name = getattr(function, "__name__", None)
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type):

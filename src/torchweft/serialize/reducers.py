@@ -18,6 +18,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -320,6 +321,16 @@ def _reduce_builtin(function: Any) -> Reduced | None:
     return _reduce_operator(function)
 
 
+def _reduce_method(method: types.MethodType) -> Reduced | None:
+    function, owner = method.__func__, method.__self__
+    kind = owner if isinstance(owner, type) else type(owner)
+    found = getattr(kind, getattr(function, "__name__", ""), None)
+    if getattr(found, "__func__", found) is function:
+        return None
+    # Pickle looks it up by its name: a private one, or one of a decorator, has another one.
+    return types.MethodType, (function, owner)
+
+
 def _reduce_script_function(function: Any) -> Reduced:
     name = name_of(function, main_by_name=False)
     if name is not None:
@@ -454,6 +465,8 @@ _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     torch.jit.ScriptFunction: _reduce_script_function,
     OpOverload: _reduce_operator,
     OpOverloadPacket: _reduce_operator,
+    CustomOpDef: _reduce_operator,
+    types.MethodType: _reduce_method,
     types.BuiltinFunctionType: _reduce_builtin,
     types.MethodDescriptorType: _reduce_builtin,
     types.WrapperDescriptorType: _reduce_builtin,

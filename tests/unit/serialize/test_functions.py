@@ -20,6 +20,7 @@ from tests.unit.serialize import importable
 from torchweft.errors import UnknownFunction
 from torchweft.serialize import functions
 from torchweft.serialize.functions import describe, name_of, resolve
+from torchweft.serialize.objects import pack, unpack
 
 HERE = "tests.unit.serialize.importable"
 
@@ -56,6 +57,24 @@ BY_VALUE = {
     "builtin method of an object": [].append,
     "callable object": importable.Unhashable(),
 }
+
+
+def test_operators_of_a_program_go_by_the_name_of_their_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    twice.__module__, twice.__qualname__ = HERE, "twice"
+    twice.__annotations__ = {"x": torch.Tensor, "return": torch.Tensor}
+    operator: Any = torch.library.custom_op("weft_test::twice", twice, mutates_args=())
+    assert name_of(operator, main_by_name=True) is None
+    monkeypatch.setattr(importable, "twice", operator, raising=False)
+    name = name_of(operator, main_by_name=False)
+    assert name == f"{HERE}:twice".encode()
+    assert resolve(name) is operator
+    packed = pack([operator], main_by_name=False)
+    assert unpack(packed.payload, [], []) == [operator]
 
 
 @cases("case", BY_NAME)

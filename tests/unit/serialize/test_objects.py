@@ -211,6 +211,13 @@ def test_functions_of_every_kind_work_after_the_trip(case: str, main_by_name: bo
     assert object_trip(function, main_by_name)(*arguments) == expected
 
 
+@pytest.mark.parametrize("main_by_name", [True, False])
+def test_methods_that_have_no_name_of_their_own_arrive_as_they_are(main_by_name: bool) -> None:
+    arrived = object_trip(importable.Renamed().methods(), main_by_name)
+    assert [method() for method in arrived] == ["Renamed", "decorated", "private"]
+    assert arrived[0].__self__ is arrived[1].__self__
+
+
 @pytest.mark.parametrize(
     "function",
     [torch.add, torch.ops.aten.add, torch.ops.aten.add.Tensor, torch.Tensor.add],
