@@ -9,6 +9,7 @@ from typing import Any
 
 import torchweft
 from torchweft.channel.shm import borrowed
+from torchweft.rpc.handles import Handle
 
 PACKAGE = os.path.dirname(torchweft.__file__)
 
@@ -26,17 +27,16 @@ def interrupt_at(
 ) -> bool:
     """Runs ``handler`` at one of the steps of ``run``; returns whether that step was reached.
 
-    Steps of a weak reference's callback are left out: Python ignores an exception there. The tests
-    of ``channel.shm.borrowed`` try them.
+    Steps of a finalizer, or of a weak reference's callback, are left out: Python ignores an
+    exception there. The tests of ``channel.shm.borrowed`` try them.
     """
     seen = 0
 
     def profile(frame: Any, event: str, _: object) -> None:
         nonlocal seen
-        code = frame.f_code
-        if code is borrowed._end.__code__:
+        if event not in ("call", "c_return") or _is_in_finalizer(frame):
             return
-        if event in ("call", "c_return") and code.co_filename.startswith(PACKAGE):
+        if frame.f_code.co_filename.startswith(PACKAGE):
             seen += 1
             if seen == step:
                 handler()
@@ -49,3 +49,12 @@ def interrupt_at(
     finally:
         sys.setprofile(None)
     return seen >= step
+
+
+def _is_in_finalizer(frame: Any) -> bool:
+    while frame is not None and frame.f_code not in FINALIZERS:
+        frame = frame.f_back
+    return frame is not None
+
+
+FINALIZERS = (borrowed._end.__code__, Handle.__del__.__code__)

@@ -182,6 +182,18 @@ class World:
         """Returns the open calls."""
         return list(self._calls_home)
 
+    def interrupt(self, worker: int, to: int) -> None:
+        """Begins a call with a reference for a value; Ctrl-C: nothing is sent or taken back."""
+        machine = self.machines[worker]
+        if worker == to:
+            return
+        if held := list(self.handles[worker]):
+            machine.hand_on(held[0], to)
+        reference = machine.creating(to)
+        self._gain(worker, reference)
+        self._taken_back.add(reference)
+        self._done(worker, "is interrupted in a call for", reference)
+
     def drop_all(self, worker: int) -> None:
         self._closed.add(worker)
         self.handles[worker].clear()

@@ -178,6 +178,9 @@ def shut_down(run: Run) -> None:
     """Works, and then drops everything by force, with messages still in flight."""
     run.act(steps=20)
     for worker in run.world.machines:
+        if not run._is_usual():
+            run.world.interrupt(worker, run.chance.choice(list(run.world.machines)))
+    for worker in run.world.machines:
         run.world.drop_all(worker)
     run.calm()
     run.world.check_empty()

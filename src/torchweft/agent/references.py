@@ -210,10 +210,17 @@ class ReferenceKeeper:
 
     def creating(self, owner: Peer) -> ReferenceId:
         """Returns a reference to a value that a call to ``owner`` will make; counts one handle."""
-        with self._lock:
-            reference = self._machine.creating(owner.id)
-            self._handles[reference] += 1
-        return reference
+        reference = None
+        try:
+            with self._lock:
+                reference = self._machine.creating(owner.id)
+                self._handles[reference] += 1
+            return reference
+        except BaseException:  # The main thread was interrupted.
+            if reference is not None:
+                self.not_created(reference)
+                self.end_handle(reference)
+            raise
 
     def not_created(self, reference: ReferenceId) -> None:
         """Takes back ``creating``: the call could not be sent."""
@@ -232,8 +239,15 @@ class ReferenceKeeper:
 
     def hand_on(self, reference: ReferenceId, to: Peer) -> HandedReference:
         """Begins to hand ``reference`` to worker ``to``; the result travels in the message."""
-        with self._lock:
-            return HandedReference(reference, self._machine.hand_on(reference, to.id))
+        handed = None
+        try:
+            with self._lock:
+                handed = HandedReference(reference, self._machine.hand_on(reference, to.id))
+            return handed
+        except BaseException:  # The main thread was interrupted.
+            if handed is not None:
+                self.undeliverable(handed, to)
+            raise
 
     def undeliverable(self, handed: HandedReference, to: Peer) -> None:
         """Takes back ``hand_on``: the message could not be sent."""

@@ -117,14 +117,20 @@ def call_and_wait(
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.encoder.request(peer, function, args, kwargs, limit_s)
-    call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
+    call = None
     try:
+        call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
         worker.agent.calls.ask_and_wait(peer, call, request)
     except Exception:
         request.take_back()
         raise
     except BaseException:  # Ctrl-C: the caller no longer waits.
-        worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
+        if call is not None:
+            worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
+            if call.frame is not None:
+                worker.discard_reply(peer, call.frame)
+        # The callee may have a message that has a number.
+        request.take_back(keeps_graph=call is not None and call.number != 0)
         raise
     return worker.result_of(call)
 
@@ -149,13 +155,13 @@ def start(
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
     request = worker.encoder.request(peer, function, args, kwargs, limit_s)
-    call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
-    # References among them must outlive the call, also if the program changes ``args`` meanwhile.
-    call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)
-    future: Future[Any] = Future(worker, call)
     try:
+        call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
+        # References among them must outlive the call, also if the program changes ``args``.
+        call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)
+        future: Future[Any] = Future(worker, call)
         worker.agent.calls.ask(peer, call, request)
-    except Exception:
+    except BaseException:
         request.take_back()
         raise
     return future
@@ -184,16 +190,16 @@ def create(
         reference, _ = references.create_here()
     else:
         reference = references.creating(peer)
-    maker = subject[-1] if subject else getattr(function, "__qualname__", "")
-    handle = worker.reference_type.from_created(references, reference, maker)
     try:
+        maker = subject[-1] if subject else getattr(function, "__qualname__", "")
+        handle = worker.reference_type.from_created(references, reference, maker)
         request = worker.encoder.request(peer, function, args, kwargs, math.inf, reference.number)
         try:
             worker.agent.sender.send(peer, request.message(0))
-        except Exception:
+        except BaseException:
             request.take_back()
             raise
-    except Exception:
+    except BaseException:
         if not peer.is_self:
             references.not_created(reference)
         raise

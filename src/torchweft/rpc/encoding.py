@@ -163,13 +163,15 @@ class Encoder:
             context_id = 0 if peer.is_self else self._arrivals.no_grad_id
         elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self.record_send(context_id, tensors, peer)
-        handed = self.hand_on(externals, peer) if externals else ()
-        if inlined is None:
-            head = (timeout_s, creation, context_id, message_id, name or b"")
-            packed = Packed(payload, tensors, list(externals))
-            parts = self._tensor_messages
-            return TableRequest(self.take_back, peer, handed, parts, flags, head, packed, entries)
+        handed: Sequence[HandedReference] = ()
         try:
+            if externals:
+                handed = self.hand_on(externals, peer)
+            if inlined is None:
+                head = (timeout_s, creation, context_id, message_id, name or b"")
+                packed = Packed(payload, tensors, list(externals))
+                parts, take_back = self._tensor_messages, self.take_back
+                return TableRequest(take_back, peer, handed, parts, flags, head, packed, entries)
             frame = encode_call(
                 flags,
                 timeout_s,
@@ -181,15 +183,15 @@ class Encoder:
                 payload,
                 inlined[0],
             )
-        except SerializationError:
+            if not entries:
+                return Request(self.take_back, peer, handed, message_id, frame)
+            frame = with_code(frame, names_of(entries))
+            request = Request(self.take_back, peer, handed, message_id, frame)
+            request.entries = entries
+            return request
+        except BaseException:
             self.take_back(peer, handed, message_id)
             raise
-        if not entries:
-            return Request(self.take_back, peer, handed, message_id, frame)
-        frame = with_code(frame, names_of(entries))
-        request = Request(self.take_back, peer, handed, message_id, frame)
-        request.entries = entries
-        return request
 
     def _pack_arguments(
         self,
@@ -329,15 +331,19 @@ class Encoder:
             outside.take_back(message_id)
         return message_id
 
-    def hand_on(self, externals: Sequence[object], peer: Peer) -> tuple[HandedReference, ...]:
+    def hand_on(self, externals: Sequence[object], peer: Peer) -> list[HandedReference]:
         """Counts the references in a message for ``peer``, which keep their values alive."""
-        handed = []
-        for reference in externals:
-            assert isinstance(reference, Handle)
-            reference.check_travels()
-            if not peer.is_self:
-                handed.append(self._references.hand_on(reference.id, peer))
-        return tuple(handed)
+        handed: list[HandedReference] = []
+        try:
+            for reference in externals:
+                assert isinstance(reference, Handle)
+                reference.check_travels()
+                if not peer.is_self:
+                    handed.append(self._references.hand_on(reference.id, peer))
+        except BaseException:
+            self.take_back(peer, handed, 0)
+            raise
+        return handed
 
     def take_back(self, peer: Peer, handed: Sequence[HandedReference], message_id: int) -> None:
         """Takes back the references and the graph of a message that could not be sent."""

@@ -91,7 +91,7 @@ class Ports:
         request = self._worker.encoder.request(peer, b"", (head, *values), {}, math.inf)
         try:
             self._worker.agent.sender.send(peer, request.post(port))
-        except Exception:
+        except BaseException:
             request.take_back()
             raise
 

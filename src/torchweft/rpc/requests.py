@@ -72,9 +72,13 @@ class Request:
         self._frame[0] = _POST
         return self.message(port)
 
-    def take_back(self) -> None:
-        """Takes back the references and the graph of a message that could not be sent."""
-        self._take_back(self._peer, self._handed, self._message_id)
+    def take_back(self, *, keeps_graph: bool = False) -> None:
+        """Takes back the references and the graph of a message that could not be sent.
+
+        Args:
+            keeps_graph: Whether the graph is kept, as the receiver may have the message.
+        """
+        self._take_back(self._peer, self._handed, 0 if keeps_graph else self._message_id)
 
 
 class TableRequest(Request):

@@ -135,15 +135,20 @@ class Worker:
             if flags & ERROR_REPLY:
                 raise self.as_raised_here(unpack_error(control.payload))
             return self.decoder.open_own(control, control.head[0], is_answer=True)
-        head = decode_reply(control)
-        message = None
-        if flags:
-            if flags & ERROR_REPLY:
-                payload = control[head[3] : head[4]]
-                raise self.as_raised_here(self.reader.unpack_error(bytes(payload)))
-            message = self.tensor_messages.read(frame)
-            self.tensor_messages.fetch(peer, message)
-        return self.decoder.open(peer, control, head, message, is_answer=True)
+        if flags & ERROR_REPLY:
+            head = decode_reply(control)
+            payload = control[head[3] : head[4]]
+            raise self.as_raised_here(self.reader.unpack_error(bytes(payload)))
+        try:
+            head = decode_reply(control)
+            message = None
+            if flags:
+                message = self.tensor_messages.read(frame)
+                self.tensor_messages.fetch(peer, message)
+            return self.decoder.open(peer, control, head, message, is_answer=True)
+        except BaseException:
+            self.decoder.refuse(peer, decode_reply(control))  # Received references stay so.
+            raise
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Discards a late reply, and releases what it holds at its sender."""

@@ -356,13 +356,13 @@ class _Carrying:
             return message._replace(kind=_CALL_IN_SPAN, control=control)  # type: ignore[arg-type]
         return in_span(message, carried)
 
-    def take_back(self) -> None:
+    def take_back(self, *, keeps_graph: bool = False) -> None:
         """Takes back the references and the graph of a message that could not be sent."""
         span = self.span
         if span is not None and span.is_recording():
             _fail(span, sys.exc_info()[1] or ConnectionError())
             span.end()
-        self._request.take_back()
+        self._request.take_back(keeps_graph=keeps_graph)
 
 
 class _Spanned:

@@ -138,15 +138,21 @@ class Outbox:
         if self._young.pop(key, None) is None:
             self._old.pop(key, None)
 
-    def tick(self, now_s: float) -> None:
-        """Repeats requests that have waited for an interval or more."""
+    def tick(self, now_s: float) -> bool:
+        """Repeats requests that have waited for an interval or more.
+
+        Returns:
+            Whether an interval has ended.
+        """
+        is_end = self._resend_at_s is not None
         if self._resend_at_s is not None:
             if now_s < self._resend_at_s:
-                return
+                return False
             self._actions.extend(self._old.values())
             self._old.update(self._young)
             self._young.clear()
         self._resend_at_s = now_s + self._resend_s
+        return is_end
 
     def lose(self, peer: int) -> None:
         """Ends all requests to ``peer``, and sends no more messages to it."""
@@ -191,6 +197,10 @@ class Handovers:
     def tokens_to(self, peer: int) -> list[int]:
         """Returns the tokens of the open handovers to ``peer``."""
         return [token for to, token in self._outstanding if to == peer]
+
+    def all(self) -> list[tuple[int, int]]:
+        """Returns receiver and token of each open handover."""
+        return list(self._outstanding)
 
     def is_new(self, sender: int, token: int) -> bool:
         """Notes a handover from ``sender``; returns whether it comes for the first time."""

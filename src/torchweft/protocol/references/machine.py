@@ -24,6 +24,9 @@ from torchweft.wire.references import (
     NotHanded,
 )
 
+_INTERVALS_TO_ARRIVE = 2
+"""Ends of intervals after ``drop_all`` until all messages have arrived that were sent before it."""
+
 
 class References:
     """Keeps count of the remote references of one worker: those it holds and those it owns.
@@ -46,6 +49,7 @@ class References:
         self._owned = OwnedValues(worker, self._outbox)
         self._held = HeldReferences(worker, self._outbox)
         self._is_closed = False
+        self._intervals_closed = 0
         self._handlers: dict[type[Message], Callable[[int, Any], None]] = {
             Hold: self._on_hold,
             Drop: self._on_drop,
@@ -198,8 +202,17 @@ class References:
             self._handlers[type(message)](sender, message)
 
     def tick(self, now_s: float) -> None:
-        """Resends overdue requests; may be called as often as is convenient."""
-        self._outbox.tick(now_s)
+        """Resends overdue requests; may be called as often as is convenient.
+
+        After ``drop_all`` it also takes back, once, what the others have not confirmed within a
+        whole interval: a thread that was interrupted has never sent it.
+        """
+        if self._outbox.tick(now_s) and self._is_closed:
+            self._intervals_closed += 1
+            if self._intervals_closed == _INTERVALS_TO_ARRIVE:
+                self._held.none_created()
+                for to, token in self._handovers.all():
+                    self._outbox.request((NotHanded, to, token), to, NotHanded(token))
 
     def peer_lost(self, peer: int) -> None:
         """Drops all holds of a lost worker, and gives up all values that it owned."""
@@ -285,8 +298,9 @@ class References:
         self._outbox.answered((Handed, sender, message.token))
 
     def _on_not_handed(self, sender: int, message: NotHanded) -> None:
-        # If not new, the message was received and is answered separately.
-        if self._handovers.is_new(sender, message.token):
+        # If not new, the message was received and is answered separately, unless the thread that
+        # received it was interrupted.
+        if self._handovers.is_new(sender, message.token) or self._is_closed:
             self._held.handed(sender, message.token)
 
     def _check(self, is_allowed: bool, sender: int, message: Message) -> None:

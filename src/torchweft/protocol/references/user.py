@@ -81,6 +81,11 @@ class HeldReferences:
         if entry is not None and entry.state is State.CREATING:
             self._outbox.request(reference, reference.owner, NotCreated(reference))
 
+    def none_created(self) -> None:
+        """Tells the owners not to wait for any creation that has not arrived."""
+        for reference in list(self._entries):
+            self.not_created(reference)
+
     def received(self, reference: ReferenceId, sender: int, token: int) -> None:
         """Counts a handle made from a reference that came in a message."""
         entry = self._entries.get(reference)

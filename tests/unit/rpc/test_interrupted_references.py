@@ -1,0 +1,100 @@
+"""Ctrl-C at every step of a call that makes, hands on or returns references.
+
+Such a reference is taken back at once. Where the interrupt came within the tables of references,
+it stays until the worker leaves, which waits for it no longer than two intervals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.interrupting import interrupt_at
+from tests.thorough import every
+from tests.unit.agent.group import wait_until
+from tests.unit.rpc.pair import Pair, pair_of
+from tests.unit.rpc.test_interrupted import check_is_sound
+from torchweft.agent import current as current_agent
+from torchweft.errors import ReferenceGone
+from torchweft.knobs import INTERNAL_VARIABLE
+from torchweft.rpc.rref import RRef
+from torchweft.rpc.worker import Worker
+
+held: list[RRef[int]] = []
+
+
+@pytest.fixture(autouse=True)
+def holds_nothing() -> Iterator[None]:
+    yield
+    held.clear()
+
+
+def take(_: object) -> None:
+    pass
+
+
+def give() -> RRef[int]:
+    return RRef(1)
+
+
+def make_a_value(pair: Pair) -> object:
+    return pair.create(list)
+
+
+def hand_on(pair: Pair) -> object:
+    return pair.sync(take, held[:])
+
+
+def hand_on_soon(pair: Pair) -> object:
+    return pair.start(take, held[:]).wait()
+
+
+def take_over(pair: Pair) -> object:
+    return pair.sync(give)
+
+
+def act_for_the_caller(pair: Pair) -> None:
+    current_agent.install(None)
+    current_agent.install(pair.caller.agent)
+
+
+def open_ends(worker: Worker) -> int:
+    census = worker.references.census()
+    return census.handovers + census.unanswered
+
+
+@pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
+@pytest.mark.parametrize("way", [make_a_value, hand_on, hand_on_soon, take_over])
+def test_an_interrupted_call_with_references_does_not_keep_a_worker_from_leaving(
+    way: Callable[[Pair], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(INTERNAL_VARIABLE, "REFERENCE_RESEND_S=0.1")
+    with pair_of(2) as pair:
+        workers = pair.caller, pair.callee
+        if way is not take_over:
+            act_for_the_caller(pair)
+            held.append(RRef(2))
+        pair.sync(take, 0)
+        step = 1
+        while interrupt_at(step, lambda: way(pair)):
+            check_is_sound(pair)
+            step += every(1)
+        held.clear()
+        wait_until(lambda: sum(map(open_ends, workers)) < step / 10, "the references to be undone")
+        for each in workers:
+            each.references.begin_settling()
+        wait_until(lambda: all(each.references.is_settled() for each in workers))
+
+
+def test_a_refused_reference_leaves_others_of_the_call_as_they_are() -> None:
+    with pair_of(2) as earlier:
+        act_for_the_caller(earlier)
+        held.append(RRef(1))
+    with pair_of(2) as pair:
+        act_for_the_caller(pair)
+        held.append(RRef(2))
+        with pytest.raises(ReferenceGone, match="a group that has been shut down"):
+            pair.sync(take, held[::-1])
+        wait_until(lambda: not open_ends(pair.caller), "the handover to be taken back")
