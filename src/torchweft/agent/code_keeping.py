@@ -9,6 +9,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol.kept_code import SentCode
+from torchweft.runtime.interrupts import acquire
 from torchweft.serialize.by_value import Code
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import MAX_CODES, Kind, decode_code, encode_code
@@ -55,9 +56,10 @@ class CodeKeeper:
 
     def _send(self, peer: Peer, code: Code) -> SentCode | None:
         # Do not wait for the lock: a finalizer of the program may call from within this thread.
-        if not peer.code_lock.acquire(False):
-            return None
+        is_mine: list[bool] = []
         try:
+            if not acquire(peer.code_lock, is_mine, blocking=False):
+                return None
             entry = peer.sent_codes.get(code.digest)
             if entry is not None:
                 return entry  # Race: another thread has sent it meanwhile.
@@ -69,7 +71,8 @@ class CodeKeeper:
             peer.sent_codes.sent(code.digest, offer)
             return offer.entry
         finally:
-            peer.code_lock.release()
+            if any(is_mine):
+                peer.code_lock.release()
 
     def _on_code(self, peer: Peer, frame: Frame) -> None:
         if len(frame.control) > 2 * self._limit_bytes:  # Before it is copied.

@@ -45,6 +45,7 @@ from torchweft.autograd.walk import Reached
 from torchweft.errors import AutogradError
 from torchweft.protocol.backward import Progress
 from torchweft.runtime.device_streams import Guard, new_guard
+from torchweft.runtime.interrupts import acquire
 
 AVERAGING = "averaging by DistributedDataParallel"
 """The operation named in errors of averaging."""
@@ -176,14 +177,16 @@ class Replica:
         if self.parameters.isdisjoint(fresh):
             return
         # A second pass over the module on another thread waits here.
-        if not self._guard.lock.acquire(timeout=knobs.BACKWARD_TIMEOUT_S.get()):
-            raise AutogradError("another pass has been averaging for WEFT_BACKWARD_TIMEOUT_S")
+        is_mine: list[bool] = []
         try:
+            if not acquire(self._guard.lock, is_mine, timeout_s=knobs.BACKWARD_TIMEOUT_S.get()):
+                raise AutogradError("another pass has been averaging for WEFT_BACKWARD_TIMEOUT_S")
             with self._guard.order:
                 totals = self._totals(fresh, gradients.snapshot())
                 gradients.put(self._averages(totals) if _is_synchronized(self._module) else totals)
         finally:
-            self._guard.lock.release()
+            if any(is_mine):
+                self._guard.lock.release()
 
     def _totals(
         self, fresh: Mapping[Tensor, Tensor], earlier: Mapping[Tensor, Tensor]

@@ -27,6 +27,7 @@ from torchweft.errors import CallCancelled, CallTimeout, ConfigurationError, Not
 from torchweft.ids import WorkerInfo
 from torchweft.optim.owners import Failure, name_of, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
+from torchweft.runtime.interrupts import acquire
 
 _log = logging.getLogger("torchweft")
 _GIVE_UP_S = 5.0
@@ -295,8 +296,6 @@ def save_async(
     Returns:
         A future of the snapshot.
     """
-    attempt, turn = _begin(directory, state, step, keep, gate, random_states, timeout)
-
     claim = threading.Lock()
 
     def work() -> Snapshot:
@@ -307,6 +306,7 @@ def save_async(
         finally:
             turn.release()
 
+    attempt, turn = _begin(directory, state, step, keep, gate, random_states, timeout)
     try:
         # A process that ends still completes its pending saves.
         return owner.in_background(work, "save", is_awaited=True)
@@ -337,17 +337,19 @@ def _begin(
     deadline = Deadline(timeout)
     absolute = os.path.abspath(directory)
     turn = current().slots[_TURNS].setdefault(absolute, threading.Lock())
-    if not turn.acquire(timeout=deadline.left_s() or -1):
-        raise CallTimeout(
-            f"an earlier snapshot is still being written to {absolute} after "
-            f"{deadline.timeout_s:.1f} s; save less often, or pass a longer timeout",
-            elapsed_s=deadline.timeout_s,
-        )
+    is_mine: list[bool] = []
     try:
+        if not acquire(turn, is_mine, timeout_s=deadline.left_s() or -1):
+            raise CallTimeout(
+                f"an earlier snapshot is still being written to {absolute} after "
+                f"{deadline.timeout_s:.1f} s; save less often, or pass a longer timeout",
+                elapsed_s=deadline.timeout_s,
+            )
         attempt = Attempt(absolute, step, keep, Plan(state, random_states), deadline, needs)
         attempt.capture(gate)
     except BaseException:
-        turn.release()
+        if any(is_mine):
+            turn.release()
         raise
     return attempt, turn
 

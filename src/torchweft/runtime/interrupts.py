@@ -21,10 +21,27 @@ import threading
 from _thread import get_ident
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__call__"))
 """Calls its argument; with ``map``, several functions in one step."""
+
+
+class Lock(Protocol):
+    """A lock that is written in C."""
+
+    def acquire(self, blocking: bool = ..., timeout: float = ..., /) -> bool:
+        """Acquires the lock; returns whether it did."""
+
+
+def acquire(lock: Lock, taken: list[bool], blocking: bool = True, timeout_s: float = -1) -> bool:
+    """Acquires a lock, and notes in ``taken`` whether it did, in one step.
+
+    Call it within ``try``, whose ``finally`` releases the lock if ``taken`` is ``[True]``.
+    """
+    taken += map(lock.acquire, (blocking,), (timeout_s,))
+    return taken == [True]
+
 
 main_id = threading.main_thread().ident
 """The identifier of the main thread."""
