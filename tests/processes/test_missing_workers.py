@@ -35,7 +35,7 @@ def waited_for_core_s(pid: int) -> float:
 
 
 class Joiners:
-    """Processes that try to join groups, each once."""
+    """Processes that try to join groups."""
 
     def __init__(self, process: WarmProcess, folder: Path) -> None:
         self._warm = OpenWorkers(process, far.__name__)
@@ -54,6 +54,11 @@ class Joiners:
         self.pids[name] = self._warm.do(name, os.getpid)
         self._warm.begin(name, try_to_join, namespace, self.environment, rank, size, told)
         return name
+
+    def begin_again(self, name: str, rank: int, size: int, method: str) -> None:
+        """Has a process that could not join try it again, for long."""
+        told = {"init_method": method, "init_timeout": 60, "listen": "127.0.0.1"}
+        self._warm.begin(name, try_to_join, "", self.environment, rank, size, told)
 
     def result(self, name: str) -> tuple[float, RendezvousTimeout | None]:
         elapsed_s, error = self._warm.result(name)
@@ -112,6 +117,20 @@ def test_who_is_missing_is_named_in_time(
         assert error.missing == (missing,)
         assert f"rank {missing}" in str(error)
         assert TIMEOUT_S * 0.9 < elapsed_s < TIMEOUT_S + joiners.slack_s()
+
+
+@pytest.mark.parametrize(("kind", "early"), [("file", 0), ("file", 1), ("tcp", 0)])
+def test_a_later_attempt_meets_a_worker_that_comes_late(
+    joiners: Joiners, tmp_path: Path, kind: str, early: int
+) -> None:
+    method = method_of(kind, tmp_path)
+    name = joiners.begin(early, 2, method)
+    _, error = joiners.result(name)
+    assert isinstance(error, RendezvousTimeout)
+    joiners.begin_again(name, early, 2, method)
+    late = joiners.begin(1 - early, 2, method, init_timeout=60)
+    assert joiners.result(name)[1] is None
+    assert joiners.result(late)[1] is None
 
 
 def test_an_open_group_whose_host_is_missing(joiners: Joiners, tmp_path: Path) -> None:

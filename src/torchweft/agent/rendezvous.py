@@ -232,6 +232,16 @@ def join(store: Any, registration: Registration, world_size: int, timeout_s: flo
         ) from error
 
 
+def has_verdict(store: Any) -> bool:
+    """Whether rank 0 has written the directory of a closed group, or why there is none."""
+    return _is_there(store, joining.DIRECTORY)
+
+
+def is_refused(store: Any) -> bool:
+    """Whether rank 0 has written that there is no closed group."""
+    return has_verdict(store) and bool(Directory.decode(store.get(joining.DIRECTORY)).refusal)
+
+
 def enter(store: Any, registration: Registration, timeout_s: float) -> Admission:
     """Registers this worker, which listens already, in an open group; returns its place in it.
 
@@ -286,7 +296,7 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
         while True:
             try:
                 answer = perform(request)
-            except Exception as error:
+            except BaseException as error:
                 request = steps.throw(error)
             else:
                 request = steps.send(answer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import itertools
 import logging
 import math
 import os
@@ -16,8 +15,8 @@ from torchweft import knobs, scraping
 from torchweft.agent import current as current_agent
 from torchweft.agent import rounds
 from torchweft.agent.links import Traffic
-from torchweft.agent.rendezvous import open_store
-from torchweft.agent.stores import BoundedStore
+from torchweft.agent.rendezvous import has_verdict, is_refused, open_store
+from torchweft.agent.stores import BoundedStore, SignedStore
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -36,11 +35,19 @@ from torchweft.serialize.tracebacks import without_own_frames
 
 _log = logging.getLogger("torchweft")
 
-# The store of an init method may outlive a group; each group of this process has its own keys.
-_group_numbers = itertools.count()
+_groups_before = 0
+"""How many closed groups this process has joined, or been refused by, through an init method.
+
+Its store may outlive a group, so the keys of each group have this number. All workers must count
+the same, also those whose ``init_rpc`` is interrupted: only a verdict of rank 0 counts."""
+_store_of_failure: Any = None
+"""The store at which this process failed to join, until it joins: if it hosts the store, those who
+come late must find the verdict there."""
 NAME_VARIABLE = "WEFT_WORKER_NAME"
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
 _ENVIRONMENT_METHOD = "env://"
+_LOOK_S = 1.0
+"""How long a worker that could not join waits for the store to say why."""
 
 
 @without_own_frames
@@ -119,20 +126,21 @@ def join_group(
             f"rank {rank} does not fit world_size {world_size}; ranks go from {fitting}"
         )
     heed()
-    store = options.store
-    if store is None:
-        method = _given_method(options) or _found_method(place)
-        store = open_store(method, rank, world_size, options.init_timeout)
-        # A worker that comes back to an open group must find the same keys.
-        number = 0 if world_size is None else next(_group_numbers)
-        store = PrefixStore(f"weft/{number}", store)
-        if world_size is not None and method == _ENVIRONMENT_METHOD and rounds.is_needed():
-            bounded = BoundedStore(store, options.init_timeout)
-            store = PrefixStore(
-                rounds.agree(bounded, rank, world_size, options.init_timeout), store
-            )
-    metrics = _listen_for_scrapes(place)
+    metrics = numbered = None
     try:
+        store = options.store
+        if store is None:
+            method = _given_method(options) or _found_method(place)
+            opened = open_store(method, rank, world_size, options.init_timeout)
+            # A worker that comes back to an open group must find the same keys.
+            store = PrefixStore("weft/0", opened)
+            if world_size is not None:
+                store = numbered = _numbered(opened, options)
+                if method == _ENVIRONMENT_METHOD and rounds.is_needed():
+                    bounded = BoundedStore(store, options.init_timeout)
+                    name_of_round = rounds.agree(bounded, rank, world_size, options.init_timeout)
+                    store = PrefixStore(name_of_round, store)
+        metrics = _listen_for_scrapes(place)
         if world_size is None:
             enter_open(name, rank, store, options)
         else:
@@ -140,10 +148,38 @@ def join_group(
     except BaseException:
         if metrics is not None:
             metrics.close()
+        if numbered is not None:
+            _failed(numbered)
         raise
+    if numbered is not None:
+        _joined()
     if metrics is not None:
         url = metrics.serve(current_node()).url
         _log.info("worker %r serves its metrics at %s", name, url)
+
+
+def _numbered(opened: Any, options: RpcBackendOptions) -> Any:
+    """Returns the part of a store for the next closed group: the first one without a refusal."""
+    global _groups_before
+    while True:
+        store = PrefixStore(f"weft/{_groups_before}", opened)
+        bounded = BoundedStore(store, options.init_timeout)
+        if not is_refused(SignedStore(bounded, options.secret)):
+            return store
+        _groups_before += 1
+
+
+def _joined() -> None:
+    global _groups_before, _store_of_failure
+    _groups_before += 1
+    _store_of_failure = None
+
+
+def _failed(store: Any) -> None:
+    global _groups_before, _store_of_failure
+    _store_of_failure = store
+    if has_verdict(BoundedStore(store, _LOOK_S)):
+        _groups_before += 1
 
 
 def _listen_for_scrapes(place: Placement | None) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError, HashStore, PrefixStore
 
 from torchweft import knobs
 from torchweft.agent import rendezvous
-from torchweft.agent.rendezvous import join, open_store
+from torchweft.agent.rendezvous import carry_out, join, open_store, perform
 from torchweft.agent.stores import SignedStore
 from torchweft.errors import (
     ConfigurationError,
@@ -216,6 +216,22 @@ def test_something_that_takes_connections_and_says_nothing() -> None:
         if thread.name == "weft-store":
             thread.join(LIMIT_S)
             assert not thread.is_alive()
+
+
+def test_an_interrupted_rank_0_tells_the_others() -> None:
+    store = HashStore()
+
+    def interrupted(request: joining.Request) -> Any:
+        if isinstance(request, joining.Wait):
+            raise KeyboardInterrupt
+        return perform(store, request)
+
+    first, second = (Registration(f"worker{rank}", rank, ("unix:@x",)) for rank in range(2))
+    steps = joining.join_closed(first, 2, "0" * 32, LIMIT_S, time.monotonic)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(steps, interrupted)
+    with pytest.raises(RendezvousError, match="rank 0 was interrupted by KeyboardInterrupt"):
+        join(store, second, 2, LIMIT_S)
 
 
 def test_rank_0_waits_until_others_know_why_there_is_no_group() -> None:

@@ -42,6 +42,8 @@ READ_S = 0.5
 UNWRITTEN_S = 2.0
 """How long an earlier worker may take from taking its place to writing its registration."""
 _LEAST_WAIT_S = 0.01
+DIRECTORY = "directory"
+"""The key of the leader's verdict: the directory of the group, or why there is none."""
 _OPEN, _CLOSED = "open", "closed"
 _JOINED, _REFUSED = "joined", "refused"
 
@@ -210,7 +212,13 @@ def _lead(
             directory = yield from _collect(world_size, token, timeout_s, clock)
         except RendezvousError as error:  # A registration is not signed.
             directory = Directory("", (), refusal=str(error))
-    yield Set("directory", directory.encode())
+        except GeneratorExit:
+            raise
+        except BaseException as error:  # Ctrl-C: the others have come for nothing.
+            reason = f"rank {LEADER} was interrupted by {type(error).__name__} while it joined"
+            yield Set(DIRECTORY, Directory("", (), refusal=reason).encode())
+            raise
+    yield Set(DIRECTORY, directory.encode())
     if directory.refusal:
         # The store may end with the leader.
         end_s = clock() + READ_S
@@ -241,12 +249,12 @@ def _follow(
     """Waits for the directory or the refusal."""
     start_s = clock()
     keys = tuple(map(registration_key, range(world_size)))
-    is_written = yield Wait("directory", timeout_s, keys)
+    is_written = yield Wait(DIRECTORY, timeout_s, keys)
     # Without a leader no directory can follow.
     if not is_written and (yield from _is_there(registration_key(LEADER))):
-        is_written = yield Wait("directory", GRACE_S)
+        is_written = yield Wait(DIRECTORY, GRACE_S)
     if is_written:
-        directory = Directory.decode((yield Get("directory")))
+        directory = Directory.decode((yield Get(DIRECTORY)))
         if directory.refusal:
             yield Set(_told_key(rank), "")
         return directory
