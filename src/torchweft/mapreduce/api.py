@@ -20,9 +20,10 @@ from torchweft.mapreduce.partitioners import (
     exclusive_batch_partitioner,
 )
 from torchweft.mapreduce.parts import broadcast
-from torchweft.mapreduce.plan import UNWRAPPED, Manner
+from torchweft.mapreduce.plan import Manner
 from torchweft.mapreduce.reducers import Reducer, mean_reducer, sum_reducer
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.serialize.functions import UNWRAPPED
 
 __all__ = [
     "TensorDimensionPartitioner",

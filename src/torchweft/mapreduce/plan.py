@@ -29,9 +29,6 @@ from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe, name_of
 from torchweft.serialize.objects import Packed
 
-UNWRAPPED = "__parallelize"
-"""The start of the suffix that ``parallelize`` gives to the name of the original function."""
-
 
 class Manner(NamedTuple):
     """How to run a map.
@@ -136,7 +133,7 @@ def make_plan(
         if own_content.externals:
             own_content = None
     return Plan(
-        describe(function).partition(UNWRAPPED)[0],
+        describe(function),
         function,
         cut.parts,
         common.arguments,

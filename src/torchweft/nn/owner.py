@@ -62,6 +62,9 @@ def create(
         check_called(module_cls)
         check_types(args=(args, tuple), kwargs=(kwargs, dict))
         _check_device(device)
+    served = current_call.get()
+    if served is not None:
+        served.function = module_cls
     module = make(module_cls, args, kwargs, device)
     _made().add(module)
     return RRef(module)
@@ -155,6 +158,9 @@ def _run(
         _check_device(device)
         check_types(steps=(steps, tuple))
     call = _callable(module, is_strict)
+    served = current_call.get()
+    if served is not None:  # Reports name what the program has written.
+        served.function = module.forward if isinstance(module, nn.Module) else call
     value = call(*to_device(args, device), **to_device(kwargs, device))
     for step in steps:
         if is_strict:

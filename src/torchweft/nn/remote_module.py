@@ -8,12 +8,17 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from torchweft.agent.current import current
 from torchweft.arguments import kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
-from torchweft.rpc import Future, RRef, get_worker_info, remote, rpc_async, rpc_sync
+from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
+from torchweft.rpc.calls import call_and_wait, create, start
+from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.health import info_of
+from torchweft.rpc.worker import WORKER
+from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import has_callable_methods, rebuilds_plain
 from torchweft.serialize.tracebacks import shorten, without_own_frames
 
@@ -176,17 +181,32 @@ class Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the steps; returns the result. Blocks."""
-        address = self._module.id
-        call = (*address, self._device, self._steps or None, *args)
-        return rpc_sync(info_of(address.owner), owner.run_at, call, kwargs)
+        call = (*self._module.id, self._device, self._steps or None, *args)
+        return self._named(call_and_wait, owner.run_at, call, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its last result."""
-        return rpc_async(info_of(self._module.id.owner), owner.run, self._call(args), kwargs)
+        future: Future[Any] = self._named(start, owner.run, self._call(args), kwargs)
+        return future
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain; returns a reference to its last result, which stays on the owner."""
-        return remote(info_of(self._module.id.owner), owner.run, self._call(args), kwargs)
+        reference: RRef[Any] = self._named(create, owner.run, self._call(args), kwargs)
+        return reference
+
+    def _named(
+        self, way: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Calls the owner in one of the three ways; reports and errors name ``forward``."""
+        try:
+            agent = current()
+            worker = agent.slots[WORKER]
+            peer = agent.find(info_of(self._module.id.owner))
+            subject = (worker.references.describe_use, self._module.id, "forward")
+            return way(worker, peer, function, args, kwargs, UNSET_RPC_TIMEOUT, subject)
+        except Exception as error:
+            shorten(error)
+            raise
 
     def _call(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return self._module, self._device, self._steps or None, *args
@@ -256,10 +276,15 @@ class RemoteModule(nn.Module):
     ) -> None:
         placement = read_placement(remote_device)
         _check_module_class(module_cls, args, kwargs)
-        module_rref = rpc_sync(
-            get_worker_info(placement.worker),
+        agent = current()
+        module_rref = call_and_wait(
+            agent.slots[WORKER],
+            agent.find(placement.worker),
             owner.create,
             (module_cls, tuple(args or ()), dict(kwargs or {}), placement.device),
+            {},
+            UNSET_RPC_TIMEOUT,
+            describe(module_cls),
         )
         super().__init__()
         self._bind(module_rref, placement.device)

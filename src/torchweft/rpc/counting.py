@@ -25,7 +25,7 @@ from torchweft.protocol.observing.report import FunctionCounts
 from torchweft.rpc.completion import Call
 from torchweft.rpc.watching import Watcher, Watching
 from torchweft.rpc.worker import Worker
-from torchweft.serialize.functions import describe
+from torchweft.serialize.functions import describe, own_name
 from torchweft.wire.messages import ERROR_REPLY
 
 LEASE_S = 10.0
@@ -89,7 +89,7 @@ def kept_of(function: Any) -> object:
 def name_of(function: Any) -> str:
     """Returns the name of a called function in reports."""
     if isinstance(function, bytes):
-        return function.decode(errors="replace").replace(":", ".") or "a function by value"
+        return own_name(function.decode(errors="replace")) or "a function by value"
     if isinstance(function, tuple):  # A ``Subject``: its last part is the method.
         return f"{function[-1]} of a reference"
     return function if isinstance(function, str) else describe(function)

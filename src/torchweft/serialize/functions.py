@@ -82,12 +82,22 @@ def describe(function: object) -> str:
     if callable(function):
         found = name_of(function, main_by_name=True)
         if found is not None:
-            return text_of(found).replace(":", ".")
+            return own_name(text_of(found))
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if not isinstance(name, str):
         return f"{type(function).__module__}.{type(function).__qualname__} object"
     module = getattr(function, "__module__", None)
-    return f"{module}.{name}" if isinstance(module, str) else name
+    return own_name(f"{module}.{name}" if isinstance(module, str) else name)
+
+
+def own_name(name: str) -> str:
+    """Returns the program's name for the function that another worker finds by ``name``."""
+    return name.partition(UNWRAPPED)[0].replace(":", ".")
+
+
+UNWRAPPED = "__parallelize"
+"""Follows the name of a function in that of its original, where ``mapreduce.parallelize`` wraps
+it."""
 
 
 def unknown(module: str, path: str, reason: str) -> UnknownFunction:
