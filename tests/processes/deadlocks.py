@@ -11,6 +11,7 @@ import torch
 
 from tests.processes.functions import wait_until
 from torchweft import autograd, mapreduce, rpc
+from torchweft.pipeline import Pipe, ScheduleGPipe
 
 _lock = threading.Lock()
 
@@ -137,3 +138,37 @@ def train_until_it_halts(other: str, path: str) -> None:
         inputs = torch.ones(2, requires_grad=True)
         loss = rpc.rpc_sync(other, forward_that_halts, args=(inputs, path)).sum()
         autograd.backward(context_id, [loss])  # runs the pass that halts
+
+
+# Several calls, streams or stages, of which one ends
+
+
+def score(other: str, path: str) -> None:
+    futures = [rpc.rpc_async(other, read, args=(path,)) for _ in range(2)]
+    for _ in rpc.as_completed(futures):  # waits for any score
+        pass
+
+
+def follow_several(other: str, path: str) -> None:
+    streams = [rpc.stream(other, read_lines, (path,)) for _ in range(2)]
+    with rpc.merged(streams) as values:
+        next(values)  # waits for any line
+
+
+class Reading(torch.nn.Module):
+    """A stage of a pipeline whose first forward does not return."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self.path = path
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        read(self.path)
+        return value
+
+
+def run_stages(other: str, path: str) -> None:
+    stages = torch.nn.Sequential(torch.nn.Linear(2, 2), Reading(path))
+    workers = [rpc.get_worker_info().name, other]
+    with Pipe(stages, workers, ScheduleGPipe(1), torch.nn.functional.mse_loss) as pipe:
+        pipe.step(torch.ones(1, 2), torch.ones(1, 2))  # waits for its stages

@@ -140,6 +140,31 @@ def test_a_map_and_a_stream_whose_function_does_not_return(
     assert deadlocks.line_of(waits) + function.__name__ in said
 
 
+@pytest.mark.parametrize(
+    ("function", "waits", "runs"),
+    [
+        (deadlocks.score, "waits for any score", "tests.processes.deadlocks.read"),
+        (deadlocks.follow_several, "waits for any line", "tests.processes.deadlocks.read_lines"),
+        (deadlocks.run_stages, "waits for its stages", "torchweft.pipeline.host.start"),
+    ],
+)
+def test_what_waits_for_any_of_several_is_followed(
+    stuck: Cluster, tmp_path: Path, function: Any, waits: str, runs: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    rpc.rpc_async("worker0", function, args=("worker1", str(tmp_path / "pipe")))
+    said, _ = explained_when(
+        group_of(stuck),
+        f"worker0 waits, in the end, for\n  worker1: {runs} (called by 'worker0')",
+    )
+    assert deadlocks.line_of(waits) + function.__name__ in said
+    if function is deadlocks.run_stages:
+        assert deadlocks.line_of("waits for a writer") + "read" in said
+        assert "'worker1' to send the gradients of micro-batch 0 from stage 1" in said
+    else:
+        assert said.count(" or 'worker1' to run ") == said.count("in the end"), said
+
+
 @pytest.mark.keeps("threads", "descriptors", "processes")
 def test_a_backward_pass_whose_worker_is_stopped(stuck: Cluster, tmp_path: Path) -> None:
     group = group_of(stuck)

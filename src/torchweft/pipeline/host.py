@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError
 from torchweft.optim import eager
 from torchweft.optim.clipping import on_host
@@ -52,7 +53,7 @@ def start(
     """Runs a worker's row once; answered when it is done."""
     done: OrderedFuture[Any] = OrderedFuture()
     mark = device_streams.mark() if device_streams.HAS_CUDA else None
-    command = Start(step, is_training, zero_grad, inputs, targets, done, mark)
+    command = Start(step, is_training, zero_grad, inputs, targets, done, mark, current_call.get())
     runner_of(pipe).put(step, START, command)
     return done
 

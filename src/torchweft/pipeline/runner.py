@@ -28,7 +28,9 @@ from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.protocol.calls import ServedCall
 from torchweft.rpc import on_worker_lost
+from torchweft.rpc.activity import tell_messages, tell_served
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
 from torchweft.runtime import device_streams
@@ -102,6 +104,7 @@ class Start(NamedTuple):
         targets: By micro-batch, its target, for the last stage.
         done: Gets the result.
         mark: The end of the GPU work that computes inputs and targets.
+        served: The call of the driver, which the row answers.
     """
 
     step: int
@@ -111,6 +114,7 @@ class Start(NamedTuple):
     targets: Mapping[int, Any]
     done: torch.futures.Future[Any]
     mark: Mark | None = None
+    served: ServedCall | None = None
 
 
 class Aborted(Exception):
@@ -282,7 +286,8 @@ class Runner:
         wanted = (self._step, key)
         arrived = self._arrived
         if wanted not in arrived:
-            deadline_s = time.monotonic() + (limit_s or self.assignment.timeout_s)
+            began_s = time.monotonic()
+            deadline_s = began_s + (limit_s or self.assignment.timeout_s)
             while wanted not in arrived:
                 if self._mail.empty():
                     self._listen(key, deadline_s)
@@ -320,6 +325,18 @@ class Runner:
             raise Aborted
 
     def _too_late(self, key: Key) -> PipelineError:
+        stage, sender, wanted = self.awaited(key)
+        return PipelineError(
+            f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
+            f"{wanted} on {sender!r}; that stage takes longer, or waits "
+            "itself: see torchweft.rpc.stacks(), or raise timeout",
+            stage=stage,
+            worker=self.name,
+            microbatch=key[3],
+        )
+
+    def awaited(self, key: Key) -> tuple[int, str, str]:
+        """Returns the stage that waits for a message, its sender, and its description."""
         kind, stage, source, microbatch = key
         if kind == COPIES:
             group = self.assignment.copies.groups[stage]
@@ -329,14 +346,7 @@ class Runner:
         else:
             wanted = f"{_SHOWN[kind]} of {self.unit} {microbatch}"
             sender = self._peer_of(source, microbatch).name
-        return PipelineError(
-            f"stage {stage} on worker {self.name!r} waited {self.assignment.timeout_s:g} s for "
-            f"{wanted} from stage {source} on {sender!r}; that stage takes longer, or waits "
-            "itself: see torchweft.rpc.stacks(), or raise timeout",
-            stage=stage,
-            worker=self.name,
-            microbatch=microbatch,
-        )
+        return stage, sender, f"{wanted} from stage {source}"
 
     def _run(self, start: Start) -> None:
         """Runs the row once and completes the future of the step."""
@@ -548,3 +558,12 @@ def _shown(packets: Mapping[int, Packet]) -> str:
         f"{'the batch' if source == BATCH else f'stage {source}'}"
         for source, packet in packets.items()
     )
+
+
+def _awaited(found: Mapping[str, Any]) -> tuple[str, str, float]:
+    _, sender, wanted = found["self"].awaited(found["key"])
+    return sender, wanted, found["began_s"]
+
+
+tell_messages(Runner._take, _awaited)
+tell_served(Runner._run, lambda found: found["start"].served)

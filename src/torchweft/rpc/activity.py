@@ -25,6 +25,7 @@ from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.observing.report import (
     CALL,
     GATHERING,
+    MESSAGE,
     PASS,
     SHUTDOWN,
     VALUE,
@@ -42,6 +43,7 @@ from torchweft.rpc.frames import inwards, is_own, lines, source_of, thread_frame
 from torchweft.rpc.futures import Future
 from torchweft.rpc.gathering import Key, Led
 from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.merging import Merged
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 
@@ -70,6 +72,7 @@ def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
             is_main=each.is_main,
             serves=_served_by(worker, each.stack),
             waits=tuple(_waits_of(worker, each.stack)),
+            needs_any=any(frame.f_code in _FOR_ANY for frame in each.stack),
             is_at_lock=bool(code) and not own and _is_at_lock(each.stack[-1], has_source),
             place=_place(code),
             frames=lines(code, has_source) if with_frames else (),
@@ -90,8 +93,9 @@ def key_of(worker: Worker, call: ServedCall) -> str:
 
 def _served_by(worker: Worker, stack: Sequence[FrameType]) -> str:
     for frame in reversed(stack):
-        if frame.f_code in _SERVING:
-            call = frame.f_locals.get("call")
+        call_in = _SERVING.get(frame.f_code)
+        if call_in is not None:
+            call = call_in(frame.f_locals)
             if isinstance(call, ServedCall) and call.peer.id in worker.agent.peers:
                 return key_of(worker, call)
     return ""
@@ -118,9 +122,12 @@ def _for_futures(worker: Worker, found: Locals) -> Sequence[Wait]:
 
 
 def _for_pending(worker: Worker, found: Locals) -> Sequence[Wait]:
-    pending = list(found["pending"].values())
-    # Of several, any would do: the thread waits for none of them in particular.
-    return _for_futures(worker, {"futures": pending}) if len(pending) == 1 else ()
+    return _for_futures(worker, {"futures": list(found["pending"].values())})
+
+
+def _for_streams(worker: Worker, found: Locals) -> Sequence[Wait]:
+    pulled = [each._pulled for each in found["self"].streams]
+    return _for_futures(worker, {"futures": [each[0] for each in pulled if each]})
 
 
 def _for_calls(worker: Worker, calls: Sequence[PendingCall]) -> Sequence[Wait]:
@@ -176,14 +183,22 @@ def _code(function: Any) -> CodeType:
     return code
 
 
-_SERVING = {_code(serving._serve), _code(proceed)}
-"""Functions that run a served call, which is their local variable ``call``."""
+def _in_call(found: Locals) -> object:
+    return found.get("call")
+
+
+_SERVING: dict[CodeType, Callable[[Locals], object]] = {
+    _code(serving._serve): _in_call,
+    _code(proceed): _in_call,
+}
+"""Functions that run a served call, and where it is among their local variables."""
 
 _WAITING: dict[CodeType, _Waits] = {
     _code(OpenCalls.ask_and_wait): _for_call,
     _code(OpenCalls.wait): _for_call,
     _code(torch.futures.wait_all): _for_futures,
     _code(fan_out._yielded): _for_pending,
+    _code(Merged._next_number): _for_streams,
     _code(Led.gather): _for_led,
     _code(Gatherings._follow): _for_led,
     _code(Engine._lead): _for_pass,
@@ -191,6 +206,38 @@ _WAITING: dict[CodeType, _Waits] = {
     _code(Leaving.wait): _for_shutdown,
 }
 """Functions in which threads wait for other workers, and what their local variables tell."""
+
+
+_FOR_ANY = {_code(fan_out._yielded), _code(Merged._next_number)}
+"""Those of them that go on with any of what they wait for."""
+
+
+def tell_served(function: Callable[..., Any], call_in: Callable[[Locals], object]) -> None:
+    """Has threads in a function told as those that run a call of another worker.
+
+    Args:
+        function: Runs the call, in a thread of its own.
+        call_in: Returns the ``ServedCall``, by the local variables of the function, or None.
+    """
+    _SERVING[_code(function)] = call_in
+
+
+def tell_messages(
+    function: Callable[..., Any], awaited: Callable[[Locals], tuple[str, str, float]]
+) -> None:
+    """Has threads in a function told as waiting for a message of another worker.
+
+    Args:
+        function: Blocks until the message has come.
+        awaited: Returns the sender, what it sends, and since when the thread waits, by the local
+            variables of the function; raises KeyError while it does not wait.
+    """
+
+    def tell(_: Worker, found: Locals) -> Sequence[Wait]:
+        sender, what, began_s = awaited(found)
+        return [Wait(MESSAGE, "", time.monotonic() - began_s, what, (sender,))]
+
+    _WAITING[_code(function)] = tell
 
 
 def tell_waits(function: Callable[..., Any], futures_in: Callable[[Locals], Sequence[Any]]) -> None:

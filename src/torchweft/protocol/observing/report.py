@@ -21,6 +21,7 @@ FILE_SUFFIX = ".weft.json"
 """Ends the name of a file with a report."""
 
 CALL, GATHERING, PASS, VALUE, SHUTDOWN = "call", "gathering", "pass", "value", "shutdown"
+MESSAGE = "message"
 """The kinds of waits."""
 
 
@@ -180,10 +181,11 @@ class Thread:
         is_own: Whether it is a thread of Weft that runs no code of the program.
         is_main: Whether it is the main thread.
         serves: Key of the served call that it runs; empty if none.
-        waits: What it waits for; several if it waits for all of several calls.
+        waits: What it waits for; several if it waits for several calls.
         is_at_lock: Whether it waits for a lock, or for another thread, of the program.
         place: The innermost line of the program, as ``file:line in function``.
         frames: Its frames, innermost last, as in a traceback; none without details.
+        needs_any: Whether any of several ``waits`` lets it go on; if not, it needs all.
     """
 
     name: str
@@ -195,6 +197,7 @@ class Thread:
     is_at_lock: bool
     place: str
     frames: tuple[str, ...]
+    needs_any: bool = False
 
 
 @dataclass(frozen=True, slots=True)

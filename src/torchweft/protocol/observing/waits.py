@@ -14,6 +14,7 @@ from torchweft.protocol.observing.circles import Needs
 from torchweft.protocol.observing.report import (
     CALL,
     GATHERING,
+    MESSAGE,
     PASS,
     SHUTDOWN,
     VALUE,
@@ -28,6 +29,8 @@ LEAST_S = 1.0
 """Seconds for which an activity must have waited, as reports are not of the same moment."""
 
 _NOTHING = Needs()
+_NAMED = 4
+"""How many of several things, of which a thread needs any, are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,10 +166,17 @@ class WaitGraph:
         return Needs(tuple(holders), of_all=False)
 
     def _add(self, name: str, report: Report, subject: str, thread: Thread) -> None:
-        self._add_waits(name, report.worker, subject, thread.place, thread.waits)
+        needs_any = thread.needs_any
+        self._add_waits(name, report.worker, subject, thread.place, thread.waits, needs_any)
 
     def _add_waits(
-        self, name: str, worker: str, subject: str, place: str, waits: Iterable[Wait]
+        self,
+        name: str,
+        worker: str,
+        subject: str,
+        place: str,
+        waits: Iterable[Wait],
+        needs_any: bool = False,
     ) -> None:
         waits = tuple(waits)
         targets = tuple(self._target(worker, wait) for wait in waits)
@@ -175,9 +185,9 @@ class WaitGraph:
             worker,
             subject,
             place,
-            tuple(map(_told, waits)),
+            _any_told(waits) if needs_any else tuple(map(_told, waits)),
             max((wait.age_s for wait in waits), default=0.0),
-            Needs(targets) if is_old else Needs(),
+            Needs(targets, of_all=not needs_any) if is_old else Needs(),
             is_wait=bool(waits),
             is_leaving=_is_leaving(waits),
         )
@@ -269,6 +279,9 @@ class WaitGraph:
         self.activities[name] = Activity("", "the shutdown", "", lacks, wait.age_s, needs)
         return name
 
+    def _message(self, worker: str, wait: Wait) -> str:
+        return self._worker(wait.workers[0])
+
     def _add_other(self, name: str, worker: str, subject: str, needs: Needs) -> None:
         self.activities.setdefault(name, Activity(worker, subject, needs=needs))
 
@@ -308,6 +321,7 @@ _TARGETS = {
     PASS: WaitGraph._pass,
     VALUE: WaitGraph._value,
     SHUTDOWN: WaitGraph._shutdown,
+    MESSAGE: WaitGraph._message,
 }
 
 
@@ -318,7 +332,15 @@ def _is_leaving(waits: Sequence[Wait]) -> bool:
 def _told(wait: Wait) -> str:
     if wait.kind == CALL:
         return f"{wait.workers[0]!r} to run {wait.name}"
+    if wait.kind == MESSAGE:
+        return f"{wait.workers[0]!r} to send {wait.name}"
     return wait.name
+
+
+def _any_told(waits: Sequence[Wait]) -> tuple[str, ...]:
+    """Returns the text of waits of which any lets the thread go on."""
+    more = f" or {len(waits) - _NAMED} more" if len(waits) > _NAMED else ""
+    return (" or ".join(map(_told, waits[:_NAMED])) + more,)
 
 
 def _names(workers: Iterable[str]) -> str:
