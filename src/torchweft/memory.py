@@ -35,9 +35,11 @@ import weakref
 import torch
 from torch import Tensor
 
+from torchweft import knobs
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.channel.page_locks import PageLock, PageLocks
+from torchweft.channel.shm.pool import why_no_pool
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 
@@ -64,9 +66,8 @@ def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool 
         return torch.empty(size, dtype=dtype, device="cpu")
     pool = agent.memory.pool
     if pool is None:
-        raise MemoryError(
-            "this worker has no shared memory: the system has none, or WEFT_SHM_LIMIT_BYTES is 0"
-        )
+        why = why_no_pool(knobs.SHM_LIMIT_BYTES.get())
+        raise MemoryError(f"this worker has no shared memory: {why}")
     memory = pool.share(size_bytes, locks)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(size)
 

@@ -32,16 +32,17 @@ SIZE = 1 << 20
 # Without some of the channels
 
 
-def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery) -> None:
+@pytest.mark.parametrize("limit", ["0", "1000, and the least is 2097152"])
+def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery, limit: str) -> None:
     with (
-        knobs.SHM_LIMIT_BYTES.override(0),
+        knobs.SHM_LIMIT_BYTES.override(int(limit.partition(",")[0])),
         torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
         sent = functions.make_tensor(SIZE)
         assert torch.equal(rpc.rpc_sync("worker0", functions.identity, args=(sent,)), sent)
         assert "SHM" not in usable_ways("worker0")
         assert "SHM" in rpc.rpc_sync("worker0", usable_ways, args=("driver",))
-        with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES is 0"):
+        with pytest.raises(MemoryError, match=f"WEFT_SHM_LIMIT_BYTES is {limit}$"):
             torchweft.memory.shared_empty(5)
 
 

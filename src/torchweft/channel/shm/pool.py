@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from torchweft import knobs
 from torchweft.channel.cma import address_of
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import Bytes, slab_size
@@ -459,6 +460,14 @@ def make_pool(limit_bytes: int) -> SharedPool | None:
         return SharedPool(limit_bytes) if limit_bytes >= SLABS_OFFSET else None
     except (OSError, ValueError):
         return None
+
+
+def why_no_pool(limit_bytes: int) -> str:
+    """Returns why ``make_pool`` makes none of a limit."""
+    if not 0 <= limit_bytes < SLABS_OFFSET:
+        return "the system has none"
+    least = f", and the least is {SLABS_OFFSET}" if limit_bytes else ""
+    return f"{knobs.SHM_LIMIT_BYTES.variable} is {limit_bytes}{least}"
 
 
 class Lender:
