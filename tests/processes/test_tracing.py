@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from torchweft.transport.link import Link
 from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.messages import Kind
 
+LIMIT_S = 50.0
 SERVICE = "torchweft.rpc.tracing.service."
 
 
@@ -407,6 +410,44 @@ def test_a_second_trace_is_refused_and_the_first_goes_on(trio: Cluster, tmp_path
         rpc.rpc_sync("worker0", double, args=(1,))
     assert len(read_trace(tmp_path / "first.json").of("run")) == 1
     assert not (tmp_path / "second.json").exists()
+
+
+def trace_at_once(path: str, meet: Callable[[], object]) -> list[bool]:
+    """Begins traces at the same moments as others; returns which began."""
+    began = []
+    for _ in range(3):
+        meet()
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(Trace(path))
+                began.append(True)
+            except ObserveError:
+                began.append(False)
+            meet()
+    return began
+
+
+def meet_others() -> None:
+    rpc.barrier(timeout=LIMIT_S)
+
+
+def trace_with_others(path: str) -> list[bool]:
+    return trace_at_once(path, meet_others)
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_of_traces_that_begin_at_once_one_begins(trio: Cluster, tmp_path: Path) -> None:
+    paths = [str(tmp_path / f"{number}.json") for number in range(4)]
+    meeting = threading.Barrier(4)
+    with ThreadPoolExecutor(4) as pool:
+        of_threads = list(pool.map(lambda path: trace_at_once(path, meeting.wait), paths))
+    there = [
+        rpc.rpc_async(f"worker{each}", trace_with_others, args=(paths[each],)) for each in (0, 1)
+    ]
+    of_workers = [trace_with_others(paths[2]), *[each.wait() for each in there]]
+    for found in (of_threads, of_workers):
+        for began in zip(*found, strict=True):
+            assert sum(began) == 1, found
 
 
 @pytest.mark.keeps("threads")  # The shared driver may start one more while a profile is slow.

@@ -126,15 +126,25 @@ class Trace:
         reached = [peer for peer in others if peer.id in self._leads]
         arguments = (self._id, self._limit, self._profiles)
         try:
-            begun = self._ask(reached, service.begin, arguments)
+            begun: dict[int, Any] = {}
+            rest = sorted([*reached, agent.me], key=lambda peer: peer.id)
+            while rest and not begun:  # Of traces that begin at once, one gets the first worker.
+                begun = self._begin([rest.pop(0)], arguments)
+            begun |= self._begin(rest, arguments)
             self._traced = [peer for peer in reached if peer.id in begun]
-            service.begin(*arguments)
         except BaseException:
             self._give_up(reached)
             raise
         self._traced.append(agent.me)
         self._began_s = time.monotonic()
         return self
+
+    def _begin(self, peers: Iterable[Peer], arguments: tuple[Any, ...]) -> dict[int, Any]:
+        """Has workers begin to note; returns those that do, by id."""
+        begun = self._ask([peer for peer in peers if not peer.is_self], service.begin, arguments)
+        for me in [peer for peer in peers if peer.is_self]:
+            begun[me.id] = service.begin(*arguments)
+        return begun
 
     def __exit__(
         self,
