@@ -406,6 +406,20 @@ def test_another_collection_under_the_same_name_is_refused() -> None:
     tables.close()
 
 
+def test_tables_that_were_trained_and_not_closed_are_not_trained_again_by_mistake() -> None:
+    plan = plan_tables([TableConfig("left", 8, 2)], SERVERS[:1])
+    former = Tables(plan, name="left open")
+    former.optimizer(SGD()).step()
+    again = Tables(plan, name="left open")
+    with pytest.raises(StepError, match="1 steps of tables 'left open' before.*close them on all"):
+        again.optimizer(SGD())
+    again.close()
+    former.close()
+    made = Tables(plan, name="left open")
+    made.optimizer(SGD()).step()
+    made.close()
+
+
 def test_what_could_not_be_made_leaves_nothing_on_servers() -> None:
     config = configs_of(torch.float64)[0]
     first = Tables(plan_tables([config], ["worker3"]), name="half", seed=1)

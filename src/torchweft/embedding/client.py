@@ -89,6 +89,22 @@ class Client:
         assert self._aggregator is not None
         return rpc_sync(self._aggregator, function, (self.name, *args), timeout=self.timeout_s)
 
+    def check_begin(self) -> None:
+        """Checks that this trainer has made no step yet; in the asynchronous mode it may have.
+
+        Raises:
+            StepError: It has.
+        """
+        if self.is_bounded and self.step:
+            raise StepError(
+                f"this worker has made {self.step} steps of tables {self.name!r} before, and some "
+                "worker has not closed them, so they would go on with those rows and that state; "
+                "close them on all workers and wait for that, or pass another name",
+                server=", ".join(self.servers),
+                step=0,
+                expected=self.step,
+            )
+
     @property
     def is_aggregated(self) -> bool:
         """Whether another trainer, or this one, pulls and pushes for a group of trainers."""

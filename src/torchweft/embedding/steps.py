@@ -78,7 +78,17 @@ class Steps(Generic[P]):
             return
         staleness = step - self.version
         if staleness > self._bound:
-            raise AssertionError(f"a pull of step {step} sees version {self.version}")
+            # Its pushes are answered too late for that, unless it gave one up and goes on.
+            name, late = self._trainers[trainer], ", ".join(map(repr, self.missing()))
+            raise StepError(
+                f"server {self._server!r} has applied {self.version} steps, and trainer {name!r} "
+                f"pulls for step {step}: an earlier step of it has failed before {late} made it; "
+                "close the tables on all trainers, and make them again",
+                server=self._server,
+                trainer=name,
+                step=step,
+                expected=self.version + self._bound,
+            )
         self.staleness[staleness] += 1
 
     def push(self, trainer: int, step: int, push: P, seen: int) -> Due[P]:

@@ -260,6 +260,8 @@ class Tables(nn.Module):
             ArgumentTypeError: It is no such rule.
             ConfigurationError: This worker is no trainer, or has called it before; or it has a
                 cache, and with ``staleness=0`` no cached row is valid after a step.
+            StepError: This worker has trained the collection before, and not all workers have
+                closed it, so these tables would go on with its rows.
         """
         if self._client.trainer < 0:
             raise ConfigurationError(f"this worker is not among the trainers {self.trainers}")
@@ -271,6 +273,7 @@ class Tables(nn.Module):
                 "make them with a larger staleness, or without a cache"
             )
         check_rule(rule, self.plan)
+        self._client.check_begin()
         self._client.call_all(host.set_rule, rule)
         # A group sums before it rounds.
         touched, form = self.lookups.touched, self._wire.pushed

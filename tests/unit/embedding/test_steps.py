@@ -46,6 +46,14 @@ def test_a_trainer_that_is_not_in_the_step_is_refused_and_nothing_changes() -> N
     assert steps.push(1, 0, "b0", 0) == Due([], [], [])
 
 
+def test_a_trainer_that_gave_a_push_up_and_goes_on_is_told_what_to_do() -> None:
+    steps: Steps[str] = Steps(TRAINERS, 0, "ps0")
+    steps.push(1, 0, "b0", 0)
+    with pytest.raises(StepError, match="before 'a' made it; close the tables on all") as caught:
+        steps.check_pull(1, 1)
+    assert (caught.value.trainer, caught.value.step, caught.value.expected) == ("b", 1, 0)
+
+
 def test_only_pushes_that_need_a_lost_trainer_fail() -> None:
     steps: Steps[str] = Steps(TRAINERS, 1)
     for step in range(2):
