@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional
 
 from tests.processes.embedding_functions import LocalRowWise
@@ -437,6 +439,33 @@ def train_with(
     torch.distributed.barrier()
     model.close()
     return state, found, staleness, hits
+
+
+def train_scaled(me: int, places: Any, overflows_at: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Trains with a scaled loss; once a row's gradient of the second trainer alone overflows.
+
+    Returns:
+        The scale after each step, and the state.
+    """
+    model = HybridModel(
+        make_net(me), ["worker2"], find_unused_parameters=True, timeout=30, places=places
+    )
+    optimizer = model.optimizer(RULES["sgd"], DENSE["sgd"])
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    scales = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, draw(me, step))).backward()  # type: ignore[no-untyped-call]
+        if step == overflows_at and me == 1:
+            leaf = optimizer.param_groups[0]["params"][0]
+            leaf.grad.view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    state = model.full_state_dict()
+    torch.distributed.barrier()
+    model.close()
+    return scales, state
 
 
 # Recovery

@@ -411,7 +411,7 @@ def test_tables_that_were_trained_and_not_closed_are_not_trained_again_by_mistak
     former = Tables(plan, name="left open")
     former.optimizer(SGD()).step()
     again = Tables(plan, name="left open")
-    with pytest.raises(StepError, match="1 steps of tables 'left open' before.*close them on all"):
+    with pytest.raises(StepError, match=r"1 steps of tables 'left open' before.*close them on all"):
         again.optimizer(SGD())
     again.close()
     former.close()

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from tests.processes import hybrid_functions
 from tests.processes.ddp_functions import join
-from tests.processes.hybrid_functions import WORDS, make_net, spread, train_alone, train_with
+from tests.processes.hybrid_functions import (
+    WORDS,
+    make_net,
+    spread,
+    train_alone,
+    train_scaled,
+    train_with,
+)
 from torchweft import rpc
 from torchweft.embedding import Cache, Dynamic, TableConfig, TableWise, Wire, initial
 from torchweft.errors import ConfigurationError
@@ -150,6 +157,18 @@ def test_a_hook_of_the_program_reduces_gradients() -> None:
     assert not any(
         torch.equal(state["words.weight"], before["words.weight"]) for state, *_ in found
     )
+
+
+def test_a_sharded_scaler_leaves_a_step_out_on_all_trainers_if_rows_of_one_overflow() -> None:
+    for overflows_at, scales in ((-1, [8.0, 8.0, 8.0]), (2, [8.0, 8.0, 4.0])):
+        futures = [
+            rpc.rpc_async(name, train_scaled, args=(rank, PLACES, overflows_at))
+            for rank, name in enumerate(TRAINERS)
+        ]
+        found = [future.wait() for future in futures]
+        assert [each for each, _ in found] == [scales, scales]
+        steps = scales.count(8.0)
+        check_equal([found[0][1:]], train_alone("sgd", "sgd", steps, torch.float64)[0])
 
 
 @pytest.mark.parametrize(
