@@ -29,10 +29,12 @@ def test_what_the_programs_of_the_readme_learn_shows(
 
 def test_the_programs_of_the_guide_compute_the_same(run: RunPage, guide: Path) -> None:
     names = sorted(each.name for each in guide.iterdir())
-    assert names == ["maml.py", "nested.py", "on_workers.py"]
+    assert names == ["maml.py", "nested.py", "on_workers.py", "reptile.py"]
     expected = [figure_of(line) for line in run(guide / "maml.py")]
     assert len(expected) == 5
     for name in ("on_workers.py", "nested.py"):
         found = [figure_of(line) for line in run(guide / name)]
         # The tolerance is that of the printed digits.
         assert found == pytest.approx(expected, abs=2e-4), name
+    alone, on_workers = (figure_of(line) for line in run(guide / "reptile.py"))
+    assert on_workers == pytest.approx(alone, abs=2e-4)

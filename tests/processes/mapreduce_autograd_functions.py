@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from torchweft import rpc
+from torchweft.mapreduce import module_clone
 
 
 def product(first: Tensor, second: Tensor) -> Tensor:
@@ -32,3 +36,22 @@ def gradient_of_weight(context_id: int) -> Tensor | None:
 
 def grad_of_weight() -> Tensor | None:
     return _weight.grad
+
+
+def steps_its_copy(model: Any, x: Tensor) -> Tensor:
+    """Steps the parameters that it was given."""
+    (weight,) = model.parameters()
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    (weight * x).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return weight.detach()
+
+
+def steps_a_deep_copy(model: Any, x: Tensor) -> Tensor:
+    """Steps a copy that Python makes."""
+    return steps_its_copy(copy.deepcopy(model), x)
+
+
+def steps_a_clone(model: Any, x: Tensor) -> Tensor:
+    """Steps leaves of its own."""
+    return steps_its_copy(module_clone(model, by="deepcopy"), x)

@@ -161,6 +161,23 @@ def test_parameters_of_a_module_stay_in_the_graph() -> None:
 
 
 @together
+@pytest.mark.parametrize("function", [functions.steps_its_copy, functions.steps_a_deep_copy])
+def test_an_optimizer_in_a_part_needs_leaves_of_its_own_and_the_error_says_so(
+    function: Any,
+) -> None:
+    weight = leaf()
+    with autograd.context(), pytest.raises((ValueError, RuntimeError)) as caught:
+        mapreduce.remote_sync_call(function, args=(nn.ParameterList([weight]), DATA))
+    assert any("module_clone(model, by='deepcopy')" in note for note in caught.value.__notes__)
+    with autograd.context():
+        found = mapreduce.remote_sync_call(
+            functions.steps_a_clone, args=(nn.ParameterList([weight]), DATA), partitioner=EACH
+        )
+    for each, x in zip(found, DATA, strict=True):
+        assert torch.equal(each, weight.detach() - 0.5 * x)
+
+
+@together
 def test_hooks_after_accumulation_see_the_sum() -> None:
     weight, seen = leaf(), []
     weight.register_post_accumulate_grad_hook(lambda tensor: seen.append(tensor.grad.tolist()))

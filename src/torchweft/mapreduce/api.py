@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
-from torchweft.arguments import limit_of
+from torchweft.arguments import check_type, limit_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.mapreduce.map_call import MapCall, MapFuture
 from torchweft.mapreduce.partitioners import (
@@ -96,6 +96,9 @@ def remote_async_call(
         NotInitialized: This process is not a worker.
     """
     _check(func, reducer, concurrency)
+    check_type(balance, bool, "balance", "True or False")
+    if rerun is not None:
+        check_type(rerun, bool, "rerun", "True, False or None")
     limit_of(timeout, 0)
     manner = Manner(timeout, balance, rerun, concurrency)
     while True:

@@ -29,6 +29,13 @@ from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe, name_of
 from torchweft.serialize.objects import Packed
 
+_FOR_LEAVES = ("can't optimize a non-leaf Tensor", "Only Tensors created explicitly by the user")
+"""The errors of torch where an optimizer, or a deep copy, is given a tensor that has a graph."""
+_LEAVES_OF_ITS_OWN = (
+    "within an autograd context the parameters that a part is given lead to those of the caller; "
+    "for an optimizer of the part: model = torchweft.mapreduce.module_clone(model, by='deepcopy')"
+)
+
 
 class Manner(NamedTuple):
     """How to run a map.
@@ -99,10 +106,10 @@ class Plan(NamedTuple):
 
     def with_note(self, error: Error, part: int, worker: str) -> Error:
         """Returns an error of a part with a note that names the part."""
-        return with_note(
-            error,
-            f"in part {part} of {len(self.parts)} of a map of {self.name}, on worker {worker!r}",
-        )
+        text = f"in part {part} of {len(self.parts)} of a map of {self.name}, on worker {worker!r}"
+        if str(error).startswith(_FOR_LEAVES):
+            text += f"; {_LEAVES_OF_ITS_OWN}"
+        return with_note(error, text)
 
     def lost_error(self, peer: Peer) -> WorkerLost:
         """Returns the error of a map that cannot continue without a worker."""

@@ -171,6 +171,8 @@ def test_any_callable_can_be_decorated() -> None:
         ({"kwargs": [1]}, "kwargs is a list"),
         ({"reducer": 3}, "reducer is 3"),
         ({"concurrency": 1.5}, "concurrency is 1.5"),
+        ({"balance": "no"}, "balance is 'no', a str; pass True or False"),
+        ({"rerun": "no"}, "rerun is 'no', a str; pass True, False or None"),
         ({"partitioner": 1.5}, "partitioner"),
         ({"timeout": "3"}, "timeout is '3', a str"),
     ],
