@@ -120,6 +120,24 @@ def test_hyper_parameters_of_schedulers_reach_the_workers_and_stay_after_a_move(
         assert repr(optimizer) == "PipeOptimizer of SGD on 'worker1', 'worker2', 'worker3'"
 
 
+@pytest.mark.parametrize(("make", "options"), OPTIMIZERS)
+def test_a_scheduler_may_change_momentum_and_betas_too(make: Any, options: Any) -> None:
+    model = layers(4)
+    alone = Alone(model, make, **options)
+    with Pipe(model, WORKERS[:2], Schedule1F1B(4), mse) as pipe:
+        optimizer = pipe.optimizer(make, **options)
+        cycles = [
+            torch.optim.lr_scheduler.OneCycleLR(each, max_lr=0.1, total_steps=8)
+            for each in (optimizer, alone.optimizer)
+        ]
+        for seed in range(3):
+            train(pipe, optimizer, seed)
+            alone.step(*batch(seed))
+            for each in cycles:
+                each.step()
+        assert_same(pipe, alone.model)
+
+
 def test_frozen_weights_keep_their_values_and_lose_the_state_of_the_optimizer() -> None:
     model = layers(6)
     alone = Alone(model, torch.optim.Adam, lr=0.01)

@@ -40,7 +40,8 @@ class PipeOptimizer(Optimizer):
         self._is_base_ready = False
         super().__init__([{"params": []}], {})
         self._is_base_ready = True
-        self.param_groups.append({"params": [], **self._make(deployment())})
+        self.defaults.update(self._make(deployment()))
+        self.param_groups.append({"params": [], **copied_options(self.defaults)})
         self._told = self.options()
 
     def _make(self, deployment: Deployment) -> Options:
