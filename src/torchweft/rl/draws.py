@@ -70,8 +70,9 @@ def categorical(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     _check("categorical", "logits", logits, draws, 1)
     logs = logits.log_softmax(dim=1)
     below = logs.double().exp().cumsum(dim=1)
-    # Rounding may leave the last sum below a draw.
-    actions = (below[:, :-1] <= draws.to(logits.device)).sum(dim=1)
+    # Rounding may leave the last sum below a draw: that is of the last action which may be chosen.
+    is_before = (below[:, :-1] <= draws.to(logits.device)) & (below[:, :-1] < below[:, -1:])
+    actions = is_before.sum(dim=1)
     return actions, logs.gather(1, actions[:, None]).squeeze(1)
 
 

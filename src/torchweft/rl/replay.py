@@ -152,14 +152,18 @@ class ReplayBuffer:
             index = torch.from_numpy(places)
             for name, column in columns.items():
                 if name not in self._columns:
-                    shape = (self._capacity, *column.shape[1:])
-                    self._columns[name] = column.new_empty(shape, requires_grad=False)
+                    self._columns[name] = self._empty(column)
                 stored = self._columns[name]
                 stored[index] = column[count - kept :].detach().to(stored.device)
             if self._tree is not None and kept:
                 self._tree.set(places, np.full(kept, self._highest**self._priority_power))
             self._added += count
             return self._added
+
+    def _empty(self, column: Tensor) -> Tensor:
+        """Returns memory for rows like those of a column; to be written in any mode of PyTorch."""
+        with torch.inference_mode(mode=False):
+            return column.new_empty((self._capacity, *column.shape[1:]), requires_grad=False)
 
     def _checked(self, columns: Mapping[str, Tensor]) -> int:
         if not isinstance(columns, Mapping):
@@ -251,7 +255,9 @@ class ReplayBuffer:
 
         Raises:
             ConfigurationError: The buffer samples uniformly.
-            BadPriority: A priority is negative or not finite, or there is not one for each row.
+            BadPriority: A priority is negative or not finite, or its power is not; or there is not
+                one for each row.
+            ArgumentTypeError: ``rows`` or ``priorities`` is no tensor, or ``rows`` not of integers.
         """
         if self._tree is None:
             raise ConfigurationError(
@@ -267,18 +273,22 @@ class ReplayBuffer:
                 "pass a priority for each row, both of shape (rows,)",
                 position=min(rows.numel(), values.size),
             )
-        bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
+        if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
+            raise wrong_type("rows", rows, f"pass the integers of Sample.rows, not {rows.dtype}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            weights = values**self._priority_power
+        bad = np.flatnonzero(~(np.isfinite(weights) & (values >= 0)))
         if bad.size:
             raise BadPriority(
-                f"priority {values[bad[0]]} at position {bad[0]} must be finite, and 0 or more",
+                f"priority {values[bad[0]]} at position {bad[0]} must be finite, also to the power "
+                f"{self._priority_power}, and 0 or more",
                 position=int(bad[0]),
             )
         with self._lock:
             serials = rows.cpu().numpy()
             is_there = (serials >= self._added - len(self)) & (serials < self._added)
-            kept = values[is_there]
-            self._highest = max(self._highest, float(kept.max(initial=0.0)))
-            self._tree.set(serials[is_there] % self._capacity, kept**self._priority_power)
+            self._highest = max(self._highest, float(values[is_there].max(initial=0.0)))
+            self._tree.set(serials[is_there] % self._capacity, weights[is_there])
             return int((~is_there).sum())
 
     def state_dict(self) -> dict[str, Any]:
@@ -320,7 +330,7 @@ class ReplayBuffer:
             self._added, self._highest = state["added"], state["highest"]
             self._columns = {}
             for name, column in state["columns"].items():
-                self._columns[name] = column.new_empty((self._capacity, *column.shape[1:]))
+                self._columns[name] = self._empty(column)
                 self._columns[name][: len(column)] = column
             if self._tree is not None:
                 weights = np.array(state["weights"], np.float64)

@@ -61,6 +61,15 @@ def test_sampled_actions_have_the_probabilities_of_the_logits() -> None:
     assert categorical(torch.zeros(1, 4), torch.tensor([[1 - 2**-53]]))[0].item() == 3
 
 
+def test_an_action_with_the_probability_zero_is_never_sampled() -> None:
+    logits = torch.randn(2000, 6, generator=torch.Generator().manual_seed(0))
+    logits[:, [0, 3, 5]] = -torch.inf
+    for draw in (0.0, 0.5, 1 - 2**-53):  # The probabilities of some rows add up to less than that.
+        actions, logs = categorical(logits, torch.full((2000, 1), draw, dtype=torch.float64))
+        assert logs.isfinite().all()
+        assert not torch.isin(actions, torch.tensor([0, 3, 5])).any()
+
+
 def test_epsilon_greedy() -> None:
     draws = uniform(torch.arange(20_000), torch.zeros(20_000, dtype=torch.int64), 2)
     scores = torch.tensor([0.0, 3.0, 1.0, 2.0]).expand(20_000, 4)

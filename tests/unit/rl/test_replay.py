@@ -181,11 +181,30 @@ def test_bad_priorities_change_nothing() -> None:
         with pytest.raises(BadPriority) as caught:
             buffer.set_priorities(torch.arange(2), torch.tensor(priorities))
         assert caught.value.position == position
+    steep = ReplayBuffer(4, priority_power=2.0)
+    steep.add(rows(0, 1))
+    with pytest.raises(
+        BadPriority, match=r"1e\+300 at position 1 must be finite, also to the power"
+    ):
+        steep.set_priorities(torch.arange(2), torch.tensor([1.0, 1e300], dtype=torch.float64))
+    with pytest.raises(TypeError, match="the integers of Sample.rows, not torch.float32"):
+        steep.set_priorities(torch.ones(2), torch.ones(2))
     assert torch.bincount(buffer.sample(10).rows).tolist() == [5, 5]
     with pytest.raises(ConfigurationError, match="samples uniformly"):
         ReplayBuffer(4).set_priorities(torch.arange(1), torch.ones(1))
     with pytest.raises(ConfigurationError, match="capacity=0"):
         ReplayBuffer(0)
+
+
+def test_rows_that_were_first_added_in_inference_mode_can_be_overwritten_later() -> None:
+    buffer, again = ReplayBuffer(3), ReplayBuffer(3)
+    with torch.inference_mode():
+        buffer.add(rows(0, 1))
+        again.load_state_dict(buffer.state_dict())
+    for each in (buffer, again):
+        each.add(rows(2, 3))
+        assert not each.sample(1).columns["number"].is_inference()
+        assert set(each.sample(50).columns["number"].tolist()) == {1, 2, 3}
 
 
 def test_priorities_may_be_on_a_gpu() -> None:
