@@ -187,7 +187,7 @@ def test_bad_priorities_change_nothing() -> None:
         BadPriority, match=r"1e\+300 at position 1 must be finite, also to the power"
     ):
         steep.set_priorities(torch.arange(2), torch.tensor([1.0, 1e300], dtype=torch.float64))
-    with pytest.raises(TypeError, match="the integers of Sample.rows, not torch.float32"):
+    with pytest.raises(TypeError, match="the integers of Sample"):
         steep.set_priorities(torch.ones(2), torch.ones(2))
     assert torch.bincount(buffer.sample(10).rows).tolist() == [5, 5]
     with pytest.raises(ConfigurationError, match="samples uniformly"):
