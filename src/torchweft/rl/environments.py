@@ -178,6 +178,17 @@ def _parts(found: Any, of: tuple[str, int, str], number: int) -> Any:
     return found
 
 
+def _number(reward: Any, number: int) -> float:
+    """Returns a reward as a number: NumPy would take None for NaN."""
+    try:
+        return float(np.asarray(reward).item())
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"step of environment {number} returned as reward {kind_of(reward)}; it must be a "
+            "number"
+        ) from error
+
+
 class _List:
     """Environments for single use, one after the other."""
 
@@ -226,7 +237,8 @@ class _List:
             action = actions[place]
             found = environment.step(action if action.ndim else action.item())
             found = _parts(found, _STEP, self.numbers[place])
-            observation, rewards[place], terminated[place], truncated[place], _ = found
+            observation, reward, terminated[place], truncated[place], _ = found
+            rewards[place] = _number(reward, self.numbers[place])
             if terminated[place] or truncated[place]:
                 # A copy, as some environments return the same array again and again.
                 finals[place] = np.array(observation, self._dtype)

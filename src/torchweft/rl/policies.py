@@ -1,10 +1,11 @@
 """Policies: what chooses actions, and states by environment.
 
 The result of a matrix product depends on the size of the batch: another size runs another kernel,
-which adds in another order. For one size, a row does not depend on its place nor on the other rows
-(measured with float32 layers on CPUs; a test checks it). So a policy may run every forward pass
-with a fixed number of rows, filled up with zeros. Then its decisions are the same bits however
-calls were gathered.
+which adds in another order. It also depends on the place of a row, as what is left over by vector
+instructions at the end is computed in another way. For one size and one place, it does not depend
+on the other rows (measured with float32 layers on CPUs; a test checks it). So a policy may run
+every forward pass with a fixed number of rows, filled up with zeros, in which each environment has
+its own place. Then its decisions are the same bits however calls were gathered.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from torchweft.serialize.registry import rebuilds_plain
 NUMBER, DECISIONS, STARTS = range(3)
 """Columns of the environments that ask: number, decisions before this, whether an episode starts.
 """
+
+
+Given = tuple[Tensor, Tensor, Tensor]
+"""What ``decide`` is given: observations, random numbers and states, a row for each environment."""
+Made = tuple[Tensor, dict[str, Tensor], Tensor]
+"""What ``decide`` returns: actions, further outputs and states, a row for each environment."""
 
 
 @rebuilds_plain
@@ -72,7 +79,8 @@ class LocalPolicy:
         observation_shape: Shape of an observation.
         draws: How many random numbers a decision takes.
         rows: If positive, every forward pass has this many rows, filled up with zeros: decisions
-            do not depend on which environments ask together.
+            do not depend on which environments ask together. An environment has the row of its
+            number, modulo ``rows``; those of one row need a pass each.
         state_size: Values of the recurrent state of an environment; 0 for none.
 
     Attributes:
@@ -108,9 +116,7 @@ class LocalPolicy:
         self._states: dict[int, Tensor] = {}
         self._lock = threading.RLock()
 
-    def decide(
-        self, observations: Tensor, draws: Tensor, states: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def decide(self, observations: Tensor, draws: Tensor, states: Tensor) -> Made:
         """Chooses actions; runs without gradients. To be overridden.
 
         The arguments are on the CPU. The results may be on any device.
@@ -138,14 +144,12 @@ class LocalPolicy:
         numbers = environments[:, NUMBER]
         draws = uniform(numbers, environments[:, DECISIONS], self._draws)
         with self._lock, torch.no_grad():
-            states = self._states_of(environments)
-            size = self._rows or max(len(observations), 1)
-            made = [
-                self._forward(observations[k : k + size], draws[k : k + size], states[k : k + size])
-                for k in range(0, len(observations), size)
-            ]
+            given = observations, draws, self._states_of(environments)
+            made = (
+                self._in_rows(given, numbers % self._rows) if self._rows else self._forward(given)
+            )
             self.decisions += len(observations)
-            actions, outputs, states = made[0] if len(made) == 1 else _joined(made)
+            actions, outputs, states = made
             if self._state_size:
                 self._states.update(zip(numbers.tolist(), states.cpu().unbind(), strict=True))
             return Decision(actions, self.version, outputs).on_host()
@@ -173,14 +177,32 @@ class LocalPolicy:
             ]
         )
 
-    def _forward(
-        self, observations: Tensor, draws: Tensor, states: Tensor
-    ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def _in_rows(self, given: Given, rows: Tensor) -> Made:
+        """Runs the network for each in its row; those of one row come one after the other."""
+        listed = rows.tolist()
+        if listed == list(range(self._rows)):
+            return self._forward(given)
+        if len(set(listed)) == len(listed):
+            return self._in_own_rows(given, rows)
+        turns = _turns(listed)
+        made = [
+            self._in_own_rows((given[0][turn], given[1][turn], given[2][turn]), rows[turn])
+            for turn in turns
+        ]
+        return _chosen(_joined(made), torch.argsort(torch.cat(turns)))
+
+    def _in_own_rows(self, given: Given, rows: Tensor) -> Made:
+        if len(rows) == self._rows:
+            sources = torch.argsort(rows)
+        else:
+            given = _with_zeros(given[0]), _with_zeros(given[1]), _with_zeros(given[2])
+            sources = torch.full((self._rows,), len(rows), device="cpu")
+            sources[rows] = torch.arange(len(rows), device="cpu")
+        observations, draws, states = (each.index_select(0, sources) for each in given)
+        return _chosen(self._forward((observations, draws, states)), rows)
+
+    def _forward(self, given: Given) -> Made:
         self.forwards += 1
-        count = len(observations)
-        given = (observations, draws, states)
-        if self._rows and count != self._rows:
-            given = tuple(_filled(each, self._rows) for each in given)  # type: ignore[assignment]
         made = self.decide(*given)
         if (
             not isinstance(made, (tuple, list))
@@ -193,10 +215,7 @@ class LocalPolicy:
             )
         actions, outputs, states = made
         _check_rows(len(given[0]), actions, outputs, states)
-        if len(actions) == count:
-            return actions, outputs, states
-        cut = {name: each[:count] for name, each in outputs.items()}
-        return actions[:count], cut, states[:count]
+        return actions, outputs, states
 
     @contextlib.contextmanager
     def updating(self) -> Iterator[nn.Module]:
@@ -261,14 +280,28 @@ def _check_rows(rows: int, actions: Tensor, outputs: dict[str, Tensor], states: 
             )
 
 
-def _filled(tensor: Tensor, rows: int) -> Tensor:
-    filled = tensor.new_zeros((rows, *tensor.shape[1:]))
-    filled[: len(tensor)] = tensor
-    return filled
+def _turns(rows: list[int]) -> list[Tensor]:
+    """Returns who takes part in each forward pass, by place, so that rows differ within a pass."""
+    turns: list[list[int]] = []
+    seen: dict[int, int] = {}
+    for place, row in enumerate(rows):
+        turn = seen[row] = seen.get(row, -1) + 1
+        if turn == len(turns):
+            turns.append([])
+        turns[turn].append(place)
+    return [torch.tensor(each, device="cpu") for each in turns]
 
 
-def _joined(
-    made: list[tuple[Tensor, dict[str, Tensor], Tensor]],
-) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+def _with_zeros(tensor: Tensor) -> Tensor:
+    """Returns a tensor with one more row of zeros."""
+    return torch.cat([tensor, tensor.new_zeros((1, *tensor.shape[1:]))])
+
+
+def _joined(made: list[Made]) -> Made:
     outputs = {name: torch.cat([each[1][name] for each in made]) for name in made[0][1]}
     return torch.cat([each[0] for each in made]), outputs, torch.cat([each[2] for each in made])
+
+
+def _chosen(made: Made, rows: Tensor) -> Made:
+    actions, outputs, states = made
+    return actions[rows], {name: each[rows] for name, each in outputs.items()}, states[rows]

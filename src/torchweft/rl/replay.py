@@ -147,15 +147,18 @@ class ReplayBuffer:
         with self._lock:
             count = self._checked(columns)
             kept = min(count, self._capacity)
-            first = self._added + count - kept
-            places = np.arange(first, first + kept) % self._capacity
-            index = torch.from_numpy(places)
+            first = (self._added + count - kept) % self._capacity
+            before_wrap = min(kept, self._capacity - first)
             for name, column in columns.items():
                 if name not in self._columns:
                     self._columns[name] = self._empty(column)
                 stored = self._columns[name]
-                stored[index] = column[count - kept :].detach().to(stored.device)
+                # Slices: torch cannot write rows by their numbers for all types, such as uint16.
+                newest = column[count - kept :].detach()
+                stored[first : first + before_wrap] = newest[:before_wrap]
+                stored[: kept - before_wrap] = newest[before_wrap:]
             if self._tree is not None and kept:
+                places = np.arange(first, first + kept) % self._capacity
                 self._tree.set(places, np.full(kept, self._highest**self._priority_power))
             self._added += count
             return self._added

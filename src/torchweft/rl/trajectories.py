@@ -91,10 +91,15 @@ class Trajectory:
     def next_observations(self) -> Tensor:
         """Returns the observation that followed each action, also where the episode ended."""
         following = torch.cat([self.observations[1:], self.last_observations[None]])
-        if len(self.final_places):
-            steps, columns = self.final_places.unbind(1)
-            following[steps, columns] = self.final_observations
-        return following
+        if not len(self.final_places):
+            return following
+        # Rows are taken, not set: torch cannot do that for all types, such as uint16.
+        rows = following.flatten(0, 1)
+        steps, columns = self.final_places.unbind(1)
+        sources = torch.arange(len(rows), device=rows.device)
+        ends = torch.arange(len(steps), device=rows.device)
+        sources[steps * following.shape[1] + columns] = len(rows) + ends
+        return torch.cat([rows, self.final_observations])[sources].view(following.shape)
 
     def transitions(self) -> dict[str, Tensor]:
         """Returns the valid steps one by one, as rows of a replay buffer.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
-from tests.rl_environments import Walk, Walks, walk_policy
+from tests.rl_environments import Space, Walk, Walks, walk_policy
 from torchweft.errors import ConfigurationError
 from torchweft.rl import (
     Decision,
@@ -18,6 +18,7 @@ from torchweft.rl import (
     NoObservers,
     Observer,
     Observers,
+    ReplayBuffer,
     Trajectory,
     UnservedSpace,
     WrongActions,
@@ -241,6 +242,52 @@ def test_an_environment_may_return_the_same_array_again_and_again() -> None:
     assert found.observations[:, 1, 0].tolist() == [0, 1, 2, 0, 1]
     assert found.next_observations()[:, 1, 0].tolist() == [1, 2, 3, 1, 2]
     assert found.final_observations.tolist() == [[3], [3]]
+
+
+class Depth(OneArray):
+    """Observations of a type that PyTorch has few operations for, as those of depth cameras."""
+
+    observation_space = Space((1,), np.dtype(np.uint16))
+
+    def __init__(self) -> None:
+        self._array = np.zeros(1, np.uint16)
+
+
+def test_all_types_of_observations_go_through_policies_and_buffers() -> None:
+    policy = Still(nn.Linear(1, 1), (1,), rows=5)
+    found = Observer(0, Environments(Depth, 2), policy).observe(5)
+    buffer = ReplayBuffer(7)
+    for _ in range(3):
+        buffer.add(found.transitions())
+    again = ReplayBuffer(7)
+    again.load_state_dict(buffer.state_dict())
+    drawn = again.sample(20).columns
+    assert drawn["observations"].dtype == torch.uint16
+    following = drawn["observations"].long() + 1
+    assert torch.equal(drawn["next_observations"].long(), following)
+
+
+@pytest.mark.parametrize("reward", [None, "much", [1.0, 2.0]])
+def test_a_reward_that_is_no_number_names_the_environment(reward: Any) -> None:
+    class Odd(OneArray):
+        def step(self, action: int) -> Any:
+            return self._array, reward, False, False, {}
+
+    with pytest.raises(
+        ConfigurationError, match=r"environment 6 returned as reward .*; it must be"
+    ):
+        Observer(2, Environments(Odd, 3), still(1)).observe(1)
+
+
+def test_a_reward_may_be_any_number() -> None:
+    for reward in (1, 1.0, np.float64(1), np.ones(1), np.ones(()), torch.ones(()), True):
+
+        class Rewarding(OneArray):
+            def step(self, action: int) -> Any:
+                return self._array, reward, False, False, {}  # noqa: B023
+
+        found = Observer(0, Environments(Rewarding, 1), still(1)).observe(1)
+        assert found.rewards.tolist() == [[1.0]]
 
 
 def test_environments_without_the_parts_of_gymnasium_are_named() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
 from tests.on_gpu import on_gpu
 from tests.rl_environments import walk_policy
@@ -125,13 +125,36 @@ def test_which_environments_ask_together_does_not_change_a_bit(
         assert torch.equal(found.outputs["logs"], expected.outputs["logs"][who])
 
 
+class Gated(LocalPolicy):
+    """Sizes that leave something over after each vector instruction."""
+
+    def decide(self, observations: Tensor, draws: Tensor, states: Tensor) -> Any:
+        found = torch.sigmoid(self.network(observations))
+        return found.argmax(dim=1), {"found": found}, states
+
+
+@given(st.permutations(range(12)), st.lists(st.integers(1, 11), max_size=5, unique=True))
+def test_the_place_of_an_environment_does_not_depend_on_who_asks_with_it(
+    order: list[int], cuts: list[int]
+) -> None:
+    torch.manual_seed(0)
+    network, observations = nn.Linear(7, 5), torch.randn(12, 7)
+    expected = Gated(network, (7,), rows=6).act(observations, asked(list(range(12))))
+    policy = Gated(network, (7,), rows=6)
+    for first, last in zip([0, *sorted(cuts)], [*sorted(cuts), 12], strict=True):
+        who = order[first:last]
+        found = policy.act(observations[who], asked(who))
+        assert torch.equal(found.outputs["found"], expected.outputs["found"][who])
+        assert torch.equal(found.actions, expected.actions[who])
+
+
 def test_states_are_kept_by_environment_and_saved() -> None:
     policy = walk_policy(rows=4)
     seen = torch.zeros(2, 3)
-    policy.act(seen, asked([5, 9]))
-    going_on = torch.tensor([[9, 1, 0], [5, 1, 0]])
+    policy.act(seen, asked([5, 10]))
+    going_on = torch.tensor([[10, 1, 0], [5, 1, 0]])
     assert policy.act(seen, going_on).outputs["counts"].tolist() == [1, 1]
-    assert policy.act(seen, torch.tensor([[5, 2, 0], [9, 2, 1]])).outputs["counts"].tolist() == [
+    assert policy.act(seen, torch.tensor([[5, 2, 0], [10, 2, 1]])).outputs["counts"].tolist() == [
         2,
         0,
     ]
@@ -140,11 +163,11 @@ def test_states_are_kept_by_environment_and_saved() -> None:
     other = walk_policy(rows=4)
     other.load_state_dict(policy.state_dict())
     assert (other.version, other.forwards, other.decisions) == (1, 3, 6)
-    answers = [each.act(seen, torch.tensor([[5, 3, 0], [9, 3, 0]])) for each in (policy, other)]
+    answers = [each.act(seen, torch.tensor([[5, 3, 0], [10, 3, 0]])) for each in (policy, other)]
     assert answers[0].outputs["counts"].tolist() == [3, 1]
     assert torch.equal(answers[0].outputs["logs"], answers[1].outputs["logs"])
     policy.forget(torch.tensor([5]))
-    assert policy.act(seen, torch.tensor([[5, 4, 0], [9, 4, 0]])).outputs["counts"].tolist() == [
+    assert policy.act(seen, torch.tensor([[5, 4, 0], [10, 4, 0]])).outputs["counts"].tolist() == [
         0,
         2,
     ]
