@@ -297,14 +297,16 @@ class ReplayBuffer:
     def state_dict(self) -> dict[str, Any]:
         """Returns all rows, priorities and the state of the sampling, for a snapshot."""
         with self._lock:
-            stored = np.arange(len(self))
+            weights = np.empty(0)
+            if self._tree is not None:
+                weights = self._tree.get(np.arange(len(self)))
             return {
                 "columns": {
                     name: each[: len(self)].clone() for name, each in self._columns.items()
                 },
                 "added": self._added,
                 "highest": self._highest,
-                "weights": [] if self._tree is None else self._tree.get(stored).tolist(),
+                "weights": torch.from_numpy(weights),
                 "generator": self._generator.bit_generator.state,
             }
 
@@ -336,7 +338,7 @@ class ReplayBuffer:
                 self._columns[name] = self._empty(column)
                 self._columns[name][: len(column)] = column
             if self._tree is not None:
-                weights = np.array(state["weights"], np.float64)
+                weights = torch.as_tensor(state["weights"], dtype=torch.float64).cpu().numpy()
                 self._tree = SumTree(self._capacity)
                 self._tree.set(np.arange(len(weights)), weights)
             self._generator.bit_generator.state = state["generator"]
