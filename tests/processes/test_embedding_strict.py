@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,21 @@ from tests import dynamic_ids
 from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.embedding_functions import configs_of, train
-from torchweft import checkpoint, embedding, rpc
-from torchweft.embedding import SGD, IdOutOfRange, InputError, Tables, host, plan_tables
-from torchweft.errors import ArgumentTypeError, NotAllowed
+from tests.processes.hybrid_functions import draw, loss_of, make_net
+from torchweft import checkpoint, embedding, hybrid, rpc
+from torchweft.embedding import (
+    SGD,
+    IdOutOfRange,
+    InputError,
+    RowWise,
+    Tables,
+    TableWise,
+    host,
+    plan_tables,
+)
+from torchweft.errors import ArgumentTypeError, ConfigurationError, NotAllowed
+from torchweft.hybrid import HybridModel
+from torchweft.hybrid.clipping import measure
 from torchweft.launch import Nursery
 
 pytestmark = [
@@ -30,7 +43,7 @@ ME = "driver"
 def workers(nursery: Nursery) -> Iterator[None]:
     strict = options(
         strict=True,
-        callables=(*embedding.CALLABLES, *checkpoint.CALLABLES),  # type: ignore[arg-type]
+        callables=(*embedding.CALLABLES, *hybrid.CALLABLES, *checkpoint.CALLABLES),  # type: ignore[arg-type]
     )
     with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict):
         yield
@@ -82,6 +95,45 @@ def test_what_servers_are_sent_is_checked() -> None:
     other = rpc.RRef(tables)
     with pytest.raises(ArgumentTypeError, match="entry of a call"):
         embedding.saved.taken(other, (0, 1, 1), (0, 1, 1), 1)  # type: ignore[arg-type]
+    tables.close()
+
+
+def test_a_hybrid_model_trains_and_clips_on_strict_servers(tmp_path: Any) -> None:
+    found = []
+    for servers in (SERVERS, [ME]):
+        places = {"words": RowWise(*servers), "tower.users": TableWise(servers[0])}
+        model = HybridModel(make_net(0), servers, places=places)
+        optimizer = model.optimizer(SGD(0.1), functools.partial(torch.optim.SGD, lr=0.1))
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(model, draw(0, step)).backward()  # type: ignore[no-untyped-call]
+            optimizer.clip_grad_norm_(0.1)
+            optimizer.step()
+        model.save(tmp_path, step=2)
+        found.append(model.full_state_dict())
+        model.close()
+    for name, values in found[0].items():
+        assert float((values - found[1][name]).abs().max()) < 1e-12, name
+
+
+def test_gradients_whose_norm_is_measured_are_checked() -> None:
+    tables = Tables(plan_tables(configs_of(torch.float64), SERVERS, trainers=1), name="measured")
+    key, names = ("measured", "token", 1), ("a", "b")
+    beyond = {0: [(torch.tensor([1 << 30]), torch.zeros(1, 6, dtype=torch.float64))]}
+    for given, error in (
+        ((key, 0, names, 2.0, True, beyond), IdOutOfRange),
+        ((key, 0, names, 2.0, True, {0: [(torch.tensor([0]), torch.zeros(1, 5))]}), InputError),
+        ((key, 0, names, 2.0, True, {9: []}), InputError),
+        ((key, 2, names, 2.0, True, {}), ConfigurationError),
+        ((("others", "token", 1), 0, names, 2.0, True, {}), ConfigurationError),
+        (("measured", 0, names, 2.0, True, {}), ArgumentTypeError),
+        ((key, 0, names, "2", True, {}), ArgumentTypeError),
+    ):
+        with pytest.raises(error):
+            rpc.rpc_sync("worker0", measure, given)
+    given = {0: [(torch.tensor([0]), torch.ones(1, 6, dtype=torch.float64))]}
+    both = [rpc.rpc_async("worker0", measure, (key, k, names, 2.0, True, given)) for k in (0, 1)]
+    assert [float(each.wait()) for each in both] == pytest.approx([6**0.5] * 2)
     tables.close()
 
 

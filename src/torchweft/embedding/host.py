@@ -255,6 +255,18 @@ class Host:
         shard.check(gradients)
         return gradients
 
+    def checked(self, stacks: dict[int, list[Part]]) -> dict[int, list[Part]]:
+        """Returns gradients of rows by stack, which fit the rows here.
+
+        Raises:
+            IdOutOfRange: There is no such row.
+            InputError: They do not fit the rows, or there is no such stack here.
+        """
+        own: dict[int, list[Part]] = _own(stacks)
+        for stack, parts in own.items():
+            self._shard(stack).check(Gradients(0, parts))
+        return own
+
     def _apply(self, lessons: Sequence[Lesson], version: int) -> None:
         divisor = self.options.pushes if self.options.averages else 1
         for number, shard in self.shards.items():

@@ -2,15 +2,21 @@
 
 from torchweft.embedding.recovery import recover
 from torchweft.hybrid.backends import Choice, Facts, choose_backend, gather_facts
+from torchweft.hybrid.clipping import measure
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan
-from torchweft.hybrid.remote import RemoteHybridModel
+from torchweft.hybrid.remote import RemoteHybridModel, norms_of_means
 from torchweft.hybrid.starting import init_process_group
 
+CALLABLES = (measure, norms_of_means)
+"""The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of
+``torchweft.embedding``, so that trainers of hybrid models can clip gradients of rows there."""
+
 __all__ = [
+    "CALLABLES",
     "BatchStream",
     "Choice",
     "Dense",

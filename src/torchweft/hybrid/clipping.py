@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchweft.embedding import host
 from torchweft.embedding.calls import call_servers
 from torchweft.embedding.pulled import Pulled
 from torchweft.embedding.rows import Part, summed
 from torchweft.errors import CallTimeout, ConfigurationError, OptimizerError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
+from torchweft.rpc.current_call import check_types
 from torchweft.rpc.ordered_futures import OrderedFuture
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
@@ -168,7 +170,17 @@ def measure(
     averages: bool,
     stacks: Stacks,
 ) -> torch.futures.Future[Tensor]:
-    """Takes the gradients of a trainer; answered with the norm when all have sent theirs."""
+    """Takes the gradients of a trainer; answered with the norm when all have sent theirs.
+
+    Raises:
+        InputError: The gradients do not fit the rows of this server.
+        ConfigurationError: It has no such tables, or there is no such trainer.
+    """
+    check_types(key=(key, tuple), trainer=(trainer, int), stacks=(stacks, dict))
+    check_types(trainers=(trainers, (tuple, list)), norm_type=(norm_type, (int, float)))
+    if not 0 <= trainer < len(trainers):
+        raise ConfigurationError(f"trainer {trainer} of {len(trainers)} does not exist")
+    stacks = host.host_of(key[0]).checked(stacks)
     future: OrderedFuture[Tensor] = OrderedFuture()
     with _lock:
         if key not in _rounds:
@@ -193,8 +205,8 @@ def measure(
 def _answer(found: _Round) -> None:
     for mark in found.marks:
         device_streams.use(mark, found.stacks)
-    ordered = [found.stacks[trainer] for trainer in range(len(found.trainers))]
     try:
+        ordered = [found.stacks[trainer] for trainer in range(len(found.trainers))]
         total = norm_of_mean(ordered, found.divisor, found.norm_type)
     except Exception as error:
         for future in found.futures:

@@ -152,7 +152,7 @@ class HybridModel(nn.Module):
         self.plan = agree(names, offers)
         self.name = name
         self.staleness = staleness
-        self._key, self._rounds = (name, offers[0].token), 0
+        self._token, self._rounds = offers[0].token, 0
         self._optimizer: HybridOptimizer | None = None
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
@@ -323,7 +323,7 @@ class HybridModel(nn.Module):
             return []
         self._rounds += 1
         return clipping.measure_rows(
-            (*self._key, self._rounds),
+            (self.tables.name, self._token, self._rounds),
             self._trainers.names,
             self.tables.servers,
             leaves,

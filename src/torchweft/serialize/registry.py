@@ -150,7 +150,7 @@ for _member in (
 _SHOWN_LENGTH = 200
 
 REGISTERED_TOGETHER = tuple(
-    f"torchweft.{name}" for name in "checkpoint embedding rl weights".split()
+    f"torchweft.{name}" for name in "checkpoint embedding hybrid rl weights".split()
 )
 """Packages whose ``CALLABLES`` a strict worker names to take part in them."""
 

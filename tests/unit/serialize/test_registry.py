@@ -58,7 +58,7 @@ BY_THEMSELVES = (
 """Their functions read and remove files, measure, or take modules or tables of the program, so a
 worker that takes part must list them itself."""
 
-LISTED = ("checkpoint", "embedding", "rl", "weights")
+LISTED = ("checkpoint", "embedding", "hybrid", "rl", "weights")
 """Those of them that list what a strict worker names, in ``CALLABLES``; the others send modules."""
 
 NOT_RUN = (
