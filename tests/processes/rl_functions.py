@@ -240,3 +240,8 @@ def make_counted() -> Walk:
 
 def count_made() -> int:
     return len(_made)
+
+
+def mean_size_of_batches(agent: rpc.RRef[Agent]) -> float:
+    """Asks an agent on another worker for its statistics."""
+    return float(agent.rpc_sync().statistics().mean_size)

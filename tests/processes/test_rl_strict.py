@@ -35,6 +35,7 @@ WORKERS = ["worker0", "worker1"]
 @pytest.fixture(scope="module")
 def shared_group(nursery: Nursery) -> Iterator[Cluster]:
     own = (attacks.is_imported, functions.count_references, make_walk, small_walk_policy)
+    own = (*own, rl_functions.mean_size_of_batches)
     strict = options(
         strict=True,
         callables=(*rl.CALLABLES, *weights.CALLABLES, *own),  # type: ignore[arg-type]
@@ -71,6 +72,14 @@ def test_copies_of_a_policy_follow_a_publisher(group: Cluster) -> None:
         WORKERS, Environments(make_walk, 2), following, steps=3, time_limit_s=LIMIT_S
     ) as observers:
         assert [int(each.versions.min()) for each in observers.round()] == [7, 7]
+
+
+def test_the_statistics_of_an_agent_on_another_worker(group: Cluster) -> None:
+    agent = Agent(walk_policy(rows=4))
+    with Observers(WORKERS, Environments(make_walk, 2), agent, steps=3) as observers:
+        observers.round()
+    found = rpc.rpc_sync("worker0", rl_functions.mean_size_of_batches, (rpc.RRef(agent),))
+    assert found == agent.statistics().mean_size > 0
 
 
 def test_a_replay_buffer(group: Cluster) -> None:

@@ -100,6 +100,7 @@ class Agent:
         """Drops the recurrent states of environments that are gone, by number, int64 ``(n,)``."""
         self.policy.forget(environments)
 
+    @expose
     def statistics(self) -> functions.BatchStatistics:
         """Returns what the batches have been so far."""
         return functions.batch_statistics(self.act)

@@ -114,6 +114,7 @@ rebuilds_plain = Mark(
     "torchweft.rl.policies",
     "torchweft.rl.replay",
     "torchweft.rl.trajectories",
+    "torchweft.rpc.batching.statistics",
     "torchweft.rpc.gathering",
     "torchweft.serialize.reducers",
     "torchweft.weights.layout",

@@ -11,8 +11,10 @@ from typing import Final, TypeVar
 import numpy as np
 
 from torchweft.errors import ConfigurationError
+from torchweft.serialize.registry import rebuilds_plain
 
 
+@rebuilds_plain
 @dataclass(frozen=True)
 class BatchStatistics:
     """What a batched function, or one object's batched method, has done so far.
