@@ -182,6 +182,8 @@ def test_wrong_numbers_and_models() -> None:
         for samples in (torch.arange(5), torch.arange(N_SAMPLES).float(), -torch.arange(N_SAMPLES)):
             with pytest.raises(ConfigurationError, match="a batch of 96 rows"):
                 pipe.step(inputs, target, samples=samples)
+        with pytest.raises(ArgumentTypeError, match="samples is a list; pass a tensor"):
+            pipe.step(inputs, target, samples=[*range(N_SAMPLES)])  # type: ignore[arg-type]
         pipe.freeze(3)
         assert not pipe.freeze(3)
         for number in (2, 12):

@@ -310,6 +310,8 @@ class ElasticPipe(Closing):
         count = _n_rows(batch)
         if samples is None:
             samples = torch.full((count,), NOT_A_SAMPLE, device="cpu")
+        elif not isinstance(samples, Tensor):
+            raise wrong_type("samples", samples, "pass a tensor of numbers from 0 up, int64")
         elif samples.shape != (count,) or samples.dtype != torch.int64 or (samples < 0).any():
             raise ConfigurationError(
                 f"samples has shape {tuple(samples.shape)} and type {samples.dtype} for a batch of "
