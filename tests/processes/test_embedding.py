@@ -420,6 +420,20 @@ def test_tables_that_were_trained_and_not_closed_are_not_trained_again_by_mistak
     made.close()
 
 
+def test_zero_grad_of_the_module_drops_gradients_of_rows_and_copies() -> None:
+    configs = [TableConfig("rows", 8, 2, "none"), TableConfig("copies", 8, 2, "none")]
+    tables = Tables(plan_tables(configs, SERVERS[:1], places={"copies": Copies()}), name="zeroed")
+    optimizer = tables.optimizer(SGD())
+    before = tables.weights("rows")
+    out = tables({"rows": torch.arange(3), "copies": torch.arange(3)})
+    (out["rows"] + out["copies"]).sum().backward()
+    tables.zero_grad()
+    optimizer.step()
+    assert torch.equal(tables.weights("rows"), before)
+    assert tables.copies["copies"].grad is None
+    tables.close()
+
+
 def test_what_could_not_be_made_leaves_nothing_on_servers() -> None:
     config = configs_of(torch.float64)[0]
     first = Tables(plan_tables([config], ["worker3"]), name="half", seed=1)

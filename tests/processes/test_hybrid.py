@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.processes.ddp_functions import join_all
-from tests.processes.hybrid_functions import STEPS, train, train_alone
+from tests.processes.hybrid_functions import DENSE, RULES, STEPS, train, train_alone
 from torchweft import rpc
 from torchweft.embedding import ColumnWise, Copies, RowWise, TableWise
+from torchweft.errors import ConfigurationError
 from torchweft.hybrid import HybridModel
 from torchweft.launch import Nursery, cluster
 
@@ -113,6 +114,22 @@ def test_the_full_state_is_that_of_the_module_with_a_table_at_two_places() -> No
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], each) for name, each in expected.items())
     assert model(torch.tensor([1, 2])).shape == (2, 2)
+    model.close()
+
+
+def test_zero_grad_of_the_model_drops_gradients_of_rows_as_well() -> None:
+    module = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 1))
+    model = HybridModel(module, SERVERS, name="dropped", places={"0": RowWise(*SERVERS)})
+    optimizer = model.optimizer(RULES["sgd"], DENSE["sgd"])
+    before = {name: each.clone() for name, each in model.full_state_dict().items()}
+    model(torch.tensor([[0, 1]])).sum().backward()
+    model.zero_grad()
+    optimizer.step()
+    found = model.full_state_dict()
+    assert all(torch.equal(found[name], each) for name, each in before.items())
+    with pytest.raises(ConfigurationError, match="rows of '0' are on servers"):
+        module[0].requires_grad_(False)
+    assert module[0].requires_grad_() is module[0]
     model.close()
 
 

@@ -282,6 +282,12 @@ class Tables(nn.Module):
         self.lookups.is_trained = True
         return self._optimizer
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients of copies, and those of rows that were not pushed."""
+        super().zero_grad(set_to_none)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none)
+
     def _push(self, lr: float, pulled: Sequence[Pulled], pushes: Pushes) -> None:
         check_capacity(self._options.layout, pushes, self._options.pushes)
         seen = min((each.version for each in pulled), default=0)

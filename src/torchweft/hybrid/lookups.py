@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.embedding import Jagged
+from torchweft.errors import ConfigurationError
 from torchweft.hybrid.finding import Found, ids_of
 from torchweft.hybrid.passes import Passes
 from torchweft.hybrid.reductions import Reductions
@@ -55,6 +56,19 @@ class RemoteTable(nn.Module):
     def connect(self, passes: Passes) -> None:
         """Sets the passes of the model, which look the table up."""
         self._passes = passes
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteTable:
+        """Refuses to freeze the rows, which are no parameters.
+
+        Raises:
+            ConfigurationError: ``requires_grad`` is False.
+        """
+        if not requires_grad:
+            raise ConfigurationError(
+                f"the rows of {self.name!r} are on servers, and each lookup with gradients trains "
+                "them; to leave them as they are, look them up under torch.no_grad()"
+            )
+        return self
 
     def forward(
         self,

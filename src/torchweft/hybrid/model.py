@@ -277,6 +277,12 @@ class HybridModel(nn.Module):
             )
         return self._passes.stream(batches, ahead, lambda batch: arguments_of(arguments(batch)))
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops all gradients, as ``zero_grad`` of the optimizer does: those of rows as well."""
+        super().zero_grad(set_to_none)
+        if self._optimizer is not None:
+            self._optimizer.zero_grad(set_to_none)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Leaves averaging to the next backward pass outside of this block, of all replicas.
