@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 
 from tests.processes.ddp_functions import join_all
 from tests.processes.hybrid_functions import DENSE, RULES, STEPS, train, train_alone
-from torchweft import rpc
+from torchweft import checkpoint, rpc
 from torchweft.embedding import ColumnWise, Copies, RowWise, TableWise
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.hybrid import HybridModel
 from torchweft.launch import Nursery, cluster
 
@@ -131,6 +132,21 @@ def test_zero_grad_of_the_model_drops_gradients_of_rows_as_well() -> None:
         module[0].requires_grad_(False)
     assert module[0].requires_grad_() is module[0]
     model.close()
+
+
+def test_a_snapshot_that_would_lack_the_rows_is_refused(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.EmbeddingBag(5, 4, sparse=True), nn.Linear(4, 1))
+    model = HybridModel(module, SERVERS, name="saved", places={"0": RowWise(*SERVERS)})
+    alone = nn.Sequential(model.tables, nn.Linear(4, 1))
+    for each in (model, module, alone):
+        with pytest.raises(ArgumentTypeError, match=r"model is a .*lacks the rows on worker2, wo"):
+            checkpoint.save(tmp_path, {"model": each}, step=1)
+    model.save(tmp_path, step=1, state={"alone": alone})
+    model.restore(tmp_path, state={"alone": alone})
+    with pytest.raises(ArgumentTypeError, match="by HybridModel"):
+        checkpoint.restore(tmp_path, {"model": module})
+    model.close()
+    checkpoint.save(tmp_path, {"rest": module}, step=2)
 
 
 def test_no_server_is_needed_if_all_tables_are_copies() -> None:

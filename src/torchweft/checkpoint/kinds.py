@@ -188,6 +188,23 @@ def kind_of(path: str, value: Any, *, is_remote: bool) -> str:
     )
 
 
+def check_whole(path: str, value: Any) -> None:
+    """Refuses a module of which its ``state_dict`` has a part only.
+
+    A module within it says so by an attribute ``weft_saved_by``: what it lacks, and how that is
+    saved; the attribute is empty while it is saved so.
+
+    Raises:
+        ArgumentTypeError: It is such a module.
+    """
+    for each in value.modules() if isinstance(value, nn.Module) else ():
+        lacks = getattr(each, "weft_saved_by", "")
+        if lacks:
+            raise ArgumentTypeError(
+                f"{path} is a {type(value).__qualname__}, whose state_dict lacks {lacks}"
+            )
+
+
 def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) -> Any:
     """Returns a copy of the state of a value: tensors in host memory, and plain values.
 

@@ -57,6 +57,8 @@ class Owned(NamedTuple):
         Raises:
             ArgumentTypeError: An entry cannot be restored.
         """
+        for path, value in self.values().items():
+            kinds.check_whole(path, value)
         found = {p: kinds.kind_of(p, v, is_remote=True) for p, v in self.remote.items()}
         found |= {p: kinds.kind_of(p, v, is_remote=False) for p, v in self.local.items()}
         return found

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal, NoReturn, TypeVar, cast
 
 import torch
@@ -137,6 +138,7 @@ class Tables(nn.Module):
         self.lookups = self._looking_up()
         """The lookups of this worker; for ``torchweft.hybrid``."""
         self._moves = 0
+        self._has_rows_beside = False
         self._optimizer: TablesOptimizer | None = None
 
     def _looking_up(self) -> Lookups:
@@ -420,7 +422,8 @@ class Tables(nn.Module):
             CheckpointError: A worker could not write its part.
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
-        return saving.save(self._collection(), directory, step, state, keep, since)
+        with self._with_rows():
+            return saving.save(self._collection(), directory, step, state, keep, since)
 
     def restore(
         self,
@@ -452,9 +455,29 @@ class Tables(nn.Module):
             StepError: Servers are in the middle of a step. Nothing is changed.
             WorkerLost: A worker was lost; restore again onto the others, in new tables.
         """
-        snapshot = saving.restore(self._collection(), directory, state, step)
+        with self._with_rows():
+            snapshot = saving.restore(self._collection(), directory, state, step)
         self.clear_cache()
         return snapshot
+
+    @contextmanager
+    def _with_rows(self) -> Iterator[None]:
+        """Runs a block that saves or restores the rows beside a module that looks them up."""
+        self._has_rows_beside = True
+        try:
+            yield
+        finally:
+            self._has_rows_beside = False
+
+    @property
+    def weft_saved_by(self) -> str:
+        """What a ``state_dict`` lacks, and how that is saved; for ``torchweft.checkpoint``."""
+        if self._has_rows_beside or not self._client.is_open:
+            return ""
+        return (
+            f"the rows on {', '.join(self.servers)}; save and restore by HybridModel.save or "
+            "Tables.save, which take the rest as state={...}"
+        )
 
     @property
     def lr(self) -> float | None:

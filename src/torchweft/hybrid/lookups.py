@@ -57,6 +57,11 @@ class RemoteTable(nn.Module):
         """Sets the passes of the model, which look the table up."""
         self._passes = passes
 
+    @property
+    def weft_saved_by(self) -> str:
+        """What a ``state_dict`` lacks, and how that is saved; for ``torchweft.checkpoint``."""
+        return "" if self._passes is None else self._passes.saved_by
+
     def requires_grad_(self, requires_grad: bool = True) -> RemoteTable:
         """Refuses to freeze the rows, which are no parameters.
 

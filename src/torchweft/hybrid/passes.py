@@ -108,6 +108,11 @@ class Passes:
         self._awaited: dict[str, list[Expected]] | None = None
         self._expected: dict[str, list[Expected]] = {}
 
+    @property
+    def saved_by(self) -> str:
+        """What a ``state_dict`` of the model lacks, and how that is saved."""
+        return self._tables.weft_saved_by
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Runs a block in which the module is called."""
