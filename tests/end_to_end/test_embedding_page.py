@@ -116,6 +116,13 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
         dynamic({"user": torch.arange(5).view(1, 5)})["user"].sum().backward()
         optimizer.step()
 
+    def train_again() -> None:
+        former = Tables(plan, name="words")
+        optimizer = former.optimizer(Adagrad())
+        for _ in range(5):
+            optimizer.step()
+        Tables(plan, name="words").optimizer(Adagrad())
+
     half = Shard("worker0", range(configs[0].rows), range(8))
     Tables(plan, name="first").close()  # The servers import everything: no part of the timeout.
     tables = Tables(plan, trainers=["driver", "worker1"], timeout=3)
@@ -132,13 +139,14 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
         "PlanError: table 'word' is": lambda: Tables(columns, name="columns").optimizer(
             RowWiseAdagrad()
         ),
+        "StepError": train_again,
         "CallTimeout": lambda: tables.optimizer(Adagrad()).step(),
     }
 
 
 def test_the_messages_are_those_of_the_page(guide: Path) -> None:
     shown = re.findall(r"^\| .* \| `(\w+: [^`]*?)(?:\.\.\.)?`", text_of(PAGE), re.M)
-    assert len(shown) == 9
+    assert len(shown) == 10
     with cluster(workers=2):
         for beginning, mistake in make_mistakes(guide).items():
             with pytest.raises(Exception, match=r".") as raised:

@@ -15,6 +15,7 @@ from torch import distributed, nn
 from tests.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
 from tests.pages import figure_of, text_of
+from torchweft import checkpoint
 from torchweft.embedding import SGD, Copies
 from torchweft.hybrid import HybridModel, recover
 from torchweft.launch import cluster
@@ -67,6 +68,13 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
         finally:
             model.close()
 
+    def save_alone() -> None:
+        model = HybridModel(build(), servers, places={"days": Copies()})
+        try:
+            checkpoint.save(guide / "runs", {"model": model}, step=0)
+        finally:
+            model.close()
+
     def step_others() -> None:
         model = HybridModel(build(), servers, places={"days": Copies()})
         other = nn.Parameter(torch.zeros(3))
@@ -92,13 +100,14 @@ def make_mistakes(guide: Path) -> dict[str, Callable[[], object]]:
         "PlacementError: no server": lambda: HybridModel(build(), []),
         "PlacementError: group 0": step_others,
         "IdOutOfRange": look_up,
+        "ArgumentTypeError": save_alone,
         "ConfigurationError: there is a process group": recover_in_a_group,
     }
 
 
 def test_the_messages_are_those_of_the_page(guide: Path) -> None:
     shown = re.findall(r"^\| .* \| `(\w+: .*?)` \|$", text_of(PAGE), re.M)
-    assert len(shown) == 7
+    assert len(shown) == 8
     with cluster(workers=1):
         for beginning, mistake in make_mistakes(guide).items():
             with pytest.raises(Exception, match=r".") as raised:
