@@ -21,9 +21,9 @@ the test alone, with what the mark says: arguments of ``torchweft.cluster``::
         with pytest.raises(WorkerLost, match="worker1"):
             rpc.rpc_sync("worker1", torch.ones, (2,))
 
-Workers are forked from one warm process, so a group starts in a fraction of a second. It imports
-the modules in the option ``weft_preload`` of pytest's configuration first; list there what your
-workers import and what takes long.
+Workers are forked from one warm process, so a group starts in a fraction of a second. It has
+imported torch, and the modules in the option ``weft_preload`` of pytest's configuration; list there
+what else your workers import and takes long.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ import pytest
 
 from torchweft.errors import ConfigurationError
 from torchweft.launch import Cluster, Nursery, cluster
+from torchweft.launch.nursery import WARM_MODULES
 from torchweft.rpc import on_worker_lost, rpc_sync
 from torchweft.rpc.worker import current_worker
 
@@ -57,9 +58,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds ``weft_preload`` to pytest's configuration."""
     parser.addini(
         "weft_preload",
-        "modules that the process from which workers are forked imports first",
+        "modules that the process from which workers are forked imports first, beside torch",
         type="args",
-        default=["torchweft"],
+        default=[],
     )
 
 
@@ -114,7 +115,7 @@ class Groups:
 @pytest.fixture(scope="session")
 def weft_nursery(pytestconfig: pytest.Config) -> Iterator[Nursery]:
     """The warm process from which all workers of the session are forked."""
-    with Nursery(preload=tuple(pytestconfig.getini("weft_preload"))) as nursery:
+    with Nursery(preload=(*WARM_MODULES, *pytestconfig.getini("weft_preload"))) as nursery:
         yield nursery
 
 

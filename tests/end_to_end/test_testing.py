@@ -35,6 +35,14 @@ def test_shared_again(weft_group):
     assert weft_group.pids == pids[0]
 
 
+def maps_of_parent():
+    return open(f"/proc/{os.getppid()}/maps").read()
+
+
+def test_workers_are_forked_from_a_process_that_has_imported_torch(weft_group):
+    assert "libtorch" in rpc.rpc_sync("worker0", maps_of_parent)
+
+
 @pytest.mark.weft(workers=3, name="trainer")
 def test_killed(weft_own_group):
     assert rpc.get_worker_info().name == "trainer"
@@ -106,6 +114,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         "shared",
         "shared_again",
+        "workers_are_forked_from_a_process_that_has_imported_torch",
         "killed",
         "paused",
         "no_such_worker",
