@@ -22,11 +22,9 @@ def variables_of(pod: Object, fields: dict[str, str]) -> dict[str, str]:
             continue
 
         def expanded(found: re.Match[str]) -> str:
-            if found[0].startswith("$$"):
-                return found[0][1:]
-            return values.get(found[1], found[0])
+            return "$" if found[0] == "$$" else values.get(found[1], found[0])
 
-        value = re.sub(r"\$?\$\((\w+)\)", expanded, variable["value"])
+        value = re.sub(r"\$\$|\$\((\w+)\)", expanded, variable["value"])
         values[variable["name"]] = value
     return values
 

@@ -10,7 +10,8 @@ cluster. Decisions that a reader of the output will wonder about:
   program may work before it joins and after it has left. A worker that is a member must answer.
 - Pods get no links to services. Services called ``weft-...`` would become ``WEFT_...`` variables,
   which workers refuse.
-- Kubernetes expands ``$(NAME)`` in commands and variables, so ``$(`` is doubled.
+- Kubernetes expands ``$(NAME)`` in commands and variables, and makes ``$`` of ``$$`` anywhere in
+  them, so each ``$`` is doubled.
 """
 
 from __future__ import annotations
@@ -396,7 +397,7 @@ def _from_field(name: str, path: str) -> Object:
 
 
 def _literal(text: str) -> str:
-    return text.replace("$(", "$$(")
+    return text.replace("$", "$$")
 
 
 def _mount(name: str, path: str, *, is_read_only: bool = False) -> Object:

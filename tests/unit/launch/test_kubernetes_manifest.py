@@ -171,10 +171,12 @@ def test_resources() -> None:
 
 
 def test_nothing_is_expanded_in_arguments_and_variables() -> None:
-    job = job_set(pods(command=["python", "$(RANK)"], environment={"A": "$(WORLD_SIZE)"}))
+    texts = {"A": "$(WORLD_SIZE)", "B": "$$(RANK) $$ $HOME", "C": "$$$(RANK)"}
+    job = job_set(pods(command=["python", "$(RANK) $$"], environment=texts))
     (container,) = pod_of(job)["containers"]
-    assert container["command"] == ["python", "$$(RANK)"]
-    assert variables_of(pod_of(job), fields_of(0))["A"] == "$(WORLD_SIZE)"
+    assert container["command"] == ["python", "$$(RANK) $$$$"]
+    seen = variables_of(pod_of(job), fields_of(0))
+    assert {name: seen[name] for name in texts} == texts
 
 
 def test_the_secret_belongs_to_the_run() -> None:
