@@ -182,20 +182,20 @@ class Chain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the steps; returns the result. Blocks."""
         call = (*self._module.id, self._device, self._steps or None, *args)
-        return self._named(call_and_wait, owner.run_at, call, kwargs)
+        return self._named(owner.run_at, call, kwargs, way=call_and_wait)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its last result."""
-        future: Future[Any] = self._named(start, owner.run, self._call(args), kwargs)
+        future: Future[Any] = self._named(owner.run, self._call(args), kwargs, way=start)
         return future
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain; returns a reference to its last result, which stays on the owner."""
-        reference: RRef[Any] = self._named(create, owner.run, self._call(args), kwargs)
+        reference: RRef[Any] = self._named(owner.run, self._call(args), kwargs, way=create)
         return reference
 
     def _named(
-        self, way: Callable[..., Any], function: Callable[..., Any], args: Any, kwargs: Any
+        self, function: Callable[..., Any], args: Any, kwargs: Any, *, way: Callable[..., Any]
     ) -> Any:
         """Calls the owner in one of the three ways; reports and errors name ``forward``."""
         try:
