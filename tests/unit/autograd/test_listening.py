@@ -112,5 +112,5 @@ def test_the_main_thread_sleeps_where_spinning_is_not_worthwhile(
     name = PassName(1, 1, 1, PassMode())
     led = LedPassState(0, name, LocalPass(Context(1, 0)), timeout_s=3 * READ_TICK_S)
     Listener(first.agent).lead_in_main(peers, lambda: None, led)
-    assert count <= reads <= 8 * count
+    assert 1 <= reads <= 8 * count  # A late message of a member ends the wait.
     assert not any(0 in link.readers for link in links_of(trio))
