@@ -413,10 +413,14 @@ def test_a_closed_group_takes_nobody_in(group: Group) -> None:
     assert group.do("a", names) == [("a", 0), ("b", 1)]
 
 
-def test_an_open_group_cannot_be_closed(group: Group) -> None:
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_open_group_cannot_be_closed(group: Group, is_late: bool) -> None:
     group.join("a", 0)
     group.begin_join("b", 0, 2)
-    group.begin_join("c", 1, 2)
+    if not is_late:
+        group.begin_join("c", 1, 2)
     for name in "bc":
         with pytest.raises(RendezvousError, match="mixes statically and dynamically"):
             group.result(name)
+        if is_late and name == "b":
+            group.begin_join("c", 1, 2)

@@ -237,9 +237,9 @@ def has_verdict(store: Any) -> bool:
     return _is_there(store, joining.DIRECTORY)
 
 
-def is_refused(store: Any) -> bool:
-    """Whether rank 0 has written that there is no closed group."""
-    return has_verdict(store) and bool(Directory.decode(store.get(joining.DIRECTORY)).refusal)
+def is_incomplete(store: Any) -> bool:
+    """Whether rank 0 has written that workers were missing: a later attempt may find them."""
+    return has_verdict(store) and bool(Directory.decode(store.get(joining.DIRECTORY)).missing)
 
 
 def enter(store: Any, registration: Registration, timeout_s: float) -> Admission:

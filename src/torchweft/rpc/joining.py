@@ -15,7 +15,7 @@ from torchweft import knobs, scraping
 from torchweft.agent import current as current_agent
 from torchweft.agent import rounds
 from torchweft.agent.links import Traffic
-from torchweft.agent.rendezvous import has_verdict, is_refused, open_store
+from torchweft.agent.rendezvous import has_verdict, is_incomplete, open_store
 from torchweft.agent.stores import BoundedStore, SignedStore
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
@@ -159,12 +159,12 @@ def join_group(
 
 
 def _numbered(opened: Any, options: RpcBackendOptions) -> Any:
-    """Returns the part of a store for the next closed group: the first one without a refusal."""
+    """Returns the part of a store for the next closed group: the first one not given up."""
     global _groups_before
     while True:
         store = PrefixStore(f"weft/{_groups_before}", opened)
         bounded = BoundedStore(store, options.init_timeout)
-        if not is_refused(SignedStore(bounded, options.secret)):
+        if not is_incomplete(SignedStore(bounded, options.secret)):
             return store
         _groups_before += 1
 

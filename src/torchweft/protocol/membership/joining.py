@@ -216,7 +216,7 @@ def _lead(
             raise
         except BaseException as error:  # Ctrl-C: the others have come for nothing.
             reason = f"rank {LEADER} was interrupted by {type(error).__name__} while it joined"
-            yield Set(DIRECTORY, Directory("", (), refusal=reason).encode())
+            yield Set(DIRECTORY, Directory("", (), refusal=reason, missing=(LEADER,)).encode())
             raise
     yield Set(DIRECTORY, directory.encode())
     if directory.refusal:
