@@ -30,8 +30,11 @@ SLACK_S = 0.5
 
 def waited_for_core_s(pid: int) -> float:
     """Returns how long the threads of a process were ready to run but had no core."""
-    times = [path.read_text().split() for path in Path(f"/proc/{pid}/task").glob("*/schedstat")]
-    return sum(int(waited_ns) for _, waited_ns, _ in times) / 1e9
+    waited_ns = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has ended.
+            waited_ns += int(path.read_text().split()[1])
+    return waited_ns / 1e9
 
 
 class Joiners:
