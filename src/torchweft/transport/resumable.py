@@ -350,7 +350,7 @@ class ResumableLink(Link):
         if space is None or pending:
             return None
         if may_block:
-            # An interrupted wait keeps its object: one cannot be waited for twice.
+            # As in ``Link.receive_own``: a method for both would cost each call a function more.
             waiting, self._waiting = self._waiting, None
             if waiting is None:
                 waiting = select.poll()
