@@ -9,7 +9,6 @@ system does not tell is empty, 0 or -1, and equals no other worker's.
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import socket
 from dataclasses import dataclass
@@ -21,8 +20,6 @@ from torchweft.errors import ProtocolError
 LOAD = "/proc/loadavg"
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 NAMESPACES = Path("/proc/self/ns")
-LOAD_AGE_S = 0.005
-"""How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +133,3 @@ def running_threads() -> int:
         return int(text.split()[3].partition(b"/")[0])
     except (OSError, ValueError, IndexError):
         return 0
-
-
-class Load:
-    """``running_threads``, looked up at most once in ``LOAD_AGE_S``."""
-
-    __slots__ = ("_running", "_until_s")
-
-    def __init__(self) -> None:
-        self._running = 0
-        self._until_s = -math.inf
-
-    def running(self, now_s: float) -> int:
-        """Returns how many threads run or wait for a core; 0 if the system does not tell."""
-        if now_s >= self._until_s:
-            self._running = running_threads()
-            self._until_s = now_s + LOAD_AGE_S
-        return self._running

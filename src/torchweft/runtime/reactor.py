@@ -6,13 +6,12 @@ same ``epoll_wait``, each connection armed for one event at a time. The kernel w
 thread; it reads the connection and runs the call itself, while the other threads continue to
 wait. Nothing is handed over unless several calls arrive at once.
 
-Where all cores are busy, a second thread gains nothing: both would pass the interpreter lock to and
-fro, at the price of a switch each time. There the thread that has read tasks *leads*, as in the
-pattern "leader/followers": until it has run them, and those of further events that have come
-meanwhile, no event wakes another thread. All threads wait at the *gate*, an ``epoll`` that reports
-once, until it is opened again, that the ``epoll`` with the connections has events. The leader opens
-the gate when nothing is left, and before a remote wait or a task known to take long. If a task
-takes long after all, the timer thread opens the gate, and no thread leads for ``_REST_S``.
+Where threads wait for a core, a second one gains nothing: both would pass the interpreter lock to
+and fro, at the price of a switch each time. There one thread *leads*, as in the pattern
+"leader/followers": it alone waits for events, and runs the tasks that they bring; the others wait
+for the lead. The leader gives it up before a remote wait, and before a task that is known to take
+long. If a task takes long after all, the timer thread gives it to another thread, and for
+``_REST_S`` no thread leads.
 
 A thread that has read tasks from a connection runs them before it arms the connection again:
 otherwise the next message would wake a second thread, and the two would compete for the
@@ -40,7 +39,6 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import operator
 import os
@@ -52,7 +50,7 @@ from itertools import repeat
 from time import monotonic
 from typing import Any
 
-from torchweft.probe import Load
+from torchweft.probe import running_threads
 from torchweft.runtime.fair_queue import FairQueue, Task
 from torchweft.runtime.interrupts import call
 from torchweft.runtime.reports import log_exception
@@ -68,7 +66,21 @@ _first = operator.itemgetter(0)
 _CLOSED = -1  # A late write to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
+_CROWDED_S = 0.05
+"""For how long threads lead, once there were too few cores."""
 _REST_S = 1.0
+
+
+Lead = list[Callable[[], None]]
+"""What gives up the lead of a thread; empty once that is done."""
+
+
+def _give_up(lead: Lead) -> None:
+    """Gives up the lead of a thread, unless that is done; may be interrupted anywhere."""
+    try:
+        deque(map(call, iter(lead.pop, None)), maxlen=0)
+    except IndexError:
+        pass
 
 
 class Reactor:
@@ -87,16 +99,14 @@ class Reactor:
         self._limit = limit
         self._extra = 0
         self._epoll = select.epoll()
-        self._gate = select.epoll()
-        self._gate.register(self._epoll, _READ)
-        self._leaders: dict[int, None] = {}
-        """The numbers of the threads for which the gate is closed: one, or none."""
-        self._leads = itertools.count().__next__
-        self._leads_from_s = 0.0
+        self._lead = threading.Lock()
+        self._handling: Lead | None = None
+        """The lead while its thread handles an event; then nobody may wait for events."""
         self._handled = 0
         self._handled_at_last_look = -1
         self._cores = os.cpu_count() or 1
-        self._load = Load()
+        self._is_crowded = False
+        self._next_look_s = 0.0
         self._handlers: dict[int, Callable[[], None]] = {}
         self._followers: dict[int, Callable[[bool], bool]] = {}
         self.unarmed: dict[int, int] = {}
@@ -135,7 +145,7 @@ class Reactor:
         self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
         # Level-triggered and written once: wakes all threads.
         self._close_fd = os.eventfd(0)
-        self._gate.register(self._close_fd, select.EPOLLIN)
+        self._epoll.register(self._close_fd, select.EPOLLIN)
         self._spawn()
 
     @property
@@ -214,9 +224,9 @@ class Reactor:
         self.arm_unarmed()
 
     def arm_unarmed(self) -> None:
-        """Arms all unarmed descriptors, and opens the gate; may be interrupted anywhere."""
-        if self._leaders:
-            self._open_gate()
+        """Arms all unarmed descriptors, and gives up the lead; may be interrupted anywhere."""
+        if self._handling:
+            self._give_up_lead()
         while self.unarmed:
             fds = map(_first, iter(self.unarmed.popitem, None))
             try:
@@ -234,16 +244,25 @@ class Reactor:
         """
         if self.held:
             self.on_pause()
-        if self._leaders and self._handled == self._handled_at_last_look:
-            self._end_lead()
-        self._handled_at_last_look = self._handled
+        self._look_at_lead()
         for fd, count in self._was_unarmed.items():
             # A different count means that it was taken and left again since.
             if self.unarmed.get(fd) == count and self.take_unarmed(fd):
                 self.resume_reading(fd)
         last_count, self._last_count = self._last_count, self._unarmed_count
         self._was_unarmed = self.unarmed.copy()
-        return bool(self._leaders or self._was_unarmed) or last_count != self._last_count
+        return bool(self._handling or self._was_unarmed) or last_count != self._last_count
+
+    def _look_at_lead(self) -> None:
+        """Ends a lead that takes long, and looks whether threads are to lead at all."""
+        now_s = monotonic()
+        if self._handling and self._handled == self._handled_at_last_look:
+            self._end_lead()
+        elif now_s >= self._next_look_s:
+            self._is_crowded = running_threads() - 1 > self._cores  # without this thread
+            if self._is_crowded:
+                self._next_look_s = now_s + _CROWDED_S
+        self._handled_at_last_look = self._handled
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
@@ -291,6 +310,8 @@ class Reactor:
 
     def wake(self) -> None:
         """Wakes one waiting thread to look at the queue."""
+        if self._handling:
+            self._give_up_lead()
         try:
             os.eventfd_write(self._wake_fd, 1)
         except (OSError, ValueError):
@@ -302,7 +323,7 @@ class Reactor:
         Returns:
             Whether it was counted; then ``end_wait`` must follow.
         """
-        if self.unarmed or self.held or self._leaders:
+        if self.unarmed or self.held or self._handling:
             self.arm_all()
         if not getattr(self._local, "is_running", False):
             if self.urgent:
@@ -329,7 +350,8 @@ class Reactor:
             if self._waiting < 2:
                 return False
             self._waiting -= 1
-        self._open_gate()
+        if self._handling:
+            self._give_up_lead()
         return True
 
     def end_read(self) -> None:
@@ -362,8 +384,7 @@ class Reactor:
             is_stuck = self._stalled_looks % _LOOKS_UNTIL_STUCK == 0
             if is_stuck and self._running >= self._limit + self._extra and self._extra < open_calls:
                 self._extra += 1
-            if self._leaders:
-                self._end_lead()
+            self._end_lead()
             self.wake()
         else:
             self._stalled_looks = 0
@@ -405,80 +426,54 @@ class Reactor:
             self._lacks_thread = False
 
     def _serve(self) -> None:
-        wait, poll = self._gate.poll, self._epoll.poll
+        poll, handlers, followers = self._epoll.poll, self._handlers, self._followers
         is_needed = True
+        lead: Lead = []
         while is_needed and not self._is_closing:
-            wait(-1, 1)
-            now_s = monotonic()
-            if now_s >= self._leads_from_s and self._load.running(now_s) >= self._cores:
-                is_needed = self._lead()
+            if self._is_crowded and not lead:
+                self._lead.acquire()
+                lead = [self._lead.release]
                 continue
-            events = poll(0, 1)
-            self._open_gate()
-            for fd, _ in events:
-                is_needed = self._handle(fd, may_look=True)
+            for fd, _ in poll(-1, 1):
+                if lead and not self._is_crowded:
+                    _give_up(lead)
+                elif lead:
+                    self._handling = lead
+                    self._handled += 1
+                handler = handlers.get(fd)
+                if handler is not None:
+                    try:
+                        handler()
+                    except BaseException:
+                        log_exception("an event could not be handled")
+                elif lead:
+                    self.on_unarmed()  # The timer thread looks whether own tasks take long.
+                if self.tasks.ready or self.urgent:
+                    is_needed = self._work()
+                if fd in self.unarmed:  # Also if other threads have taken the tasks.
+                    follower = followers.get(fd)
+                    may_look = is_needed and not lead
+                    while follower is not None and self._follow(fd, follower, may_look):
+                        is_needed = self._work()
+            if self._handling is lead:
+                self._handling = None
+        if lead:
+            _give_up(lead)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _lead(self) -> bool:
-        """Handles events, and keeps the gate closed while they bring tasks.
-
-        Returns whether this thread is still needed.
-        """
-        number, is_needed = self._leads(), True
-        while is_needed and (events := self._epoll.poll(0, 1)):
-            self._leaders[number] = None
-            self._handled += 1
-            self.on_unarmed()  # The timer thread looks whether it takes long.
-            is_needed = self._handle(events[0][0], may_look=False)
-            if number not in self._leaders:
-                break
-        self._open_gate()
-        return is_needed
-
-    def _open_gate(self) -> None:
-        """Lets events wake another thread; may be interrupted anywhere, and repeated."""
-        # Race: another thread begins to lead once the gate is open. Its number stays.
-        leaders = list(self._leaders)
-        with contextlib.suppress(OSError, ValueError):  # closed
-            self._gate.modify(self._epoll, _READ)
-        for number in leaders:
-            self._leaders.pop(number, None)
-
     def _end_lead(self) -> None:
-        """Opens the gate because a task takes long after all, for instance as it blocks unseen."""
-        self._leads_from_s = monotonic() + _REST_S
-        self._open_gate()
+        """Takes the lead from a thread whose task takes long, for instance as it blocks unseen."""
+        if self._handling:
+            self._is_crowded = False
+            self._next_look_s = monotonic() + _REST_S
+            self._give_up_lead()
 
-    def _handle(self, fd: int, *, may_look: bool) -> bool:
-        """Handles one event, and runs the tasks that wait; returns whether this thread is needed.
-
-        Args:
-            fd: The descriptor.
-            may_look: Whether to look for more data for a moment, after tasks.
-        """
-        handler = self._handlers.get(fd)
-        if handler is not None:
-            try:
-                handler()
-            except BaseException:
-                log_exception("an event could not be handled")
-        is_needed = True
-        if self.tasks.ready:
-            is_needed = self._work()
-        else:
-            # It was an answer, for instance: its receiver goes on, and so may others.
-            if self._leaders:
-                self._open_gate()
-            if self.urgent:
-                is_needed = self._work()
-            elif fd not in self.unarmed:
-                return True
-        # Also if other threads have taken the tasks.
-        follower = self._followers.get(fd)
-        while follower is not None and self._follow(fd, follower, is_needed and may_look):
-            is_needed = self._work()
-        return is_needed
+    def _give_up_lead(self) -> None:
+        """Lets another thread wait for events; may be interrupted anywhere."""
+        lead = self._handling
+        if lead:
+            _give_up(lead)
 
     def _follow(self, fd: int, follower: Callable[[bool], bool], may_look: bool) -> bool:
         try:
@@ -563,6 +558,7 @@ class Reactor:
         """
         self._is_closing = True
         os.eventfd_write(self._close_fd, 1)
+        self._give_up_lead()
         me = threading.current_thread()
         with self._lock:
             threads = [thread for thread in self._threads if thread is not me]
@@ -573,7 +569,6 @@ class Reactor:
                 share_s = 0.0
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if not stuck:
-            self._gate.close()
             self._epoll.close()
             wake_fd, self._wake_fd = self._wake_fd, _CLOSED
             os.close(wake_fd)

@@ -19,11 +19,13 @@ import os
 from time import monotonic
 
 from torchweft import knobs
-from torchweft.probe import Load
+from torchweft.probe import running_threads
 
 _SHORTEST_REST = 10
 _LONGEST_REST = 200
 """Rests, as multiples of the time spun in vain."""
+_LOAD_AGE_S = 0.005
+"""How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
 
 class Spinning:
@@ -31,7 +33,8 @@ class Spinning:
 
     __slots__ = (
         "_cores",
-        "_load",
+        "_has_free_core",
+        "_load_until_s",
         "_rest",
         "_rests_until_s",
         "long_spin_s",
@@ -44,7 +47,8 @@ class Spinning:
         self.long_spin_s = max(knobs.LONG_SPIN_S.get(), self.spin_s)
         self._rest = _SHORTEST_REST
         self._rests_until_s = 0.0
-        self._load = Load()
+        self._has_free_core = False
+        self._load_until_s = 0.0
 
     def is_worthwhile(self) -> bool:
         """Whether the next wait is to spin first."""
@@ -62,7 +66,10 @@ class Spinning:
         """Whether to spin for ``long_spin_s`` if ``spin_s`` was not enough."""
         if self.long_spin_s <= self.spin_s:
             return False
-        return 0 < self._load.running(now_s) <= self._cores
+        if now_s >= self._load_until_s:
+            self._has_free_core = 0 < running_threads() <= self._cores
+            self._load_until_s = now_s + _LOAD_AGE_S
+        return self._has_free_core
 
     def failed(self, spun_s: float) -> None:
         """Notes that the thread spun for ``spun_s`` in vain and has to sleep."""

@@ -119,7 +119,8 @@ def test_a_thread_may_wait_alone_only_while_another_waits_for_events(make_reacto
     assert not reactor.begin_read()
     tasks = Tasks(reactor)
     reactor.submit_task(tasks.hold)
-    tasks.await_begun(1)  # The last waiting thread has started another one.
+    # The last waiting thread has started another one. A helper would start one more.
+    assert tasks.has_begun.acquire(timeout=LIMIT_S)
     tasks.may_end.set()
     wait_until(reactor.begin_read, "two waiting threads")
     assert not reactor.begin_read()

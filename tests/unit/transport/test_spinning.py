@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from torchweft import knobs, probe
+from torchweft import knobs
 from torchweft.transport import spinning as module
 from torchweft.transport.spinning import Spinning
 
@@ -76,7 +76,7 @@ def test_a_machine_with_one_core_does_not_spin(monkeypatch: pytest.MonkeyPatch) 
 def test_it_goes_on_where_no_thread_waits_for_a_core(
     monkeypatch: pytest.MonkeyPatch, running: int, may: bool
 ) -> None:
-    monkeypatch.setattr(probe, "running_threads", lambda: running)
+    monkeypatch.setattr(module, "running_threads", lambda: running)
     assert make().may_go_on(0.0) is may
 
 
