@@ -70,7 +70,6 @@ _CROWDED_S = 0.05
 """For how long threads lead, once there were too few cores."""
 _REST_S = 1.0
 
-
 Lead = list[Callable[[], None]]
 """What gives up the lead of a thread; empty once that is done."""
 
@@ -446,9 +445,9 @@ class Reactor:
                         handler()
                     except BaseException:
                         log_exception("an event could not be handled")
-                elif lead:
-                    self.on_unarmed()  # The timer thread looks whether own tasks take long.
                 if self.tasks.ready or self.urgent:
+                    if lead:
+                        self.on_unarmed()  # The timer thread looks whether they take long.
                     is_needed = self._work()
                 if fd in self.unarmed:  # Also if other threads have taken the tasks.
                     follower = followers.get(fd)
