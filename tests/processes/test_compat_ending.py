@@ -217,7 +217,7 @@ def test_who_does_not_come_in_time_is_named(workers: OpenWorkers) -> None:
         workers.begin(name, shut_down_soon)
     leader, follower = (outcome_of(workers, name) for name in NAMES[:2])
     assert isinstance(leader, CallTimeout)
-    assert "timed out in _all_gather after 0.10 seconds" in str(leader)
+    assert "timed out in shutdown after 0.10 seconds" in str(leader)
     assert "'worker2'" in str(leader)
     assert isinstance(follower, (CallTimeout, ShutdownError))
 

@@ -217,7 +217,14 @@ def _all_gather(
     Raises:
         CallError: The values could not be sent to some workers; the message says which.
     """
-    ways = Ways("_all_gather", _gather_to_leader, _broadcast_to_followers)
+    return _gather("_all_gather", obj, worker_names, timeout)
+
+
+def _gather(
+    name: str, obj: Any, worker_names: Iterable[str] | None, timeout: float
+) -> dict[str, Any]:
+    """Exchanges a value as ``_all_gather``; messages name the operation ``name``."""
+    ways = Ways(name, _gather_to_leader, _broadcast_to_followers)
     agent = current_agent.current()
     limits = _limits(timeout, agent.default_timeout_s)
     peers = members(agent, worker_names or None)
@@ -277,7 +284,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    _all_gather(None, timeout=timeout)
+    _gather("shutdown", None, None, timeout)
 
 
 # Shutdown
