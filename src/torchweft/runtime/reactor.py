@@ -446,7 +446,7 @@ class Reactor:
                     except BaseException:
                         log_exception("an event could not be handled")
                 if self.tasks.ready or self.urgent:
-                    if lead:
+                    if lead and fd not in self.unarmed:
                         self.on_unarmed()  # The timer thread looks whether they take long.
                     is_needed = self._work()
                 if fd in self.unarmed:  # Also if other threads have taken the tasks.
