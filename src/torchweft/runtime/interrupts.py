@@ -14,6 +14,7 @@ far the thread has come; another thread continues from there.
 
 from __future__ import annotations
 
+import gc
 import operator
 import os
 import sys
@@ -47,9 +48,29 @@ main_id = threading.main_thread().ident
 """The identifier of the main thread."""
 
 
+def current_frames() -> dict[int, FrameType]:
+    """Returns what each thread runs now, by the thread's identifier.
+
+    Before CPython 3.12, ``sys._current_frames`` may run the garbage collector while it holds the
+    lock of the interpreter's list of threads. A finalizer, or a function in ``gc.callbacks``, then
+    lets another thread run; if that one needs the same lock, all threads stop for ever
+    (https://github.com/python/cpython/issues/106883). So the collector is off meanwhile. All is one
+    step: no other thread sees it off.
+    """
+    if sys.version_info >= (3, 12) or not gc.isenabled():
+        return sys._current_frames()
+    frames: dict[int, FrameType]
+    try:
+        _, frames, _ = map(call, (gc.disable, sys._current_frames, gc.enable))
+    except BaseException:  # There is no memory.
+        gc.enable()
+        raise
+    return frames
+
+
 def frame_of_main() -> FrameType:
     """Returns what the main thread runs now; what the caller runs, if that thread has ended."""
-    return sys._current_frames().get(main_id or 0) or sys._getframe()
+    return current_frames().get(main_id or 0) or sys._getframe()
 
 
 def _note_main() -> None:
