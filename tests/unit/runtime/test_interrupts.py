@@ -8,22 +8,30 @@ import threading
 from torchweft.runtime import interrupts
 
 PROGRAM = f"""
-import gc, runpy, threading, time
+import gc, importlib.util, sys, threading, time
 
-frame_of_main = runpy.run_path({interrupts.__file__!r})["frame_of_main"]
-gc.callbacks.append(lambda phase, info: time.sleep(1e-5))
+# Without torch, which takes long to import.
+spec = importlib.util.spec_from_file_location("interrupts", {interrupts.__file__!r})
+interrupts = sys.modules["interrupts"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(interrupts)
+gc.callbacks.append(lambda phase, info: time.sleep(1e-4))
+ended = []
 
 def look():
-    for _ in range(500):
-        assert frame_of_main() is not None
-        assert gc.isenabled()
+    kept = []  # Collections begin at any allocation.
+    for _ in range(200):
+        interrupts.frame_of_main()
+        kept.append([])
+    ended.append(gc.isenabled())
 
-threads = [threading.Thread(target=look) for _ in range(4)]
-gc.set_threshold(5)
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
+for threshold in (5, 20, 50):
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    gc.set_threshold(threshold)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+assert ended == [True] * 12, ended
 """
 
 
