@@ -23,6 +23,7 @@ from typing import BinaryIO, Protocol
 from torchweft import knobs
 from torchweft.errors import LaunchError
 from torchweft.launch.folding import MANY, Folding, Held
+from torchweft.runtime.interrupts import current_frames
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 """Terminal colours that workers take in turn; red is left to errors."""
@@ -239,7 +240,7 @@ def session_console() -> Console:
 
 def _is_at_prompt() -> bool:
     # While the interpreter waits for a line to be typed, its main thread runs no Python code.
-    return threading.main_thread().ident not in sys._current_frames()
+    return threading.main_thread().ident not in current_frames()
 
 
 def _prompt() -> bytes:

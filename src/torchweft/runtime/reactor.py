@@ -69,6 +69,7 @@ _LOOKS_UNTIL_STUCK = 10
 _CROWDED_S = 0.05
 """For how long threads lead, once there were too few cores."""
 _REST_S = 1.0
+"""For how long no thread leads, once a leader has held others up."""
 
 Lead = list[Callable[[], None]]
 """What gives up the lead of a thread; empty once that is done."""
