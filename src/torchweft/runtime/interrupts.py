@@ -56,16 +56,18 @@ def current_frames() -> dict[int, FrameType]:
     lets another thread run; if that one needs the same lock, all threads stop for ever
     (https://github.com/python/cpython/issues/106883). So the collector is off meanwhile. All is one
     step: no other thread sees it off.
+
+    The result must not be stored in a local variable, here neither. A frame whose function has
+    returned keeps its variables, and the frame of the caller is among the result: it would keep
+    itself, and all that the other threads' functions held, until the collector runs.
     """
     if sys.version_info >= (3, 12) or not gc.isenabled():
         return sys._current_frames()
-    frames: dict[int, FrameType]
     try:
-        _, frames, _ = map(call, (gc.disable, sys._current_frames, gc.enable))
+        return tuple(map(call, (gc.disable, sys._current_frames, gc.enable)))[1]
     except BaseException:  # There is no memory.
         gc.enable()
         raise
-    return frames
 
 
 def frame_of_main() -> FrameType:

@@ -4,6 +4,9 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
+
+import pytest
 
 from torchweft.runtime import interrupts
 
@@ -46,4 +49,26 @@ def test_a_collector_that_is_off_stays_off() -> None:
         assert threading.get_ident() in interrupts.current_frames()
         assert not gc.isenabled()
     finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_no_object_is_kept_by_a_look_at_what_uses_it(is_enabled: bool) -> None:
+    class Kept:
+        pass
+
+    def use() -> weakref.ref[Kept]:
+        kept = Kept()
+        if not is_enabled:
+            gc.disable()
+        interrupts.frame_of_main()
+        interrupts.current_frames()
+        return weakref.ref(kept)
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        assert use()() is None
+    finally:
+        gc.set_threshold(*threshold)
         gc.enable()
