@@ -22,7 +22,7 @@ import threading
 from _thread import get_ident
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__call__"))
 """Calls its argument; with ``map``, several functions in one step."""
@@ -64,7 +64,8 @@ def current_frames() -> dict[int, FrameType]:
     if sys.version_info >= (3, 12) or not gc.isenabled():
         return sys._current_frames()
     try:
-        return tuple(map(call, (gc.disable, sys._current_frames, gc.enable)))[1]
+        steps = (gc.disable, sys._current_frames, gc.enable)
+        return cast("dict[int, FrameType]", tuple(map(call, steps))[1])
     except BaseException:  # There is no memory.
         gc.enable()
         raise
