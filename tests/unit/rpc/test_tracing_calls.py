@@ -15,7 +15,7 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.trace import Created, Made, Served, read
 from torchweft.rpc.completion import Call
 from torchweft.rpc.tracing.calls import Names, watcher_of
-from torchweft.rpc.tracing.rows import Rows
+from torchweft.rpc.tracing.rows import WIDTH, Rows
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 
@@ -131,6 +131,21 @@ def test_the_newest_rows_are_kept_and_the_others_counted() -> None:
     assert all(each.answered_s > each.ended_s for each in records)
 
 
+def test_rows_of_all_kinds_are_taken_in_their_order() -> None:
+    noting = Noting(limit=6)
+    for number in range(3):
+        call, _ = noting.served()
+        call.begins(-1, 5.0, float(number))
+        call("result", None)
+        noting.watcher.note_creation(work, ReferenceId(1, 2, number))
+        noting.watcher.pending(PendingCall)(9, "callee", work, 5.0).finish()
+    assert noting.rows.end() == 3
+    taken = noting.rows.take(2) + noting.rows.take(100)
+    assert [each[0] for each in taken] == [3, 4, 5, 6, 7, 8]
+    assert [type(each) for each in read(taken)] == [Served, Created, Made] * 2
+    assert not noting.rows.take(1)
+
+
 def test_rows_are_not_tracked_by_the_garbage_collector() -> None:
     """Kept objects that it tracks would make each collection longer."""
     noting = Noting()
@@ -140,8 +155,8 @@ def test_rows_are_not_tracked_by_the_garbage_collector() -> None:
     noting.watcher.pending(PendingCall)(9, "callee", work, 5.0).finish()
     noting.watcher.note_creation(work, ReferenceId(1, 2, 8))
     gc.collect()
-    kept = [*noting.rows._rows, *noting.rows._ends]
-    assert len(kept) == 4
+    kept = [*noting.rows._fields, *noting.rows._ends]
+    assert len(kept) == 3 * WIDTH + 2
     assert not any(map(gc.is_tracked, kept))
 
 

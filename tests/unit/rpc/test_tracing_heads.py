@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +12,8 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.protocol.backward import Failed, Gradients, Progress
 from torchweft.protocol.observing.trace import Received, Sent, read
 from torchweft.rpc.tracing.heads import Ids, head_in, ids_in
-from torchweft.rpc.tracing.links import TracedLinks
-from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, HEAD_OF_MESSAGE, Rows
+from torchweft.rpc.tracing.links import TracedLinks, frames_noter
+from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, HEAD_OF_MESSAGE, WIDTH, Rows
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
@@ -57,13 +57,16 @@ def test_the_numbers_of_a_message_are_kept_and_no_value(frame: Buffer, expected:
     kind, flags, control = frame[0], frame[1], frame[HEADER_BYTES:]
     head = head_in(kind, flags, control)
     assert ids_in(kind, flags, head, len(control)) == expected
-    for part in range(len(SECRET) - 3):
-        assert SECRET[part : part + 4] not in head
+    assert not has_secret(head)
     cut, cut_of_message = HEAD_OF_CONTROL[kind], HEAD_OF_MESSAGE[kind]
     if cut is not None:
         assert control[cut] == head
     if cut_of_message is not None:
         assert frame[cut_of_message] == frame[:HEADER_BYTES] + head
+
+
+def has_secret(kept: bytes) -> bool:
+    return any(SECRET[part : part + 4] in kept for part in range(len(SECRET) - 3))
 
 
 class FakeLink(Link):
@@ -132,6 +135,39 @@ def test_a_message_that_is_written_alone_is_noted_as_among_others(
     alone, first, _ = records(rows)
     assert alone._replace(began_s=0.0, ended_s=0.0) == first._replace(began_s=0.0, ended_s=0.0)
     assert alone.began_s < alone.ended_s
+
+
+@pytest.mark.parametrize(("frame", "expected"), CASES)
+@pytest.mark.parametrize("kind", [bytes, memoryview])
+def test_no_byte_of_a_value_is_in_a_row(
+    traced: tuple[FakeLink, Rows], frame: Buffer, expected: Ids, kind: Callable[[Buffer], Buffer]
+) -> None:
+    link, rows = traced
+    link.send([kind(frame)], may_block=True)
+    number, control = int.from_bytes(frame[8:16], "little"), kind(frame[HEADER_BYTES:])
+    noted = Frame(frame[0], frame[1], number, control, ())
+    frames_noter(rows)([noted], 4)
+    assert len(rows._fields) == 2 * WIDTH
+    kept = [bytes(each) for each in rows._fields if not isinstance(each, (int, float))]
+    assert not any(map(has_secret, kept))
+    sent, received = records(rows)
+    assert (sent.number, sent.size_bytes) == (received.number, received.size_bytes)
+    assert (received.number, received.size_bytes) == (number, len(frame))
+    for each in sent, received:
+        found = (each.context_id, each.message_id, each.creation)
+        assert found == (expected.context_id, expected.message_id, expected.creation)
+
+
+@pytest.mark.parametrize("size", [0, 1, 20])
+def test_a_control_part_that_is_too_short_has_no_numbers(
+    size: int,
+) -> None:
+    rows = Rows(100)
+    for kind in (Kind.CALL, Kind.REPLY, Kind.GRADIENTS):
+        frames_noter(rows)([Frame(kind, 0, 5, CALL[HEADER_BYTES:][:size], ())], 4)
+    for found in records(rows):
+        assert (found.number, found.size_bytes) == (5, HEADER_BYTES + size)
+        assert (found.context_id, found.message_id, found.creation) == (0, 0, -1)
 
 
 @pytest.mark.parametrize("sizes", [(), (10,), (9000, 1), (9000, 0)])

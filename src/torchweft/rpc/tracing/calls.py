@@ -57,7 +57,7 @@ def watcher_of(rows: Rows, names: Names) -> Watcher:
 
 
 def _traced_pending(rows: Rows, names: Names, base: type[PendingCall]) -> type[PendingCall]:
-    note, number, clock = rows.note, rows.number, _clock
+    note, number, clock = rows.note_fields, rows.number, _clock
     known, name_of = names.by_key, names.name_of
     finish, failed = base.finish, ERROR_REPLY
 
@@ -86,6 +86,7 @@ def _traced_pending(rows: Rows, names: Names, base: type[PendingCall]) -> type[P
                     0 if parent is None else parent.number,
                     self.on_done is not None,
                     frame is None or frame[1] & failed != 0,
+                    0,
                 )
             )
             finish(self)
@@ -94,7 +95,8 @@ def _traced_pending(rows: Rows, names: Names, base: type[PendingCall]) -> type[P
 
 
 def _traced_served(rows: Rows, names: Names, base: type[Call]) -> type[Call]:
-    note, note_end, number, clock = rows.note, rows.note_end, rows.number, _clock
+    note, note_end = rows.note_fields, rows.note_end
+    number, clock = rows.number, _clock
     known, name_of = names.by_key, names.name_of
     begins, answer = base.begins, base.__call__
 

@@ -83,7 +83,7 @@ def traced_link(base: type[Link], rows: Rows) -> type[Link]:
         base: ``Link`` or a subclass.
         rows: Takes the rows.
     """
-    note, note_end, number = rows.note, rows.note_end, rows.number
+    note, note_end, number = rows.note_fields, rows.note_end, rows.number
     clock, cuts = _clock, HEAD_OF_MESSAGE
     send, hold, end_own = base.send, base.hold, base.end_own
 
@@ -97,7 +97,8 @@ def traced_link(base: type[Link], rows: Rows) -> type[Link]:
             if cut is not None and len(parts) == 1 and not part[2]:
                 row = number()
                 peer = self.traced_peer
-                note((row, SENT, clock(), get_ident(), peer, len(part), part[cut]))
+                size, kept = len(part), part[cut]
+                note((row, SENT, clock(), get_ident(), peer, size, kept, 0, 0, 0, 0, 0, 0))
                 send(self, parts, may_block=may_block)
                 note_end((row, clock()))
             else:
@@ -114,7 +115,9 @@ def traced_link(base: type[Link], rows: Rows) -> type[Link]:
 
         def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
             # Otherwise another thread receives these frames once more, and the parser notes them.
-            note_frames([*self.set_aside, *frames], self.traced_peer)
+            if self.set_aside:
+                note_frames(self.set_aside, self.traced_peer)
+            note_frames(frames, self.traced_peer)
             end_own(self, frames, reader, consumed)
 
     note_frames = frames_noter(rows)
@@ -141,7 +144,7 @@ def traced_parser(rows: Rows) -> type[FrameParser]:
 
 def frames_noter(rows: Rows) -> Callable[[Sequence[Frame], int], None]:
     """Returns what notes frames that were received from a worker."""
-    note, number, clock, cuts = rows.note, rows.number, _clock, HEAD_OF_CONTROL
+    note, number, clock, cuts = rows.note_fields, rows.number, _clock, HEAD_OF_CONTROL
 
     def note_frames(frames: Sequence[Frame], peer: int) -> None:
         now_s, thread = clock(), get_ident()
@@ -153,7 +156,8 @@ def frames_noter(rows: Rows) -> Callable[[Sequence[Frame], int], None]:
             head = head_in(kind, flags, control) if cut is None else control[cut]
             if type(head) is not bytes:
                 head = bytes(head)
-            note((number(), RECEIVED, now_s, thread, peer, size, kind, flags, identity, head))
+            row = number()
+            note((row, RECEIVED, now_s, thread, peer, size, kind, flags, identity, head, 0, 0, 0))
 
     return note_frames
 
@@ -174,6 +178,6 @@ def note_parts(rows: Rows, parts: list[Buffer], peer: int) -> list[int]:
             place += count
         head = bytes(part[:HEADER_BYTES]) + head_in(kind, flags, part[begin:least])
         number = rows.number()
-        rows.note((number, SENT, now_s, thread, peer, size, head))
+        rows.note_fields((number, SENT, now_s, thread, peer, size, head, 0, 0, 0, 0, 0, 0))
         numbers.append(number)
     return numbers

@@ -1,12 +1,11 @@
-"""The rows of one recording: plain tuples, of which each step of a call notes one.
+"""The rows of one recording, of which each step of a call notes one.
 
 While a call waits, as little as possible is done: numbers, times and the head of a message are kept
 as they are. They are decoded when the rows are taken.
 
-A row of a call or message contains only numbers, texts, bytes and flags. So the garbage collector
-stops tracking it at the first collection, and kept rows make no collection longer. A row is
-appended to a ring, in one step of C, and no lock is taken. A time that is known only later is noted
-beside it, under its number.
+The fields of all rows stand one after the other in one ring. A tuple for each row would be one more
+object to keep, and to look at for the garbage collector. A row is appended in one step of C, and no
+lock is taken. A time that is known only later is noted beside it, under its number.
 """
 
 from __future__ import annotations
@@ -16,13 +15,29 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchweft.protocol.observing.trace import RECEIVED, SENT, SERVED, Row
+from torchweft.protocol.observing.trace import (
+    CREATED,
+    MADE,
+    OFFERED,
+    PULLED,
+    RAN,
+    RECEIVED,
+    SENT,
+    SERVED,
+    Row,
+)
 from torchweft.rpc.tracing.heads import LENGTHS, context_of, ids_in
 from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import Kind
 
 Note = Callable[[Any], None]
 Number = Callable[[], int]
+Fields = list[Any]
+
+WIDTH = 13
+"""Fields of a row. Shorter rows are filled up, so that each old row gives way to one new row."""
+_MADE_FIELDS, _SENT_FIELDS, _RECEIVED_FIELDS = 12, 7, 10
+_FILLED_UP = (0,) * (WIDTH - 3)
 
 HEAD_OF_CONTROL: Sequence[slice | None] = [
     slice(LENGTHS[kind]) if kind in LENGTHS else None for kind in range(256)
@@ -43,49 +58,55 @@ class Rows:
         limit: How many are kept.
 
     Attributes:
-        note: Takes a row: its number, its tag, and fields.
+        note_fields: Takes ``WIDTH`` fields: the number of the row of a call or message, its tag,
+            other fields, and zeros.
         note_end: Takes the number of a row of a message or of a served call, and the time at which
             that was written or answered. Until then, that is the last time in the row.
         number: Returns the number of the next row.
     """
 
     def __init__(self, limit: int) -> None:
-        self._rows: deque[Row] = deque(maxlen=limit)
-        self._ends: deque[tuple[int, float]] = deque(maxlen=limit)
+        self._fields: deque[Any] = deque(maxlen=limit * WIDTH)
+        self._ends: deque[Any] = deque(maxlen=limit * 2)
         self._ended: dict[int, float] = {}
-        self.note: Note = self._rows.append
-        self.note_end: Note = self._ends.append
+        self.note_fields: Note = self._fields.extend
+        self.note_end: Note = self._ends.extend
         self.number: Number = itertools.count().__next__
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._fields) // WIDTH
+
+    def note(self, row: Row) -> None:
+        """Takes any other row: its number, its tag, and fields."""
+        self.note_fields((*row[:2], row, *_FILLED_UP))
 
     def end(self) -> int:
         """Is called once, when no new row is noted; returns how many rows were dropped."""
-        return self.number() - len(self._rows)
+        return self.number() - len(self)
 
     def take(self, count: int) -> list[Row]:
         """Takes out the oldest rows, as they travel: with the fields of their records."""
         while self._ends:  # A thread may still note the end of its last message.
-            number, at_s = self._ends.popleft()
-            self._ended[number] = at_s
-        taken = [self._rows.popleft() for _ in range(min(count, len(self._rows)))]
-        return [self._complete(row) for row in taken]
-
-    def _complete(self, row: Row) -> Row:
-        complete = _COMPLETE.get(row[1])
-        return row if complete is None else complete(row, self._ended)
+            number = self._ends.popleft()
+            self._ended[number] = self._ends.popleft()
+        pop, width = self._fields.popleft, range(WIDTH)
+        taken = [[pop() for _ in width] for _ in range(min(count, len(self)))]
+        return [_COMPLETE[row[1]](row, self._ended) for row in taken]
 
 
-def _served(row: Row, ended: Mapping[int, float]) -> Row:
+def _made(row: Fields, _: Mapping[int, float]) -> Row:
+    return tuple(row[:_MADE_FIELDS])
+
+
+def _served(row: Fields, ended: Mapping[int, float]) -> Row:
     number, tag, arrived_s, began_s, ended_s, *fields, context_id, failed = row
     answered_s = ended.get(number, ended_s)
     context_id = context_of(context_id)
     return (number, tag, arrived_s, began_s, ended_s, answered_s, *fields, context_id, failed)
 
 
-def _sent(row: Row, ended: Mapping[int, float]) -> Row:
-    number, tag, began_s, thread, peer, size_bytes, head = row
+def _sent(row: Fields, ended: Mapping[int, float]) -> Row:
+    number, tag, began_s, thread, peer, size_bytes, head = row[:_SENT_FIELDS]
     kind, flags, count, control_bytes, identity = HEADER.unpack_from(head)
     ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
     stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
@@ -94,11 +115,17 @@ def _sent(row: Row, ended: Mapping[int, float]) -> Row:
     return (*front, kind, identity, size_bytes, *told)
 
 
-def _received(row: Row, _: Mapping[int, float]) -> Row:
-    *front, size_bytes, kind, flags, identity, head = row
+def _received(row: Fields, _: Mapping[int, float]) -> Row:
+    *front, size_bytes, kind, flags, identity, head = row[:_RECEIVED_FIELDS]
     ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
     told = (ids.context_id, ids.message_id, ids.creation)
     return (*front, kind, identity, size_bytes, *told)
 
 
-_COMPLETE = {SERVED: _served, SENT: _sent, RECEIVED: _received}
+def _other(row: Fields, _: Mapping[int, float]) -> Row:
+    whole: Row = row[2]
+    return whole
+
+
+_COMPLETE = {MADE: _made, SERVED: _served, SENT: _sent, RECEIVED: _received}
+_COMPLETE |= dict.fromkeys((CREATED, OFFERED, PULLED, RAN), _other)
