@@ -258,7 +258,7 @@ class Reactor:
         now_s = monotonic()
         if self._handling and self._handled == self._handled_at_last_look:
             self._end_lead()
-        elif now_s >= self._next_look_s:
+        elif now_s >= self._next_look_s and not self._is_closing:
             self._is_crowded = running_threads() - 1 > self._cores  # without this thread
             if self._is_crowded:
                 self._next_look_s = now_s + _CROWDED_S
@@ -435,11 +435,11 @@ class Reactor:
                 lead = [self._lead.release]
                 continue
             for fd, _ in poll(-1, 1):
-                if lead and not self._is_crowded:
-                    _give_up(lead)
-                elif lead:
+                if lead:
                     self._handling = lead
                     self._handled += 1
+                    if not self._is_crowded:  # Looked up last: it changes before leads are taken.
+                        _give_up(lead)
                 handler = handlers.get(fd)
                 if handler is not None:
                     try:
@@ -557,6 +557,7 @@ class Reactor:
         These run user code that does not return. They are daemons and end with the process.
         """
         self._is_closing = True
+        self._is_crowded = False
         os.eventfd_write(self._close_fd, 1)
         self._give_up_lead()
         me = threading.current_thread()
