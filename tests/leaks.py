@@ -16,6 +16,8 @@ GRACE_S = 1.0
 
 POLL_S = 0.01
 
+_SHARED_MEMORY = ("torch", "psm_")
+"""How the names begin that PyTorch, Weft and Python's ``shared_memory`` give."""
 KINDS = ("threads", "processes", "descriptors", "shared memory", "settings")
 
 SETTINGS = (
@@ -109,13 +111,13 @@ def _descriptors() -> dict[object, str]:
 def _shared_memory() -> dict[object, str]:
     """Returns this user's entries of ``/dev/shm``, including those of other processes.
 
-    Excludes multiprocessing's semaphores: Weft has none, and programs of other tests may be
-    running. Also the files of NVIDIA's driver, which stay when a process is killed.
+    Only those of PyTorch and of Python's ``shared_memory``: Weft names no memory, and other
+    programs of the machine may keep any file there.
     """
     found: dict[object, str] = {}
     with os.scandir("/dev/shm") as entries:
         for entry in entries:
-            if entry.name.startswith(("sem.mp-", "cuda.shm.")):
+            if not entry.name.startswith(_SHARED_MEMORY):
                 continue
             try:
                 if entry.stat().st_uid == os.getuid():
