@@ -134,9 +134,14 @@ class Peer:
             return self.lost
 
     def lost_error(self) -> WorkerLost:
-        """Returns a fresh copy of the error, so that tracebacks of many raisers do not mix."""
+        """Returns the error for uses of a lost or leaving peer.
+
+        It is a fresh copy, so that tracebacks of many raisers do not mix.
+        """
         lost = self.lost
-        assert lost is not None
+        if lost is None:  # It has said that it leaves, and answers earlier calls until it has left.
+            text = f"worker {self.name!r} (rank {self.info.id}) is leaving the group"
+            return WorkerLost(text, worker=self.name, since=time.time())
         return type(lost)(str(lost), worker=lost.worker, since=lost.since, cause=lost.cause)
 
 
@@ -187,18 +192,23 @@ class Members:
 
         Raises:
             UnknownWorker: There is no such worker; the message lists the workers present.
+            WorkerLost: ``to`` is the ``WorkerInfo`` of a worker that leaves or has left.
         """
         try:
             if isinstance(to, str):
                 return self._by_name[to]
             if isinstance(to, int):
                 return self._by_rank[to]
-            if isinstance(to, WorkerInfo):
-                peer = self._by_name[to.name]
-                if peer.info == to:
-                    return peer
         except KeyError:
             pass
+        if isinstance(to, WorkerInfo):
+            peer = self._by_name.get(to.name)
+            if peer is not None and peer.info == to:
+                return peer
+            with self._lock:
+                former = self._roster.former(to.name, to.id)
+            if former is not None:
+                raise former.lost_error()
         raise self._unknown(to)
 
     def _unknown(self, to: object) -> Exception:

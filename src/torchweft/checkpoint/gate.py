@@ -22,6 +22,7 @@ from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, WeftError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, functions, rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
+from torchweft.rpc.health import info_of
 
 _Waiting = torch.futures.Future[None]
 
@@ -92,7 +93,7 @@ class StepGate:
 
     @contextlib.contextmanager
     def _held(self, begin: Any, timeout: float) -> Iterator[None]:
-        owner, me = self.reference.owner(), current().me.id
+        owner, me = info_of(self.reference.id.owner), current().me.id
         token = secrets.token_hex(8)
         try:
             try:
@@ -109,7 +110,7 @@ class StepGate:
         if not is_closing:
             what = "the gate is closed: a snapshot is being taken, or waits for a step to end"
         else:
-            who = rpc_sync(self.reference.owner(), _inside, (self.reference,))
+            who = rpc_sync(info_of(self.reference.id.owner), _inside, (self.reference,))
             what = f"steps are under way on {', '.join(map(repr, who)) or 'no worker any more'}"
         return CallTimeout(
             f"timed out after {error.elapsed_s:.1f} s: {what}",

@@ -28,6 +28,7 @@ from torchweft.embedding.shard import CHANGED
 from torchweft.errors import BrokenChain
 from torchweft.rpc import RRef, rpc_sync
 from torchweft.rpc.current_call import check_types
+from torchweft.rpc.health import info_of
 
 _CHUNK_BYTES = 1 << 26
 """Rows that one message moves."""
@@ -364,7 +365,7 @@ def _asked(function: Any, entry: RRef[Entry], given: tuple[Any, ...], timeout_s:
     """Returns the answer of the owner of an entry."""
     if entry.is_owner():
         return function(entry, *given)
-    return rpc_sync(entry.owner(), function, (entry, *given), timeout=timeout_s)
+    return rpc_sync(info_of(entry.id.owner), function, (entry, *given), timeout=timeout_s)
 
 
 def _chunks(rows: range, row_bytes: int) -> Iterator[range]:

@@ -487,7 +487,7 @@ class RemoteModule(nn.Module):
         return self
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
-        return rpc_sync(self.module_rref.owner(), function, (self.module_rref, *args))
+        return rpc_sync(info_of(self.module_rref.id.owner), function, (self.module_rref, *args))
 
     def __deepcopy__(self, memo: object) -> RemoteModule:
         """Returns a remote module for a deep copy, which is made on the owner. Blocks."""

@@ -3,7 +3,13 @@ from __future__ import annotations
 import pytest
 
 from torchweft.agent.peers import Members, Peer
-from torchweft.errors import ArgumentTypeError, DuplicateName, ProtocolError, UnknownWorker
+from torchweft.errors import (
+    ArgumentTypeError,
+    DuplicateName,
+    ProtocolError,
+    UnknownWorker,
+    WorkerLost,
+)
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.membership.registration import ENDED_LIMIT, Registration
 
@@ -127,6 +133,23 @@ def test_who_has_left_is_not_found() -> None:
     with pytest.raises(UnknownWorker, match=r"the group has 'a' \(0\); it is open"):
         group.find("b")
     assert group.by_id[1] is peer
+
+
+def test_an_info_of_a_worker_that_leaves_or_has_left_says_so() -> None:
+    group = members()
+    peer = group.find("b")
+    peer.depart()
+    group.retire(peer)
+    with pytest.raises(WorkerLost, match=r"'b' \(rank 1\) is leaving the group") as caught:
+        group.find(peer.info)
+    assert caught.value.worker == "b"
+    peer.declare_lost("end of file")
+    with pytest.raises(WorkerLost, match=r"'b' \(rank 1\) has left the group"):
+        group.find(peer.info)
+    later, _ = group.join(registration("b", 16384, 1))
+    assert group.find(peer.info) is later
+    with pytest.raises(UnknownWorker):
+        group.find(WorkerInfo("b", 7))
 
 
 def test_a_former_life_that_retires_late_leaves_the_later_one_alone() -> None:

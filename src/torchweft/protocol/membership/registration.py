@@ -452,6 +452,13 @@ class Roster(Generic[L]):
             self.by_id.pop(worker, None)
             self._forgotten.add(worker)
 
+    def former(self, name: str, rank: int) -> L | None:
+        """Returns the latest life of a name and rank that is not found by them any more, if any."""
+        for life in reversed([*self._ended.values(), *self._retired.values()]):
+            if (life.registration.name, life.registration.rank) == (name, rank):
+                return life
+        return None
+
     def remember(self, life: L) -> None:
         """Adds a life that is over, so that it is found by its id."""
         self.by_id[life.registration.id] = self._ended[life.registration.id] = life
