@@ -88,7 +88,24 @@ def write_whole(path: str, write: Callable[[HashingFile], object]) -> Written:
 
 def write_part(path: str, content: dict[str, Any]) -> Written:
     """Writes tensors and plain values, whole; see ``write_whole``."""
-    return write_whole(path, lambda file: torch.save(content, file))  # type: ignore[arg-type]
+    return write_whole(path, lambda file: _serialize(content, file))
+
+
+def _serialize(content: dict[str, Any], file: HashingFile) -> None:
+    """Writes tensors and plain values; an interrupt of the main thread is raised as itself.
+
+    Ctrl-C during the work of the serializer strikes as the next ``write`` is entered, before it can
+    note the error. The serializer then ends its file with bytes missing, and raises an error of its
+    own about that.
+    """
+    try:
+        torch.save(content, file)  # type: ignore[arg-type]
+        return
+    except Exception as error:
+        interrupt = error.__context__
+        if interrupt is None or isinstance(interrupt, Exception):
+            raise
+    raise interrupt
 
 
 def flush(file: BinaryIO) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,24 @@ def test_an_interrupt_is_no_error_of_the_serializer(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         files.write_whole(str(tmp_path / "part"), write)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("interrupted", [1, 2, 5, 9])
+def test_an_interrupt_as_a_write_is_entered_is_raised_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupted: int
+) -> None:
+    real, writes = HashingFile.write, itertools.count(1)
+
+    def write(self: HashingFile, data: Any) -> int:
+        if next(writes) == interrupted:
+            raise KeyboardInterrupt  # before the file can note it
+        return real(self, data)
+
+    monkeypatch.setattr(HashingFile, "write", write)
+    with pytest.raises(KeyboardInterrupt):
+        files.write_part(str(tmp_path / "part"), {"a": torch.ones(100)})
+    assert next(writes) > interrupted
     assert os.listdir(tmp_path) == []
 
 
