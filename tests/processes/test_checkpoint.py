@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,9 +136,11 @@ def test_values_that_have_grown_tensors_are_restored_into_the_values_at_first(
     group: Cluster, tmp_path: Path
 ) -> None:
     def first() -> dict[str, Any]:
-        return {"losses": [], "best": None, "lowest": 1e9, "history": {"by layer": {}, "steps": []}}
+        history = {"by layer": {}, "steps": [], "by name": defaultdict(list)}
+        return {"losses": [], "best": None, "lowest": 1e9, "history": history}
 
     state, other = first(), first()
+    state["history"]["by name"]["loss"].append(1.0)
     state["losses"] += [torch.tensor(1.0), torch.tensor(2.0)]
     state["best"] = {"0": torch.ones(2), "all": [[torch.ones(1)], (torch.ones(3), 5)], "step": 3}
     state["lowest"] = torch.tensor(0.5)
@@ -148,6 +151,7 @@ def test_values_that_have_grown_tensors_are_restored_into_the_values_at_first(
     checkpoint.restore(tmp_path, other)
     assert other["losses"] is losses
     assert repr(other) == repr(state)
+    assert other["history"]["by name"]["another"] == []
     with pytest.raises(StateMismatch, match="only the snapshot has losses/0, losses/1"):
         checkpoint.restore(tmp_path, {**first(), "losses": torch.zeros(2)})
 

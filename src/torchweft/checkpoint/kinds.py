@@ -37,6 +37,18 @@ def is_plain(value: object) -> bool:
     return False
 
 
+def in_base_form(value: Any) -> Any:
+    """Returns a dict or list with the entries of a value of a subclass, such as a defaultdict.
+
+    Its entries are saved, and put back into the value of the subclass, which stays what it is.
+    """
+    if isinstance(value, dict) and type(value) not in _MAPPINGS:
+        return dict(value)
+    if isinstance(value, list) and type(value) is not list:
+        return list(value)
+    return value
+
+
 class HostCopier:
     """Copies values into memory of their own, and tensors into host memory.
 
@@ -225,7 +237,7 @@ def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) 
         return {"state": copier.copy(dict(state)), "metadata": copier.copy(metadata)}
     if kind == GENERATOR:
         return value.get_state().cpu()
-    return copier.copy(value.state_dict() if kind == OBJECT else value)
+    return copier.copy(value.state_dict() if kind == OBJECT else in_base_form(value))
 
 
 def differences(path: str, kind: str, value: Any, state: Any) -> Differences:

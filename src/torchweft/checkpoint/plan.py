@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchweft.agent.current import current
 from torchweft.arguments import kind_of
-from torchweft.checkpoint.kinds import is_plain, refill
+from torchweft.checkpoint.kinds import in_base_form, is_plain, refill
 from torchweft.checkpoint.parts import Owned
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -38,8 +38,8 @@ class Leaf(NamedTuple):
     key: Any
 
     def put(self, saved: Any) -> None:
-        """Replaces the content of a dict or list of the same type, and any other value itself."""
-        if isinstance(saved, (dict, list)) and type(self.value) is type(saved):
+        """Replaces the content of a dict or list of the saved type, and any other value itself."""
+        if isinstance(saved, (dict, list)) and isinstance(self.value, type(saved)):
             refill(self.value, saved)
         else:
             self.container[self.key] = saved
@@ -155,7 +155,7 @@ def _inside(container: Any, prefix: str) -> Iterator[Leaf]:
     is_dict = isinstance(container, dict)
     for key, value in container.items() if is_dict else enumerate(container):
         path = prefix + (_checked(key, prefix) if is_dict else str(key))
-        if isinstance(value, (dict, list)) and not is_plain(value):
+        if isinstance(value, (dict, list)) and not is_plain(in_base_form(value)):
             yield from _inside(value, path + SEPARATOR)
         else:
             yield Leaf(path, value, container, key)
@@ -167,7 +167,7 @@ def _lists(container: Any, prefix: str) -> Iterator[str]:
     if not is_dict:
         yield prefix.removesuffix(SEPARATOR)
     for key, value in container.items() if is_dict else enumerate(container):
-        if isinstance(value, (dict, list)) and not is_plain(value):
+        if isinstance(value, (dict, list)) and not is_plain(in_base_form(value)):
             yield from _lists(value, f"{prefix}{key}{SEPARATOR}")
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from torchweft.checkpoint import files, kinds, snapshots
 from torchweft.checkpoint.files import Written
-from torchweft.checkpoint.kinds import TENSOR, VALUE, Differences, HostCopier, is_plain
+from torchweft.checkpoint.kinds import (
+    TENSOR,
+    VALUE,
+    Differences,
+    HostCopier,
+    in_base_form,
+    is_plain,
+)
 from torchweft.checkpoint.parts import Content, Described, Owned
 from torchweft.checkpoint.plan import SEPARATOR, Leaf
 from torchweft.checkpoint.snapshots import Manifest, Parameter
@@ -182,7 +189,7 @@ def grown_entries(manifest: Manifest, values: Mapping[str, Leaf]) -> dict[str, l
     if manifest.lists is None:
         return found  # A former Weft has written it, and no path tells a list from a dict.
     for path, leaf in values.items():
-        if path not in manifest.items and is_plain(leaf.value):
+        if path not in manifest.items and is_plain(in_base_form(leaf.value)):
             inner = [each for each in manifest.items if each.startswith(path + SEPARATOR)]
             if inner and own.keys() >= set(inner):
                 found[path] = inner

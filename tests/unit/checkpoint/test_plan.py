@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from torchweft.checkpoint.kinds import VALUE, take
 from torchweft.checkpoint.plan import leaves
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
@@ -24,6 +26,22 @@ def test_entries_are_named_by_the_keys_that_lead_to_them() -> None:
 def test_what_is_plain_throughout_is_one_entry() -> None:
     state = {"history": {"losses": [1.0], "more": {}}, "empty": [], "mixed": [1, torch.ones(1)]}
     assert [leaf.path for leaf in leaves(state)] == ["history", "empty", "mixed/0", "mixed/1"]
+
+
+def test_a_dict_of_a_subclass_is_one_entry_and_stays_what_it_is() -> None:
+    state: dict[str, Any] = {"counts": defaultdict(list), "mixed": defaultdict(list)}
+    counts = state["counts"]
+    counts["losses"].append(1.0)
+    state["mixed"]["best"] = torch.ones(1)
+    entry, within = leaves(state)
+    assert (entry.path, within.path) == ("counts", "mixed/best")
+    saved = take("counts", VALUE, entry.value)
+    assert (type(saved), saved) == (dict, {"losses": [1.0]})
+    counts.clear()
+    leaves(state)[0].put(saved)
+    assert state["counts"] is counts
+    assert counts == {"losses": [1.0]}
+    assert counts["more"] == []
 
 
 def test_the_state_itself_is_no_entry() -> None:
