@@ -37,6 +37,7 @@ from torchweft.errors import (
 )
 from torchweft.launch import Cluster
 from torchweft.nn import RemoteModule
+from torchweft.optim import DistributedOptimizer
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -248,6 +249,10 @@ def test_another_state_is_refused_before_anything_changes(
     with pytest.raises(StateMismatch) as caught:
         checkpoint.restore(tmp_path, {**saved.state, "layers": [layers[0], wide, layers[2]]})
     assert "layers/1:weight has shape (5, 6) in the snapshot and (7, 6) here" in str(caught.value)
+    parameters = [p for layer in layers for p in layer.remote_parameters()]
+    other = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
+    with pytest.raises(StateMismatch, match=r"optimizer is of the class Adam.* and SGD here"):
+        checkpoint.restore(tmp_path, {**saved.state, "optimizer": other})
     with pytest.raises(StateMismatch) as caught:
         checkpoint.restore(tmp_path, {"layers": layers[:2], "doing": 1})
     assert caught.value.missing == ("doing",)

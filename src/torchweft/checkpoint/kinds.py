@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.errors import ArgumentTypeError
@@ -243,8 +244,11 @@ def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) 
 def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
     """Returns the differences that prevent putting a saved state into a value.
 
-    An object with ``load_state_dict`` checks its state itself, when it loads it.
+    An optimizer has to have as many parameters in each group as the saved one. Any other object
+    with ``load_state_dict`` checks its state itself, when it loads it.
     """
+    if kind == OBJECT and isinstance(value, Optimizer):
+        return Differences([], [], _sizes(path, value, state))
     if kind == TENSOR and value.shape != state.shape:
         return Differences([], [], [_shapes(path, state, value)])
     if kind != MODULE:
@@ -312,6 +316,23 @@ def _on_devices_of(present: Any, saved: Any) -> Any:
         pairs = itertools.zip_longest(present[: len(saved)], saved)
         return type(saved)(_on_devices_of(*pair) for pair in pairs)
     return saved
+
+
+def _sizes(path: str, optimizer: Optimizer, state: Any) -> list[str]:
+    """Returns how the groups of a saved optimizer differ from those of an optimizer of this worker.
+
+    Optimizers with a ``load_state_dict`` of their own may take other states.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return []
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved == present:
+        return []
+    return [
+        f"{path} has groups of {', '.join(map(str, saved))} parameters in the snapshot and of "
+        f"{', '.join(map(str, present))} here"
+    ]
 
 
 def _is_of_another_shape(saved: Any, present: Any) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from torch.optim import Optimizer
+
 from torchweft.agent.current import current
 from torchweft.arguments import kind_of
 from torchweft.checkpoint.kinds import in_base_form, is_plain, refill
@@ -117,10 +119,24 @@ class Plan:
         return self.remote.setdefault(worker, Remote([], []))
 
     @property
+    def classes(self) -> dict[str, list[str]]:
+        """The names of each optimizer's class and of those that it derives from, by path."""
+        found = {path: each.optimizer_class for path, each in self.optimizers.items()}
+        for path, leaf in self.values.items():
+            if isinstance(leaf.value, Optimizer):
+                found[path] = type(leaf.value)
+        return {path: _lineage(each) for path, each in found.items()}
+
+    @property
     def paths(self) -> set[str]:
         """The paths of all entries except optimizers."""
         remote = {path for each in self.remote.values() for path, _ in each.items}
         return remote | self._held.keys() | self._local.keys()
+
+
+def _lineage(optimizer_class: type[Optimizer]) -> list[str]:
+    own = [each for each in optimizer_class.__mro__ if issubclass(each, Optimizer)]
+    return [each.__qualname__ for each in own[:-1]]  # The last one is Optimizer itself.
 
 
 def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:

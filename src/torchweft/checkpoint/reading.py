@@ -232,6 +232,24 @@ def compare_paths(manifest: Manifest, paths: set[str], optimizers: set[str]) -> 
     )
 
 
+def compare_classes(manifest: Manifest, classes: Mapping[str, list[str]]) -> list[str]:
+    """Returns the optimizers whose class has no use for the state of the saved one.
+
+    The state of one class fits another one only if one of them derives from the other. ``torch``
+    loads any state, and fails in the next step.
+
+    Args:
+        manifest: The snapshot.
+        classes: The names of each optimizer's class and its bases in the state, by path.
+    """
+    saved = manifest.classes or {}
+    return [
+        f"{path} is of the class {saved[path][0]} in the snapshot and {classes[path][0]} here"
+        for path in sorted(saved.keys() & classes.keys())
+        if saved[path][0] not in classes[path] and classes[path][0] not in saved[path]
+    ]
+
+
 def _a(is_optimizer: bool) -> str:
     return "a distributed optimizer" if is_optimizer else "something else"
 

@@ -21,6 +21,7 @@ from torchweft.checkpoint.reading import (
     Source,
     assembled,
     assign_parameters,
+    compare_classes,
     compare_parameters,
     compare_paths,
     grown_entries,
@@ -193,6 +194,7 @@ class Restoring:
         manifest, plan = self._manifest, self._plan
         paths = (plan.paths - self._grown.keys()).union(*self._grown.values())
         self._problems = compare_paths(manifest, paths, set(plan.optimizers))
+        self._problems.differing.extend(compare_classes(manifest, plan.classes))
         needs: dict[int, Needs] = {self._me.id: Needs()}
         for path in sorted(paths & manifest.items.keys()):
             worker = self._owner_of(path)

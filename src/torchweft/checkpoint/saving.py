@@ -173,6 +173,7 @@ class Attempt:
             },
             needs=self._needs,
             lists=self._plan.lists,
+            classes=self._plan.classes,
         )
         path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
         files.write_whole(path, lambda file: file.write(manifest.to_bytes()))

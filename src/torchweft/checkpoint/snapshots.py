@@ -212,6 +212,8 @@ class Manifest:
         needs: The names of the snapshots that it cannot be restored without.
         lists: The paths of the lists of the state that contain entries; other paths between are
             those of dicts. None in snapshots of versions that did not tell.
+        classes: The names of the class of each optimizer that the driver knows and of the optimizer
+            classes that it derives from, by path; likewise None.
     """
 
     step: int
@@ -225,6 +227,7 @@ class Manifest:
     versions: dict[str, str]
     needs: list[str] = field(default_factory=list)
     lists: list[str] | None = None
+    classes: dict[str, list[str]] | None = None
 
     def part_of(self, worker: str) -> Part:
         """Returns the file that a worker wrote."""

@@ -186,6 +186,12 @@ class DistributedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: every context begins with no gradients, and ``.grad`` is the user's."""
 
+    @property
+    def optimizer_class(self) -> type[Optimizer]:
+        """The class of the local optimizers."""
+        optimizer_class: type[Optimizer] = self._recipe[0]
+        return optimizer_class
+
     def local_optimizers(self) -> list[RRef[local.LocalOptimizer]]:
         """Returns references to the local optimizers on the owners."""
         return list(self._locals.values())
@@ -309,7 +315,7 @@ class DistributedOptimizer(Optimizer):
         )
 
     def __repr__(self) -> str:
-        kind = self._recipe[0].__name__
+        kind = self.optimizer_class.__name__
         owners = ", ".join(repr(name_of(owner)) for owner in self._locals)
         return f"DistributedOptimizer of {kind}, {len(self._shapes)} parameters on {owners}"
 

@@ -109,6 +109,20 @@ def test_differences_are_named() -> None:
     assert shapes.differing == ["t has shape (3,) in the snapshot and (2,) here"]
 
 
+def test_an_optimizer_of_other_groups_is_refused_unless_it_loads_states_by_itself() -> None:
+    class Own(torch.optim.SGD):
+        def load_state_dict(self, state_dict: Any) -> None:
+            pass
+
+    two, one = [torch.ones(1), torch.ones(1)], [torch.ones(1)]
+    state = kinds.take("o", OBJECT, torch.optim.SGD([{"params": two}, {"params": one}], lr=1.0))
+    found = kinds.differences("o", OBJECT, torch.optim.SGD(two, lr=1.0), state)
+    assert found.differing == ["o has groups of 2, 1 parameters in the snapshot and of 2 here"]
+    groups = [{"params": two}, {"params": one}]
+    assert not any(kinds.differences("o", OBJECT, torch.optim.SGD(groups, lr=1.0), state))
+    assert not any(kinds.differences("o", OBJECT, Own(two, lr=1.0), state))
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_a_lazy_module_takes_its_shapes_from_the_snapshot() -> None:
     state = kinds.take("a", MODULE, nn.Linear(2, 3))

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import dataclasses
+
 from torchweft.checkpoint.reading import (
     Needs,
     assign_parameters,
+    compare_classes,
     compare_parameters,
     compare_paths,
 )
@@ -37,6 +40,16 @@ def test_entries_on_one_side_only_are_named() -> None:
         "o is a distributed optimizer in the snapshot and something else here"
     ]
     assert not any(compare_paths(manifest(["a"], ["o"]), {"a"}, {"o"}))
+
+
+def test_optimizers_fit_whose_classes_derive_from_one_another() -> None:
+    saved = dataclasses.replace(manifest([], []), classes={"a": ["Adam"], "b": ["AdamW", "Adam"]})
+    assert compare_classes(saved, {"a": ["AdamW", "Adam"], "b": ["Adam"], "c": ["SGD"]}) == []
+    assert compare_classes(saved, {"a": ["SGD"], "b": ["NAdam"]}) == [
+        "a is of the class Adam in the snapshot and SGD here",
+        "b is of the class AdamW in the snapshot and NAdam here",
+    ]
+    assert compare_classes(manifest([], []), {"a": ["SGD"]}) == []  # written by a former version
 
 
 def test_parameters_are_found_by_name_in_whatever_order() -> None:
