@@ -231,6 +231,12 @@ class Members:
             peers = sorted(self._by_rank.items())
         return [peer for _, peer in peers if peer.lost is None or not self.is_open]
 
+    def replaced(self) -> set[int]:
+        """Returns the ids of the lives whose name another life has by now."""
+        with self._lock:
+            lives = list(self.by_id.values())
+            return {each.id for each in lives if self._by_name.get(each.name, each) is not each}
+
     def known(self) -> list[Peer]:
         """Returns the workers that can be found by name, including lost workers."""
         with self._lock:

@@ -66,8 +66,9 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
     """Calls ``callback`` with the error of each lost worker, once each.
 
     It runs on a thread of this worker, after all waits for the lost worker have failed; at once
-    for workers that are lost already. Its errors are logged. It also runs for a worker that leaves
-    an open group gracefully: the ``cause`` is ``"left the group"``.
+    for workers that are lost already, unless another worker has their name now. Its errors are
+    logged. It also runs for a worker that leaves an open group gracefully: the ``cause`` is
+    ``"left the group"``.
 
     Args:
         callback: Is called with a ``WorkerLost``, whose ``worker`` is the name.
@@ -79,7 +80,7 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
         NotInitialized: This process is in no group.
     """
     agent = current()
-    told: dict[int, object] = {}
+    told: dict[int, object] = dict.fromkeys(agent.members.replaced())
 
     def tell(peer: Peer) -> None:
         # Race: a worker lost during the registration is found by both ways below.
