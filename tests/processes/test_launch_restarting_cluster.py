@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -12,8 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes.functions import wait_until
 from torchweft import knobs, rpc
-from torchweft.errors import ConfigurationError, LaunchError, RendezvousTimeout, WorkerLost
+from torchweft.errors import (
+    ConfigurationError,
+    LaunchError,
+    RendezvousTimeout,
+    UnknownWorker,
+    WorkerLost,
+)
 from torchweft.launch import Cluster, Nursery, cluster
 
 PROMPT_S = 8.0
@@ -62,6 +70,26 @@ def test_a_killed_worker_comes_back_and_is_called_again(
     told = capsys.readouterr().err
     assert re.search(r"'worker0' \(rank 1, pid \d+\) was killed by SIGKILL .* restart 1 of 2", told)
     assert "weft: worker 'worker0' runs again, with pid" in told
+
+
+def answers(name: str) -> bool:
+    with contextlib.suppress(WorkerLost, UnknownWorker):
+        return life_of(name)[0] > 0
+    return False
+
+
+def test_a_worker_is_waited_for_until_the_others_know_it(nursery: Nursery) -> None:
+    with cluster(workers=2, nursery=nursery, restarts=2) as group:
+        os.kill(group.pids["worker1"], signal.SIGSTOP)
+        try:
+            kill(group, "worker0")
+            wait_until(lambda: answers("worker0"), lambda: "worker0 does not come back")
+            with pytest.raises(RendezvousTimeout):
+                group.wait_for("worker0", 0.1)
+        finally:
+            os.kill(group.pids["worker1"], signal.SIGCONT)
+        group.wait_for("worker0", 20.0)
+        assert rpc.rpc_sync("worker1", life_of, args=("worker0",))[0] == 1
 
 
 def test_work_that_is_under_way_is_finished_before_the_cluster_closes(nursery: Nursery) -> None:

@@ -28,18 +28,20 @@ _MOST_HELD = 64
 
 
 class Lifetime:
-    """The two steps by which one worker ends; neither is undone.
+    """The step by which one worker has joined, and the two by which it ends; none is undone.
 
     Args:
         name: The worker's name.
 
     Attributes:
+        has_joined: Whether all workers that were present know this worker.
         is_leaving: Whether the group is leaving, so that the end of a connection is not a loss.
         is_closed: Whether the worker has shut down.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.has_joined = False
         self.is_leaving = False
         self.is_closed = False
 

@@ -27,12 +27,14 @@ from typing import TYPE_CHECKING, NoReturn
 from torchweft import knobs
 from torchweft.agent import deaths
 from torchweft.errors import (
+    CallTimeout,
     LaunchError,
     RendezvousError,
     RendezvousTimeout,
     SerializationError,
     ShutdownError,
     WeftError,
+    WorkerLost,
 )
 from torchweft.launch import leave_watch
 from torchweft.launch.console import session_console
@@ -173,7 +175,7 @@ class Cluster:
         return self
 
     def wait_for(self, name: str, timeout_s: float = 60.0) -> None:
-        """Blocks until a worker has joined, such as a restarted worker.
+        """Blocks until a worker has joined, such as a restarted worker, and all others know it.
 
         Args:
             name: The worker's name.
@@ -187,7 +189,7 @@ class Cluster:
 
         deadline_s = time.monotonic() + timeout_s
         notice = Notice("the cluster", lambda: f"for worker {name!r} to join")
-        while not (_is_there(name) and name in self.pids):
+        while not (_has_joined(name, deadline_s) and name in self.pids):
             notice.look()
             failure = self._failure()
             if failure is not None:
@@ -496,11 +498,20 @@ def shipped(function: Callable[[], object]) -> bytes:
         ) from error
 
 
-def _is_there(name: str) -> bool:
+def _has_joined(name: str, deadline_s: float) -> bool:
+    """Whether this process and the other workers know a worker, which lives."""
     from torchweft.agent import current
+    from torchweft.rpc.calls import has_joined
+    from torchweft.rpc.worker import current_worker
 
-    present = current.current().members.present()
-    return any(peer.name == name and peer.lost is None for peer in present)
+    for peer in current.current().members.present():
+        if peer.name == name and peer.lost is None:
+            left_s = max(deadline_s - time.monotonic(), WATCH_S)
+            try:
+                return has_joined(current_worker(), peer, left_s)
+            except (WorkerLost, CallTimeout):
+                return False  # It has ended meanwhile, or is stopped.
+    return False
 
 
 def _leave_at_once() -> None:

@@ -23,6 +23,7 @@ Destination = str | int | WorkerInfo
 FETCH = b"torchweft.rpc.serving:fetch"
 CALL_METHOD = b"torchweft.rpc.serving:call_method"
 BACKWARD_FROM = b"torchweft.rpc.serving:backward_from"
+HAS_JOINED = b"torchweft.rpc.serving:has_joined"
 
 
 def fetch(reference: Handle, timeout: float) -> Any:
@@ -77,6 +78,12 @@ def backward_from(reference: Handle, context_id: int, retain_graph: bool) -> Non
     peer = agent.peers[reference.id.owner]
     args = (tuple(reference.id), context_id, retain_graph)
     call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)
+
+
+def has_joined(worker: Worker, peer: Peer, timeout: float) -> bool:
+    """Returns whether all workers know ``peer`` that were present when it came. Blocks."""
+    known: bool = call_and_wait(worker, peer, HAS_JOINED, (), {}, timeout)
+    return known
 
 
 def checked_call(

@@ -151,6 +151,7 @@ def join_group(
         if numbered is not None:
             _failed(numbered)
         raise
+    current_node().agent.lifetime.has_joined = True
     if numbered is not None:
         _joined()
     if metrics is not None:
