@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from tests.processes.embedding_functions import train_tables_with_recovery
-from torchweft import rpc
-from torchweft.embedding import recover
-from torchweft.errors import ArgumentTypeError
+from torchweft import knobs, rpc
+from torchweft.embedding import TableConfig, Tables, plan_tables, recover
+from torchweft.errors import ArgumentTypeError, WorkerLost
 from torchweft.launch import Nursery, cluster
+from torchweft.testing import kill
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 TRAINERS, SERVERS = ["worker0", "worker1"], ["worker2", "worker3"]
@@ -42,3 +43,19 @@ def test_tables_whose_server_is_killed_within_a_step_are_trained_on_with_the_sam
             assert all(torch.equal(state[name], same[name]) for name in state)
         with pytest.raises(ArgumentTypeError, match="with the HybridModel or the Tables first"):
             recover(lambda: (object(),), print, steps=1, directory=tmp_path, every=1)
+
+
+def test_tables_whose_server_has_come_back_meanwhile_say_that_it_was_lost(
+    nursery: Nursery,
+) -> None:
+    with (
+        knobs.RESTART_BACKOFF_S.override(0.05),
+        cluster(workers=2, nursery=nursery, restarts=1, check=False) as group,
+    ):
+        tables = Tables(plan_tables([TableConfig("word", 20, 4)], group.names))
+        kill(group, "worker0")
+        group.wait_for("worker0")
+        for use in (lambda: tables({"word": torch.arange(6).view(2, 3)}), tables.close):
+            with pytest.raises(WorkerLost) as caught:
+                use()
+            assert caught.value.worker == "worker0"

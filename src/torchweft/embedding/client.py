@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from torchweft.embedding import aggregator, host
 from torchweft.embedding.calls import call_servers, start_calls, wait_for
 from torchweft.embedding.errors import StepError
 from torchweft.embedding.optimizer import Pushes
-from torchweft.errors import CallTimeout, WorkerLost
+from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
+from torchweft.rpc.health import info_of
 
 _ASK_S = 5.0
 
@@ -46,6 +47,7 @@ class Client:
         self.servers = {server: get_worker_info(server) for server in options.layout.servers}
         self._uncounted: dict[str, list[int]] = {}
         self._hosts: list[RRef[Any]] = []
+        self._lives: list[int] = []
         self._failure: BaseException | None = None
         self.step = self._set_up(options)
         """The step that this trainer is in."""
@@ -57,6 +59,7 @@ class Client:
         try:
             answers = wait_for(futures)
             self._hosts = [reference for reference, _ in answers.values()]
+            self._lives = [reference.id.owner for reference in self._hosts]
             return self._joined(options, answers)
         except BaseException:
             # No server keeps a use that nobody will end.
@@ -118,12 +121,30 @@ class Client:
     def call_all(self, function: Any, *args: Any) -> dict[str, Any]:
         """Calls a function on all servers with the name of the collection; blocks."""
         given = dict.fromkeys(self.servers.values(), (self.name, *args))
-        return call_servers(function, given, self.timeout_s) if given else {}
+        with self._blaming_the_lost():
+            return call_servers(function, given, self.timeout_s) if given else {}
 
     def call(self, server: str, function: Any, *args: Any) -> Any:
         """Calls a function on one server with the name of the collection; blocks."""
         given = (self.name, *args)
-        return rpc_sync(self.servers[server], function, given, timeout=self.timeout_s)
+        with self._blaming_the_lost():
+            return rpc_sync(self.servers[server], function, given, timeout=self.timeout_s)
+
+    @contextlib.contextmanager
+    def _blaming_the_lost(self) -> Iterator[None]:
+        """Raises WorkerLost in place of an error that another life of a lost server has raised.
+
+        A server that has come back under its name has no tables, which is no mistake of a program.
+        """
+        try:
+            yield
+        except ConfigurationError as error:
+            try:
+                for worker in self._lives:
+                    info_of(worker)
+            except WorkerLost as lost:
+                raise lost from error
+            raise
 
     def pull(
         self, requests: Mapping[str, Any], meanwhile: Callable[[], None] | None = None
@@ -138,7 +159,8 @@ class Client:
             found: dict[str, Any] = self._ask(aggregator.pull, self._member, self.step, requests)
             return found
         given = self._given(requests, self._pusher)
-        return call_servers(host.pull, given, self.timeout_s, meanwhile)
+        with self._blaming_the_lost():
+            return call_servers(host.pull, given, self.timeout_s, meanwhile)
 
     def refresh(self, requests: Mapping[str, Any]) -> dict[str, Any]:
         """Pulls for this trainer's step what has changed of rows that are here. Blocks.
@@ -146,7 +168,8 @@ class Client:
         Args:
             requests: As for a pull, with the version of the rows.
         """
-        return call_servers(host.refresh, self._given(requests, self._pusher), self.timeout_s)
+        with self._blaming_the_lost():
+            return call_servers(host.refresh, self._given(requests, self._pusher), self.timeout_s)
 
     def start_pull(self, requests: Mapping[str, Any]) -> dict[str, Future[Any]]:
         """Sends a pull for a later step; servers do not count it."""
@@ -231,7 +254,8 @@ class Client:
             self.servers[server]: (self.name, self._pusher, self.step, lr, seen, *of_server)
             for server, of_server in given.items()
         }
-        return call_servers(host.push, calls, self.timeout_s)
+        with self._blaming_the_lost():
+            return call_servers(host.push, calls, self.timeout_s)
 
     def _explained(self, error: CallTimeout) -> CallTimeout:
         """Returns the error with the names of the trainers that were waited for."""
