@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from torchweft.agent.agent import SERVED_STREAMS, Agent, Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.code_keeping import CodeKeeper
@@ -32,6 +34,9 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, TABLES, decode_reply
 
 _log = logging.getLogger("torchweft")
+
+_is_in_inference_mode = torch.is_inference_mode_enabled
+_InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
 
 Around = Callable[[Any, Callable[[], Any]], Any]
 """Calls a function for a served call, and returns its result."""
@@ -122,7 +127,14 @@ class Worker:
         self.tensor_messages.close(end_s - time.monotonic())
 
     def result_of(self, call: PendingCall) -> Any:
-        """Returns the result of a call that is done, or raises its error."""
+        """Returns the result of a call that is done, or raises its error.
+
+        The waiting thread reads an answer, or a thread of the worker does. Both make the same
+        tensors of it: the inference mode of the waiting thread has no effect on them.
+        """
+        if _is_in_inference_mode():
+            with _InferenceMode(False):
+                return Worker.result_of(self, call)
         if call.error is not None:
             raise call.error
         frame = call.frame

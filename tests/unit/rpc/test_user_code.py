@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -526,3 +527,32 @@ def test_coroutines_have_modes_of_their_own(pair: Pair) -> None:
         pair.sync(starts_a_task_within_modes)
         assert pair.sync(modes_of_a_coroutine) == UNTOUCHED
     assert pair.sync(awaits_within_modes, 0.001) == [*expected, UNTOUCHED]
+
+
+def tensors_of_many_kinds() -> list[torch.Tensor]:
+    computed = torch.ones(2, requires_grad=True) * 2
+    sparse = torch.eye(2).to_sparse()
+    return [torch.ones(2), torch.nn.Parameter(torch.ones(2)), sparse, computed]
+
+
+def seen_in(tensors: list[torch.Tensor]) -> list[tuple[bool, bool]]:
+    return [(each.is_inference(), each.requires_grad) for each in tensors]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("begins_in_mode", [False, True])
+def test_the_modes_of_a_waiting_thread_do_not_change_what_arrives(
+    pair: Pair, mode: Any, begins_in_mode: bool
+) -> None:
+    """Else it would depend on the thread that happens to read the answer."""
+    with mode() if begins_in_mode else contextlib.nullcontext():
+        read_elsewhere = pair.start(tensors_of_many_kinds)
+        read_here = pair.start(tensors_of_many_kinds)
+    read_elsewhere.then(lambda done: done.wait()).wait()
+    expected = seen_in(read_elsewhere.wait())
+    with mode():
+        arrived = [read_here.wait()]
+        if begins_in_mode:
+            arrived.append(pair.sync(tensors_of_many_kinds))
+    assert [seen_in(each) for each in arrived] == [expected] * len(arrived)
+    (torch.ones(2, requires_grad=True) * arrived[-1][0]).sum().backward()
