@@ -105,6 +105,10 @@ def register_reducer(kind: type, reducer: Callable[[Any], Reduced | None]) -> No
 
 def _reduce_subclass(tensor: Tensor) -> Any:
     kind = type(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        is_jagged = tensor.layout is torch.jagged
+    if is_jagged:
+        return _reduce_jagged(tensor)
     if kind.__reduce_ex__ not in _DENSE_REDUCE or kind.__reduce__ is not object.__reduce__:
         return NotImplemented  # it reduces itself, as lazy modules' uninitialized parameters do
     with torch.enable_grad():
@@ -138,6 +142,30 @@ def _as_subclass(plain: Tensor, kind: type[Tensor]) -> Tensor:
     except TypeError:  # the subclass has slots
         return plain.as_subclass(kind)
     return plain
+
+
+def _reduce_jagged(tensor: Any) -> Reduced:
+    # Its own reduction takes the tensor that it holds, which has no graph; ``values`` has one.
+    with torch.enable_grad():
+        values = tensor.values()
+    rows = tensor.offsets(), tensor.lengths(), tensor._ragged_idx
+    args = (values, *rows, tensor._maybe_min_seqlen, tensor._maybe_max_seqlen)
+    attached = {name: each for name, each in vars(tensor).items() if not name.startswith("_")}
+    return _jagged, args, attached or None, None, None, set_attributes
+
+
+@rebuilds_pickled
+def _jagged(
+    values: Tensor,
+    offsets: Tensor,
+    lengths: Tensor | None,
+    dimension: int,
+    shortest: int | None,
+    longest: int | None,
+) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(
+        values, offsets, lengths, dimension, shortest, longest
+    )
 
 
 def _reduce_wrapper(tensor: Any) -> Reduced:

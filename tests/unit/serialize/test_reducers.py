@@ -145,6 +145,32 @@ def test_nested_tensors_survive(layout: torch.layout) -> None:
         assert torch.equal(left, right)
 
 
+def transposed_rows(leaf: Tensor) -> Tensor:
+    return torch.nested.nested_tensor_from_jagged(leaf, torch.tensor([0, 1, 3])).transpose(1, 2)
+
+
+def narrowed_rows(leaf: Tensor) -> Tensor:
+    starts, lengths = torch.tensor([0, 1, 0]), torch.tensor([2, 1, 1])
+    return torch.nested.narrow(leaf, 1, starts, lengths, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("make", [transposed_rows, narrowed_rows])
+def test_gradients_find_their_way_through_a_jagged_tensor(make: Callable[[Tensor], Tensor]) -> None:
+    leaf = torch.ones(3, 2, requires_grad=True)
+    tensor = make(leaf)
+    packed = pack([tensor, tensor * 2], main_by_name=True)
+    arrived, doubled = unpack(packed.payload, packed.tensors, [])
+    assert [each.tolist() for each in arrived.unbind()] == [
+        each.tolist() for each in tensor.unbind()
+    ]
+    assert arrived.shape[0] == tensor.shape[0]
+    (arrived + doubled).values().sum().backward()  # Two tensors of one message keep their rows.
+    expected = torch.ones(3, 2, requires_grad=True)
+    again = make(expected)
+    (again + again * 2).values().sum().backward()
+    assert torch.equal(leaf.grad, expected.grad)
+
+
 def test_meta_and_mkldnn_tensors_survive() -> None:
     meta = torch.empty(2, 3, device="meta", requires_grad=True)
     arrived = object_trip(meta)
