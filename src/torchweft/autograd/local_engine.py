@@ -229,10 +229,21 @@ def with_leaf_hooks(sink: Sink) -> Sink:
     return add_and_call
 
 
+class _Use(torch.autograd.Function):
+    """Uses a tensor of any layout, without memory or work."""
+
+    @staticmethod
+    def forward(ctx: object, tensor: Tensor) -> Tensor:
+        return torch.empty(0)
+
+
+_use: Callable[[Tensor], Tensor] = _Use.apply
+
+
 def _accumulating(leaf: Tensor) -> Node:
     """Returns the node that accumulates the gradient of a leaf, of any layout."""
     with torch.enable_grad():
-        made = leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.unsqueeze(0)
+        made = leaf.view_as(leaf) if leaf.layout is torch.strided else _use(leaf)
     assert made.grad_fn is not None
     node = made.grad_fn.next_functions[0][0]
     assert node is not None

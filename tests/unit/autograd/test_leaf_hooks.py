@@ -42,13 +42,26 @@ def backward(context: Context, root: Tensor) -> None:
     local.close()
 
 
+LEAVES = {
+    torch.strided: lambda: torch.eye(2),
+    torch.sparse_coo: lambda: torch.eye(2).to_sparse(),
+    torch.sparse_csr: lambda: torch.eye(2).to_sparse_csr(),
+    torch.jagged: lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+}
+
+
+def sum_of(tensor: Tensor) -> Tensor:
+    return (tensor.values() if tensor.is_nested else tensor.to_dense()).sum()
+
+
 @on
-@pytest.mark.parametrize("layout", [torch.strided, torch.sparse_coo])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+@pytest.mark.parametrize("layout", LEAVES)
 def test_hooks_are_called_after_the_gradient_is_there(layout: torch.layout) -> None:
-    leaf = (torch.eye(2) if layout is torch.strided else torch.eye(2).to_sparse()).requires_grad_()
+    leaf = LEAVES[layout]().requires_grad_()
     doubled = leaf * 2
     context, seen = Context(1, 0), watch(doubled)
-    backward(context, doubled.to_dense().sum() if doubled.is_sparse else doubled.sum())
+    backward(context, sum_of(doubled))
     assert len(seen) == 2
     for inputs, (gradient,) in seen:
         assert inputs == ()
