@@ -80,9 +80,11 @@ def check_attributes(kind: type, attributes: Mapping[str, object]) -> None:
 _FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
 _INT64_MAX = (1 << 63) - 1
 _ONE_BYTE = tuple(bytes((number,)) for number in range(256))
-_COUNTS = tuple(NUMBER.pack(TUPLE, number) for number in range(16))
+_SIMPLE_LIMIT = 16
+"""Values of a tuple up to which the quick loop takes less time than pickle, as a whole message."""
+_COUNTS = tuple(NUMBER.pack(TUPLE, number) for number in range(_SIMPLE_LIMIT + 1))
 _NO_VALUES = _COUNTS[0]
-_FIRST_TENSORS = tuple(NUMBER.pack(TENSOR, number) for number in range(16))
+_FIRST_TENSORS = tuple(NUMBER.pack(TENSOR, number) for number in range(_SIMPLE_LIMIT))
 
 
 _ONE_TENSOR = _COUNTS[1] + _FIRST_TENSORS[0]
@@ -100,7 +102,7 @@ def encode_simple(
     main_by_name: bool,
     home_of: Callable[[Any], ReferenceId | None] = no_home,
 ) -> bytes | None:
-    """Returns a tuple of simple values as a payload; None if one of them is not simple.
+    """Returns a tuple of simple values as a payload; None if one is not simple, or for many.
 
     Simple are None, booleans, numbers, texts, bytes, tensors, functions and classes with a name,
     and references that go home.
@@ -118,12 +120,14 @@ def encode_simple(
     if count == 1 and type(values[0]) is Tensor and not values[0].__dict__:
         tensors.append(values[0])
         return _ONE_TENSOR
-    parts = [_COUNTS[count] if count < len(_COUNTS) else NUMBER.pack(TUPLE, count)]
+    if count > _SIMPLE_LIMIT:
+        return None
+    parts = [_COUNTS[count]]
     for value in values:
         kind = type(value)
         if kind is Tensor or kind is Parameter:
             number = _place_of(value, tensors) if tensors else 0
-            if value.__dict__ or number >= len(_FIRST_TENSORS):
+            if value.__dict__:
                 return None
             parts.append(_FIRST_TENSORS[number])
             if number == len(tensors):
