@@ -403,30 +403,46 @@ def _reduce_array(array: np.ndarray[Any, Any]) -> Reduced | None:
     kind, flags = array.dtype, array.flags
     if kind.hasobject or kind.names or kind.metadata or not kind.itemsize:
         return None
-    if (
-        array.nbytes > _AS_TENSOR_FROM_BYTES
-        and kind.char in _NUMERIC
-        and kind.isnative
-        and flags.c_contiguous
-        and flags.writeable
-    ):
-        return _array_of_tensor, (torch.from_numpy(array),)
     order: Literal["C", "F"] = "F" if flags.f_contiguous and not flags.c_contiguous else "C"
-    return _array, (kind.str, array.shape, array.tobytes(order), order)
+    if array.nbytes <= _AS_TENSOR_FROM_BYTES:
+        return _array, (kind.str, array.shape, array.tobytes(order), order)
+    is_whole = (flags.c_contiguous or flags.f_contiguous) and flags.writeable
+    if is_whole and order == "C" and kind.char in _NUMERIC and kind.isnative:
+        return _array_of_tensor, (torch.from_numpy(array),)
+    if not is_whole:  # torch warns about memory that is read-only.
+        array = array.copy(order)
+    flat = torch.from_numpy(array.reshape(-1, order=order).view(np.uint8))
+    return _array_in_tensor, (kind.str, array.shape, flat, order)
 
 
 @rebuilds_plain
 def _array_of_tensor(tensor: Tensor) -> np.ndarray[Any, Any]:
     if type(tensor) is not Tensor:
         raise ProtocolError(f"a message makes an array of a {type(tensor).__name__}")
-    made: np.ndarray[Any, Any] = tensor.detach().numpy()
+    made: np.ndarray[Any, Any] = tensor.detach().cpu().numpy()
+    return made
+
+
+@rebuilds_plain
+def _array_in_tensor(kind: str, shape: Any, content: Any, order: str) -> np.ndarray[Any, Any]:
+    # A copy of a tensor that repeats its elements could take all memory.
+    is_flat = type(content) is Tensor and content.dim() == 1 and content.is_contiguous()
+    if not is_flat or content.dtype is not torch.uint8:
+        raise ProtocolError("a message makes an array of something else than bytes")
+    flat = content.detach().cpu().numpy()
+    made: np.ndarray[Any, Any] = np.ndarray(
+        shape, _dtype_named(kind), flat, order="F" if order == "F" else "C"
+    )
+    if made.nbytes != flat.nbytes:
+        raise ProtocolError(f"an array of {made.nbytes} bytes comes with {flat.nbytes}")
     return made
 
 
 @rebuilds_plain
 def _array(kind: str, shape: Any, content: Any, order: str) -> np.ndarray[Any, Any]:
+    _check_bytes(content)
     made: np.ndarray[Any, Any] = np.ndarray(
-        shape, _dtype_named(kind, content), bytearray(content), order="F" if order == "F" else "C"
+        shape, _dtype_named(kind), bytearray(content), order="F" if order == "F" else "C"
     )
     if made.nbytes != len(content):
         raise ProtocolError(f"an array of {made.nbytes} bytes comes with {len(content)}")
@@ -442,12 +458,18 @@ def _reduce_scalar(scalar: np.generic) -> Reduced | None:
 
 @rebuilds_plain
 def _scalar(kind: str, content: Any) -> Any:
-    return np.frombuffer(content, _dtype_named(kind, content), 1)[0]
+    _check_bytes(content)
+    return np.frombuffer(content, _dtype_named(kind), 1)[0]
 
 
-def _dtype_named(kind: object, content: object) -> np.dtype[Any]:
+def _check_bytes(content: object) -> None:
+    if not isinstance(content, bytes):
+        raise ProtocolError("a message makes values of numpy out of something else than bytes")
+
+
+def _dtype_named(kind: object) -> np.dtype[Any]:
     """Returns a dtype whose values any bytes may be; bytes are no addresses of objects."""
-    if type(kind) is not str or not isinstance(content, bytes):
+    if type(kind) is not str:
         raise ProtocolError("a message makes values of numpy out of something else")
     made = np.dtype(kind)
     if made.hasobject or not made.itemsize or made.names:

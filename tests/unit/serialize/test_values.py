@@ -327,6 +327,11 @@ def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
     assert not isinstance(value, np.ndarray) or f"no numpy.ndarray of dtype {value.dtype};" in text
 
 
+def read_only(array: Any) -> Any:
+    array.flags.writeable = False
+    return array
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -339,12 +344,19 @@ def test_anything_else_is_refused_with_its_place_and_type(value: Any) -> None:
         np.array(["2020-01-01"], dtype="M8[D]"),
         np.arange(3, dtype=">i4"),
         np.arange(20_000.0),
+        np.arange(20_000.0).reshape(100, 200).T,
+        np.arange(40_000.0).reshape(100, 400)[:, ::3],
+        np.arange(20_000, dtype=">i4"),
+        np.arange(20_000).astype("M8[s]"),
+        np.array(["a", "bcd"] * 5_000),
+        read_only(np.arange(20_000)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("packer", [pack, pack_plain])
 def test_arrays_survive(value: Any, packer: Any) -> None:
     packed = packer([value, 1], main_by_name=True)
+    assert len(packed.payload) < 1000  # The memory of a large one travels as that of a tensor.
     arrived = unpack(packed.payload, packed.tensors, packed.externals)[0]
     assert type(arrived) is np.ndarray
     assert (arrived.dtype, arrived.shape) == (value.dtype, value.shape)
@@ -390,6 +402,15 @@ def test_scalars_of_numpy_and_paths_survive(value: Any, packer: Any) -> None:
         ("_scalar", ("f8", bytes(4))),
         ("_array_of_tensor", (torch.ones(1, requires_grad=True).to_sparse(),)),
         ("_array_of_tensor", (1,)),
+        ("_array_in_tensor", ("O", (1,), torch.zeros(8, dtype=torch.uint8), "C")),
+        ("_array_in_tensor", ("f8", (2,), torch.zeros(8, dtype=torch.uint8), "C")),
+        ("_array_in_tensor", ("f8", (1,), torch.zeros(16, dtype=torch.uint8), "C")),
+        ("_array_in_tensor", ("f8", (1,), torch.zeros(1), "C")),
+        ("_array_in_tensor", ("f8", (1,), bytes(8), "C")),
+        (
+            "_array_in_tensor",
+            ("f8", (1 << 50,), torch.zeros(1, dtype=torch.uint8).expand(8 << 50), "C"),
+        ),
         ("_path", ("PosixPath", 3)),
         ("_path", ("Path", "x")),
     ],
