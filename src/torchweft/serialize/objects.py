@@ -273,8 +273,8 @@ _NO_MARKER = b"".join([_BEGIN, pickle.NONE, pickle.MEMOIZE, pickle.POP])
 """The same for a pickle without tensors: the memo begins with an object that nothing uses."""
 
 
-def _packed(pickled: bytes, tensors: list[Tensor], externals: list[object]) -> Packed:
-    payload = (_PREFIX if tensors else _NO_MARKER) + pickled
+def _packed(pickled: Sequence[bytes], tensors: list[Tensor], externals: list[object]) -> Packed:
+    payload = b"".join((_PREFIX if tensors else _NO_MARKER, *pickled))
     return new_packed((payload, tensors, externals))
 
 
@@ -387,7 +387,7 @@ class _QuickPickler:
         self._pickler.memo = _MEMO
         try:
             self._pickler.dump(value)
-            return _packed(b"".join(parts), tensors, externals)
+            return _packed(parts, tensors, externals)
         except BaseException:
             reducers.clear()  # A local class, which goes by value, must not live on here.
             raise
@@ -498,7 +498,7 @@ def _pack_with_look(value: object, main_by_name: bool) -> Packed:
     pickler.externals = externals
     pickler.main_by_name = main_by_name
     pickler.dump(value)
-    return _packed(buffer.getvalue(), tensors, externals)
+    return _packed((buffer.getvalue(),), tensors, externals)
 
 
 def _pack_by_value(
@@ -526,7 +526,8 @@ def _pack_by_value(
     pickler.main_by_name = main_by_name
     pickler.take_out = _take_out
     pickler.dump(value)
-    return _packed(_VALUE_MARKERS + buffer.getvalue(), pickler.tensors, pickler.externals)
+    parts = (_VALUE_MARKERS, buffer.getvalue())
+    return _packed(parts, pickler.tensors, pickler.externals)
 
 
 def _why_not(
