@@ -46,7 +46,11 @@ from torchweft.serialize.table import (
 )
 
 LIMIT_BYTES = 68 * 1024
-"""All tensors of a message together, 64 KiB and their heads; above it, channels are faster."""
+"""Bytes that one tensor may have, 64 KiB and its head; above it, channels are faster."""
+FURTHER_BYTES = 8 * 1024
+"""Bytes more for each further tensor of a message: tables take as long as copying so much."""
+MESSAGE_LIMIT_BYTES = 2 << 20
+"""Bytes that all tensors of a message may have; above it, new memory makes copies slow."""
 
 _ALONE_BYTES = 64 * 1024
 _HEAD = struct.Struct("<BBBI")
@@ -109,6 +113,11 @@ workers; usually empty. The layer that lends the memory registers it here. These
 copied into a message, however small they are: the receiver must get the same memory."""
 
 
+def _limit_bytes(count: int) -> int:
+    """Returns how many bytes ``count`` tensors of a message may have."""
+    return min(LIMIT_BYTES + (count - 1) * FURTHER_BYTES, MESSAGE_LIMIT_BYTES)
+
+
 def may_be_shared(address: int) -> bool:
     """Whether a tensor that begins at ``address`` may be shared."""
     return any(start <= address < end for start, end in tuple(shared_ranges.items()))
@@ -167,7 +176,7 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
     """Does the same for tensors that may need a closer look, in one loop."""
     is_alone = len(tensors) == 1
     parts: list[Any] = []
-    size_bytes = 0
+    size_bytes, limit = 0, LIMIT_BYTES
     requires_grad = False
     described: list[_Described] = []
     may_overlap = False
@@ -217,8 +226,13 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
             else:
                 may_overlap, count = True, 0
         size_bytes += count + 7 + 8 * places
-        if size_bytes > LIMIT_BYTES:
-            return None
+        if size_bytes > limit:
+            if is_alone:
+                return None
+            limit = _limit_bytes(len(tensors))
+            # All of them: do not look closely at the others for nothing.
+            if max(size_bytes, sum([each.numel() * each.itemsize for each in tensors])) > limit:
+                return None
         if not is_alone:
             described.append((start, start + count, tensor, code, flags))
         if not may_overlap:
@@ -271,7 +285,7 @@ def _encode_views(described: Sequence[_Described]) -> bytes | None:
     if unions is None:
         return None
     parts: list[bytes] = []
-    size_bytes = 0
+    size_bytes, limit = 0, _limit_bytes(len(described))
     for index, (start, _, tensor, code, flags) in enumerate(described):
         sizes: tuple[int, ...] = tensor.shape
         memory = b""
@@ -293,7 +307,7 @@ def _encode_views(described: Sequence[_Described]) -> bytes | None:
                 flags |= STRIDED
                 sizes += alone
         size_bytes += len(memory) + 7 + 8 * len(sizes)
-        if size_bytes > LIMIT_BYTES:
+        if size_bytes > limit:
             return None
         parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), len(memory), *sizes), memory)
     return b"".join(parts)
@@ -348,7 +362,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     all_flags: list[int] = []
     shared: dict[int, Tensor] = {}
     end = len(data)
-    if end - position > LIMIT_BYTES:
+    if end - position > MESSAGE_LIMIT_BYTES:
         raise ProtocolError(f"the tensors of a message have {end - position} bytes, too many")
     try:
         while position < end:

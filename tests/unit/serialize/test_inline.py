@@ -217,10 +217,13 @@ REFUSED: dict[str, Callable[[], list[Tensor]]] = {
     ],
     "lazy zero": lambda: [torch._efficientzerotensor(3)],  # type: ignore[attr-defined]
     "nine dimensions": lambda: [torch.ones((1,) * 9)],
-    "one that is too large": lambda: [torch.zeros(inline.LIMIT_BYTES, dtype=torch.uint8)],
-    "too large together": lambda: [torch.zeros(inline.LIMIT_BYTES // 8) for _ in range(2)],
+    "one that is too large": lambda: [torch.zeros(inline.LIMIT_BYTES)],
+    "too large together": lambda: [torch.zeros(inline.LIMIT_BYTES // 6) for _ in range(2)],
+    "many that are too large": lambda: [
+        torch.zeros(inline.FURTHER_BYTES * 2, dtype=torch.uint8) for _ in range(20)
+    ],
     "too large with their heads": lambda: [
-        torch.zeros(1, dtype=torch.uint8) for _ in range(inline.LIMIT_BYTES // 16 + 1)
+        torch.zeros(1, dtype=torch.uint8) for _ in range(inline.MESSAGE_LIMIT_BYTES // 16 + 1)
     ],
 }
 
@@ -363,6 +366,17 @@ def test_the_limit_counts_every_byte() -> None:
     assert encode(torch.zeros(most + 1, dtype=torch.uint8)) is None
 
 
+def test_many_small_tensors_stand_in_their_message_beyond_the_limit_of_one() -> None:
+    rows = list(torch.arange(100 * 1024.0).view(100, 1024))  # 400 KiB
+    data = encode(*rows)
+    assert data is not None
+    arrived, _ = inline.decode(data, 0)
+    assert all(map(torch.equal, arrived, rows))
+    halves = [each for row in rows for each in (row[:600], row[400:])]  # Of one storage each.
+    assert encode(*halves) is not None
+    assert all(map(torch.equal, trip(*halves), halves))
+
+
 def test_a_large_tensor_of_little_memory_stands_in_its_message() -> None:
     (arrived,) = trip(torch.ones(()).expand(1 << 20, 1 << 20))
     assert arrived.shape == (1 << 20, 1 << 20)
@@ -441,8 +455,8 @@ def test_malformed_bytes_are_a_protocol_error(kind: str) -> None:
 
 def test_more_bytes_than_are_ever_sent_this_way_are_refused_unread() -> None:
     one = entry(BOOL, 0, (0,), b"")
-    many = one * (inline.LIMIT_BYTES // len(one))
-    assert len(inline.decode(b"head" + many, 4)[0]) == inline.LIMIT_BYTES // len(one)
+    many = one * (inline.MESSAGE_LIMIT_BYTES // len(one))
+    assert len(inline.decode(b"head" + many, 4)[0]) == inline.MESSAGE_LIMIT_BYTES // len(one)
     with pytest.raises(ProtocolError, match="bytes"):
         inline.decode(b"head" + many + one, 4)
 
