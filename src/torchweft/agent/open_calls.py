@@ -300,7 +300,8 @@ class OpenCalls:
         look = spinning.begin() if spinning.is_worthwhile() else None
         if self._reactor.unarmed:
             self._reactor.arm_unarmed()
-        while not (call.error or call.is_done or peer.lost):
+        # Another thread may have read the answer before, though the task that ends the call waits.
+        while not (call.frame or call.error or call.is_done or peer.lost):
             frames = link.receive_own(reader, may_block=look is None)
             if not frames:
                 if frames is None or time.monotonic() > call.deadline_s - READ_TICK_S:
