@@ -374,8 +374,8 @@ FAN_OUT = Constant("FAN_OUT", 4)
 pass it on."""
 UNIX_SOCKETS = Constant("UNIX_SOCKETS", 1)
 """1 to reach peers on this host by Unix sockets, 0 to reach them by TCP."""
-RECEIVE_BUFFER_BYTES = Constant("RECEIVE_BUFFER_BYTES", 128 * 1024)
-"""Bytes read from a connection at once."""
+RECEIVE_BUFFER_BYTES = Constant("RECEIVE_BUFFER_BYTES", 512 * 1024)
+"""Bytes read from a connection at once. The main thread leaves larger messages to other threads."""
 CONTROL_LIMIT_BYTES = Constant("CONTROL_LIMIT_BYTES", 1 << 31)
 """Bytes that the control part of one message may have."""
 TENSOR_LIMIT = Constant("TENSOR_LIMIT", 65_535)

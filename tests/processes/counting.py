@@ -91,7 +91,7 @@ def kinds() -> dict[str, Callable[[], object]]:
     """Returns the calls that are counted."""
     one, sixteen = torch.ones(2), [torch.ones(2) for _ in range(16)]
     needs_grad = torch.ones(2, requires_grad=True)
-    large = torch.ones(1 << 20)
+    some_bytes, large = bytes(200 << 10), torch.ones(1 << 20)
     module = RemoteModule("callee", torch.nn.Linear, (2, 2))
     optimizer = DistributedOptimizer(torch.optim.SGD, module.remote_parameters(), lr=0.1)
 
@@ -110,6 +110,7 @@ def kinds() -> dict[str, Callable[[], object]]:
         "one tensor": lambda: rpc.rpc_sync("callee", echo, args=(one,)),
         "sixteen tensors": lambda: rpc.rpc_sync("callee", echo, args=(sixteen,)),
         "a tensor in a context": lambda: rpc.rpc_sync("callee", echo, args=(needs_grad,)),
+        "200 KiB of bytes": lambda: rpc.rpc_sync("callee", echo, args=(some_bytes,)),
         "4 MiB": lambda: rpc.rpc_sync("callee", echo, args=(large,)),
         "a hop of backward": hop,
         "a training step": training_step,

@@ -475,7 +475,7 @@ class Link:
         self._queue.clear()
         self._begun = None
         self.pending = []
-        self.parser = FrameParser(_no_memory, 0, 0, 0)
+        self.parser = FrameParser(_no_memory, 1, 0, 0)
 
 
 def _no_memory(size_bytes: int) -> memoryview:

@@ -17,6 +17,7 @@ and its lengths, which are at most half a megabyte.
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -96,7 +97,8 @@ class FrameParser:
         self._control_limit_bytes = min(control_limit_bytes, frame_limit_bytes - HEADER_BYTES)
         self._frame_limit_bytes = frame_limit_bytes
         self._ahead_bytes = ahead_bytes
-        self._view = memoryview(bytearray(receive_bytes))
+        # Pages that no message has reached take no memory; a bytearray is filled with zeros.
+        self._view = memoryview(mmap.mmap(-1, receive_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
         self._whole_view = [self._view]
         self._start = 0
         self._end = 0
