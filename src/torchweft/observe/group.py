@@ -198,6 +198,8 @@ def find(target: str, access: Access) -> Group:
             + "; ".join(f"{'it' if is_one else 'one'} {why}" for why in silent)
         )
     others = f"; there are: {_listed(groups)}" if groups else _none_here()
+    if refusing:
+        others += f"; workers here that refuse this observer: {refusing}; {_secret_advice(access)}"
     asked = f"there is no group {target!r} on this host" if target else "no group runs on this host"
     raise GroupNotFound(f"{asked}{others}")
 
@@ -256,22 +258,30 @@ def _on_this_host(access: Access) -> tuple[list[Identity], int, list[str]]:
 
 
 def _is_meant(target: str, group: str, identities: Iterable[Identity]) -> bool:
-    if not target or group.startswith(target):
+    found = list(identities)
+    if not target or group.startswith(target) or target in [str(each.pid) for each in found]:
         return True
-    return any(target in (str(each.pid), each.worker) for each in identities)
+    members = [member for identity in found for member in identity.members]
+    if target in [each.worker for each in found] or target in [each.name for each in members]:
+        return True
+    # A worker that does not answer; only the kernel can tell its process id.
+    listening = dict.fromkeys(address for member in members for address in member.addresses)
+    return target.isdecimal() and target in map(str, map(process_at, listening))
 
 
 def _refused(access: Access) -> ObserverRefused:
-    variable = knobs.SECRET_FILE.variable
     if access.secret is None:
-        return ObserverRefused(
-            f"the workers here have a secret, and this observer has none: set {variable} to the "
-            "file that the workers have (or they run an older Weft, which cannot be observed)"
-        )
-    return ObserverRefused(
-        f"the workers here do not take the secret of this observer: set {variable} to the file "
-        "that the workers have, or unset it if they have none"
-    )
+        reason = "the workers here have a secret, and this observer has none"
+    else:
+        reason = "the workers here do not take the secret of this observer"
+    return ObserverRefused(f"{reason}: {_secret_advice(access)}")
+
+
+def _secret_advice(access: Access) -> str:
+    advice = f"set {knobs.SECRET_FILE.variable} to the file that the workers have"
+    if access.secret is None:
+        return f"{advice} (or they run an older Weft, which cannot be observed)"
+    return f"{advice}, or unset it if they have none"
 
 
 def _none_here() -> str:

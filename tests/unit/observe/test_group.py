@@ -62,6 +62,26 @@ def test_of_several_groups_one_must_be_named(host: dict[str, object]) -> None:
         find("x", OPEN)
 
 
+def test_a_worker_that_does_not_answer_names_its_group(
+    host: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped = replace(member("b", 1), addresses=("unix:@2", "tcp:10.0.0.1:4000"))
+    host["unix:@1"] = replace(identity("a", "cafe01", 11), members=(member("a"), stopped))
+    host["unix:@2"] = TimeoutError()
+    monkeypatch.setattr(group, "process_at", {"unix:@2": 12}.get)
+    for target in ("b", "12"):
+        assert find(target, OPEN).name == "cafe01"
+    with pytest.raises(GroupNotFound, match="no group '13' on this host"):
+        find("13", OPEN)
+
+
+def test_workers_with_another_secret_are_named_beside_other_groups(host: dict[str, object]) -> None:
+    host["unix:@1"] = identity("a", "cafe01", 11)
+    host["unix:@2"] = NotProven("no")
+    with pytest.raises(GroupNotFound, match="that refuse this observer: 1; set WEFT_SECRET"):
+        find("12", OPEN)
+
+
 def test_a_host_without_a_group_says_what_to_do(host: dict[str, object]) -> None:
     with pytest.raises(GroupNotFound, match=r"no group runs on this host .*; start it first"):
         find("", OPEN)
