@@ -61,7 +61,9 @@ def test_a_killed_worker_is_noticed_at_once(
             assert owner_lost.worker == "worker1"
         assert time.monotonic() - start_s < 2 * NOTICE_S
         for again in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-            assert isinstance(raised_by(lambda again=again: again("worker1", len)), WorkerLost)
+            later = raised_by(lambda again=again: again("worker1", len))
+            assert isinstance(later, WorkerLost)
+            assert later.__cause__ is later.__context__ is None  # No frames of Weft are shown.
         assert isinstance(raised_by(lost.rpc_sync().anything), WorkerLost)
 
         assert functions.held_for("worker1") == (0, 0)

@@ -158,9 +158,11 @@ class FirstContacts:
         assert not isinstance(message, Frame)  # frames are for this worker itself
         try:
             link.send(message, may_block=True)
+            return
         except LinkClosed as error:
-            self._lose(peer, str(error))
-            raise self._lifetime.error_of(peer) from error
+            cause = str(error)
+        self._lose(peer, cause)
+        raise self._lifetime.error_of(peer)  # Here, so that it does not show the other error.
 
     def _drop_unwanted(self, peer: Peer) -> bool:
         """Drops messages that are no longer wanted; returns whether any are left."""
@@ -224,9 +226,11 @@ class Sender:
             assert link is not None
         try:
             link.send(message, may_block=may_block)
+            return
         except LinkClosed as error:
-            self._lose(peer, str(error))
-            raise self._lifetime.error_of(peer) from error
+            cause = str(error)
+        self._lose(peer, cause)
+        raise self._lifetime.error_of(peer)  # Here, so that it does not show the other error.
 
     def post(self, peer: Peer, message: Outgoing) -> None:
         """Sends one frame without ever blocking; for inline handlers and jobs of the timers.
