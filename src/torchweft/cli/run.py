@@ -234,7 +234,8 @@ def names_of(options: argparse.Namespace, workers: int | None) -> list[str]:
     names = None if options.names is None else options.names.split(",")
     if workers is None and names is None:
         raise ConfigurationError(
-            "say how many workers to start, for instance: torchweft run -n 2 ..."
+            f"say how many workers to start, for instance: torchweft {options.subcommand} -n 2 "
+            "train.py; options go before the script"
         )
     count = len(names) if options.workers is None and names is not None else workers
     assert count is not None
@@ -251,12 +252,17 @@ def job_of(options: argparse.Namespace, *, is_here: bool = True) -> Job:
     Raises:
         ConfigurationError: There is no script.
     """
-    if not options.program:
-        missing = "module after -m" if options.is_module else "script"
+    given: list[str] = options.program
+    if given[:1] == ["--"]:  # The end of the options, as in other commands.
+        given = given[1:]
+    if not given:
+        missing, example = "script", "train.py"
+        if options.is_module:
+            missing, example = "module after -m", "-m package.train"
         raise ConfigurationError(
-            f"there is no {missing}; write: torchweft {options.subcommand} -n 2 train.py"
+            f"there is no {missing}; write: torchweft {options.subcommand} -n 2 {example}"
         )
-    program, *arguments = options.program
+    program, *arguments = given
     if is_here and not options.is_module:
         _check_script(program)
     if options.warm:

@@ -48,6 +48,11 @@ def test_arguments_after_the_script_are_its_own(calls: Calls, script: str) -> No
     assert options["master_port"] == 0
 
 
+def test_two_dashes_end_the_options(calls: Calls, script: str) -> None:
+    main(["run", "-n", "2", "--", script, "--", "-x"])
+    assert calls[0][1]["arguments"][-3:] == [script, "--", "-x"]
+
+
 def test_names_say_how_many_workers(calls: Calls, script: str) -> None:
     main(["run", "--names", "ps,trainer0,trainer1", "--master-port", "4567", script])
     ((names, _, options),) = calls
