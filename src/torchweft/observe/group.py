@@ -90,6 +90,11 @@ class Group:
             self._members = dict(sorted(members.items(), key=lambda item: item[1].rank))
 
     @property
+    def members(self) -> list[Member]:
+        """Its workers, by rank."""
+        return list(self._members.values())
+
+    @property
     def workers(self) -> list[str]:
         """The names of its workers, by rank."""
         return list(self._members)

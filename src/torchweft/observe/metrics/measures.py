@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from torchweft.protocol.observing.latency import STEPS
-from torchweft.protocol.observing.report import FunctionCounts, Report
+from torchweft.protocol.observing.report import FunctionCounts, Identity, Member, Report
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
@@ -103,16 +103,21 @@ _ABOUT_DURATIONS = {
 }
 
 
-def measures_of(reports: Iterable[Report], absent: Iterable[str] = ()) -> list[Metric]:
+def measures_of(
+    reports: Iterable[Report], absent: Iterable[Member] = (), group: str = ""
+) -> list[Metric]:
     """Returns the metrics that reports of workers contain.
 
     Args:
         reports: The reports, at most one for a worker.
-        absent: The names of workers without a report.
+        absent: The workers without a report.
+        group: The name of their group.
     """
     found = list(reports)
-    present = [Point(_who(report), 1.0) for report in found]
-    missing = [Point({"weft.worker": name}, 0.0) for name in absent]
+    present = [
+        Point(_of(report) | _place(report.identity, report.identity.group), 1.0) for report in found
+    ]
+    missing = [Point({"weft.worker": each.name} | _place(each, group), 0.0) for each in absent]
     about = "whether the worker answers"
     metrics = [Metric("weft.worker.up", GAUGE, "", about, [*present, *missing])]
     for name, kind, unit, description, value in _OF_WORKER:
@@ -129,10 +134,8 @@ def _of(report: Report, **others: str) -> dict[str, str]:
     return {"weft.worker": report.worker, **others}
 
 
-def _who(report: Report) -> dict[str, str]:
-    who = report.identity
-    about = {"weft.group": who.group, "weft.rank": str(who.rank), "host.name": who.host}
-    return _of(report) | about
+def _place(worker: Identity | Member, group: str) -> dict[str, str]:
+    return {"weft.group": group, "weft.rank": str(worker.rank), "host.name": worker.host}
 
 
 def _references(reports: Iterable[Report]) -> Metric:

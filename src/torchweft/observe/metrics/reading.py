@@ -55,7 +55,9 @@ def reader_of(node: Node, *, group: bool, timeout_s: float) -> Callable[[], list
 
     def read_all() -> list[Metric]:
         # Made anew: workers may have joined since the last time, or come back after a loss.
-        answers = Group([observers.identity()], access).ask(timeout_s, METRICS)
-        return measures_of(answers.reports, answers.silent)
+        found = Group([observers.identity()], access)
+        answers = found.ask(timeout_s, METRICS)
+        absent = [each for each in found.members if each.name in answers.silent]
+        return measures_of(answers.reports, absent, found.name)
 
     return read_all

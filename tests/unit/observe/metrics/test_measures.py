@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.unit.protocol.observing.reports import made, report, served
+from tests.unit.protocol.observing.reports import made, member, report, served
 from torchweft.observe.metrics.measures import BOUNDS_S, Distribution, measures_of
 from torchweft.protocol.observing.latency import bucket_of
 from torchweft.protocol.observing.report import FunctionCounts, NumberRow, NumberTable, Traffic
@@ -11,7 +11,7 @@ OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
 
 
 def found(*reports, absent=()):  # type: ignore[no-untyped-def]
-    return {metric.name: metric for metric in measures_of(reports, absent)}
+    return {metric.name: metric for metric in measures_of(reports, absent, "cafe")}
 
 
 def values(metric):  # type: ignore[no-untyped-def]
@@ -91,12 +91,10 @@ def test_a_worker_tells_of_itself() -> None:
     assert values(metrics["weft.component"]) == [({**of_a, **of_table}, 3.0)]
 
 
-def test_a_worker_that_does_not_answer_is_down() -> None:
-    up = values(found(report("a"), absent=["b"])["weft.worker.up"])
-    assert [(who["weft.worker"], value) for who, value in up] == [("a", 1.0), ("b", 0.0)]
-    assert up[0][0] == {
-        "weft.worker": "a",
-        "weft.group": "cafe",
-        "weft.rank": "0",
-        "host.name": "here",
-    }
+def test_a_worker_that_does_not_answer_is_down_in_the_same_series() -> None:
+    up = values(found(report("a"), absent=[member("b", 1)])["weft.worker.up"])
+    place = {"weft.group": "cafe", "host.name": "here"}
+    assert up == [
+        ({"weft.worker": "a", "weft.rank": "0", **place}, 1.0),
+        ({"weft.worker": "b", "weft.rank": "1", **place}, 0.0),
+    ]

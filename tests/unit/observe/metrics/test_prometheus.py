@@ -12,7 +12,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.protocol.observing.reports import report
+from tests.unit.protocol.observing.reports import member, report
 from torchweft.observe.metrics.measures import Metric, measures_of
 from torchweft.observe.metrics.prometheus import Endpoint, family_of
 from torchweft.protocol.observing.latency import bucket_of
@@ -24,7 +24,7 @@ COUNTS = FunctionCounts('say "f"\\', "out", 3, 1, {str(bucket_of(0.01)): 2}, 0.0
 
 
 def metrics() -> list[Metric]:
-    return measures_of([report("a", functions=(COUNTS,), cpu_s=1.5)], ["b"])
+    return measures_of([report("a", functions=(COUNTS,), cpu_s=1.5)], [member("b", 1)], "cafe")
 
 
 def test_names_follow_the_rules_of_opentelemetry() -> None:
@@ -63,7 +63,7 @@ def test_prometheus_reads_the_same_numbers(host: str) -> None:
     }
     assert (limits["0.00390625"], limits["0.015625"], limits["+Inf"]) == (0.0, 2.0, 2.0)
     assert samples["process_cpu_time_seconds_total", (("weft_worker", "a"),)] == 1.5
-    down = (("host_name", ""), ("weft_group", ""), ("weft_rank", ""), ("weft_worker", "b"))
+    down = (("host_name", "here"), ("weft_group", "cafe"), ("weft_rank", "1"), ("weft_worker", "b"))
     assert samples["weft_worker_up", down] == 0.0
 
 
