@@ -92,6 +92,20 @@ def test_a_worker_is_waited_for_until_the_others_know_it(nursery: Nursery) -> No
         assert rpc.rpc_sync("worker1", life_of, args=("worker0",))[0] == 1
 
 
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_worker_that_another_one_has_lost_is_waited_for(nursery: Nursery) -> None:
+    with cluster(workers=2, nursery=nursery, restarts=1) as group:
+        before = group.pids["worker1"]
+        with pytest.raises(WorkerLost) as caught:
+            rpc.rpc_sync("worker0", rpc.rpc_sync, args=("worker1", die))
+        group.wait_for(caught.value.worker, 20.0)
+        assert group.pids["worker1"] != before
+        assert life_of("worker1") == (1, group.pids["worker1"])
+
+
 def test_work_that_is_under_way_is_finished_before_the_cluster_closes(nursery: Nursery) -> None:
     with cluster(workers=2, nursery=nursery, restarts=1):
         last = rpc.remote("worker0", torch.add, args=(torch.ones(2), 1))
