@@ -5,8 +5,8 @@ Name this module in ``conftest.py``; it needs pytest::
     pytest_plugins = ["torchweft.testing"]
 
 A test that takes ``weft_group`` is worker ``driver`` of a group with ``worker0`` and ``worker1``,
-which it shares with the tests before and after it. After the test, no reference that it made may
-be left on any worker::
+which it shares with the tests before and after it. The group ends when a test without it starts
+another one. After the test, no reference that it made may be left on any worker::
 
     def test_a_table_on_a_worker(weft_group):
         table = rpc.remote("worker0", dict)
@@ -40,10 +40,11 @@ from typing import Any
 
 import pytest
 
-from torchweft.errors import ConfigurationError
+from torchweft.agent import current
+from torchweft.errors import ConfigurationError, LaunchError, NotInitialized, WorkerLost
 from torchweft.launch import Cluster, Nursery, cluster
 from torchweft.launch.nursery import WARM_MODULES
-from torchweft.rpc import on_worker_lost, rpc_sync
+from torchweft.rpc import WorkerState, health, on_worker_lost, rpc_sync
 from torchweft.rpc.worker import current_worker
 
 __all__ = ["kill", "paused", "weft_group", "weft_nursery", "weft_own_group"]
@@ -87,6 +88,7 @@ class Groups:
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
         self._shared: Cluster | None = None
+        self.is_taken = False
 
     def shared(self) -> Cluster:
         """Returns the group that tests share; makes it if there is none."""
@@ -99,6 +101,11 @@ class Groups:
         self.close()
         return cluster(**{"workers": 2, **arguments}, nursery=self._nursery).start()
 
+    def make_way(self) -> None:
+        """Ends the group that tests share, unless a test has it."""
+        if not self.is_taken:
+            self.close()
+
     def drop(self) -> None:
         """Ends the shared group without waiting for it."""
         shared, self._shared = self._shared, None
@@ -109,7 +116,8 @@ class Groups:
         """Ends the shared group."""
         shared, self._shared = self._shared, None
         if shared is not None:
-            shared.close()
+            with contextlib.suppress(LaunchError):  # A worker ended while no test had the group.
+                shared.close()
 
 
 @pytest.fixture(scope="session")
@@ -123,7 +131,9 @@ def weft_nursery(pytestconfig: pytest.Config) -> Iterator[Nursery]:
 def weft_groups(weft_nursery: Nursery) -> Iterator[Groups]:
     """Makes the groups of the session."""
     with contextlib.closing(Groups(weft_nursery)) as groups:
+        current.when_in_the_way(groups.make_way)
         yield groups
+        current.when_in_the_way(None)
 
 
 @pytest.fixture
@@ -134,18 +144,47 @@ def weft_group(weft_groups: Groups, request: pytest.FixtureRequest) -> Iterator[
     ``LIMIT_S``. A worker that ended, or a reference that stays, does not reach the next test: it
     gets a new group.
     """
-    group = weft_groups.shared()
-    before = _references(group)
+    if any(mark.name == "weft" for mark in request.node.own_markers):
+        raise ConfigurationError(
+            "the test takes weft_group, which always has two workers, and its pytest.mark.weft is "
+            "for weft_own_group; take weft_own_group, or omit the mark"
+        )
+    group, before = _taken(weft_groups)
+    weft_groups.is_taken = True
+    ended = ""
     try:
         yield group
         if request.node.stash.get(_ENDED_EARLY, False):
             if _left(group, before):  # The traceback of the test holds its references.
                 weft_groups.drop()
-            return
-        _wait_until(lambda: _left(group, before) == {}, lambda: _described(group, before))
+        else:
+            if _left(group, before):  # pytest keeps values of fixtures that have ended.
+                request.node.funcargs.clear()
+            _wait_until(lambda: _left(group, before) == {}, lambda: _described(group, before))
+    except WorkerLost as error:
+        ended = f"a worker of the group that tests share has ended: {error}"
+    except NotInitialized:
+        ended = "the test has left the group that tests share"
     except BaseException:
         weft_groups.drop()
         raise
+    finally:
+        weft_groups.is_taken = False
+    if ended:
+        weft_groups.drop()
+        if not request.node.stash.get(_ENDED_EARLY, False):
+            pytest.fail(f"{ended}; a test that does so takes weft_own_group", pytrace=False)
+
+
+def _taken(groups: Groups) -> tuple[Cluster, Counts]:
+    """Returns the group that tests share, and its references; a new one if a worker has ended."""
+    try:
+        group = groups.shared()
+        return group, _references(group)
+    except (WorkerLost, NotInitialized):  # It ended after the last test.
+        groups.drop()
+    group = groups.shared()
+    return group, _references(group)
 
 
 @pytest.fixture
@@ -232,8 +271,10 @@ def _threads(pid: int) -> Iterator[Path]:
 
 def _pid_of(group: Cluster, worker: str) -> int:
     pid = group.pids.get(worker)
-    if pid is None:
-        raise ConfigurationError(f"there is no worker {worker!r} in {group!r}")
+    if pid is None or any(
+        each.worker.name == worker and each.state is WorkerState.LOST for each in health()
+    ):
+        raise ConfigurationError(f"no worker {worker!r} runs in {group!r}")
     return pid
 
 
@@ -277,5 +318,5 @@ def _wait_until(is_so: Callable[[], bool], message: Callable[[], str]) -> None:
     deadline_s = time.monotonic() + LIMIT_S
     while not is_so():
         if time.monotonic() > deadline_s:
-            pytest.fail(message())
+            pytest.fail(message(), pytrace=False)
         time.sleep(_PAUSE_S)

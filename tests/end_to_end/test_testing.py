@@ -11,12 +11,14 @@ import pytest
 CONFTEST = 'pytest_plugins = ["torchweft.testing"]\n'
 PROGRAM = """
 import os
+import signal
 import time
 
 import pytest
 import torch
 from torch import nn
 
+import torchweft
 from torchweft import rpc, testing
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 
@@ -59,9 +61,60 @@ def test_paused(weft_group):
     assert rpc.rpc_sync("worker0", os.getpid) == weft_group.pids["worker0"]
 
 
-def test_no_such_worker(weft_group):
-    with pytest.raises(ConfigurationError, match="no worker 'worker7' in <Cluster"):
-        testing.kill(weft_group, "worker7")
+def test_no_such_worker(weft_own_group):
+    testing.kill(weft_own_group, "worker0")
+    for name in ("worker7", "worker0"):
+        with pytest.raises(ConfigurationError, match=f"no worker '{name}' runs in <Cluster"):
+            testing.kill(weft_own_group, name)
+
+
+@pytest.fixture
+def layer(weft_group):
+    return rpc.remote("worker0", nn.Linear, (2, 3))
+
+
+def test_fixture(layer, weft_group):
+    pids[:] = [weft_group.pids]
+    assert layer.rpc_sync().forward(torch.ones(1, 2)).shape == (1, 3)
+
+
+def end_a_worker():
+    os.kill(pids[0]["worker0"], signal.SIGKILL)
+    deadline_s = time.monotonic() + 10
+    while rpc.health()[1].state is not rpc.WorkerState.LOST and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+
+
+def test_beside_the_group():
+    end_a_worker()
+
+
+def test_after_a_worker_ended(weft_group):
+    assert weft_group.pids != pids[0]
+    pids[:] = [weft_group.pids]
+
+
+def test_starts_a_group_itself(weft_nursery):
+    end_a_worker()
+    with torchweft.cluster(workers=1, nursery=weft_nursery):
+        assert rpc.rpc_sync("worker0", len, ((),)) == 0
+
+
+def test_ends_a_worker(weft_group):
+    testing.kill(weft_group, "worker0")
+
+
+def test_leaves(weft_group):
+    weft_group.close()
+
+
+def test_shared_anew(weft_group):
+    pids[:] = [weft_group.pids]
+
+
+@pytest.mark.weft(workers=3)
+def test_mark_of_the_other(weft_group):
+    pass
 
 
 def test_leak(monkeypatch, weft_group):  # What is taken first ends last.
@@ -118,6 +171,10 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> str:
         "killed",
         "paused",
         "no_such_worker",
+        "fixture",
+        "after_a_worker_ended",
+        "starts_a_group_itself",
+        "shared_anew",
         "after_a_leak",
         "after_a_failure",
     ],
@@ -142,4 +199,18 @@ def test_two_groups_at_a_time_are_refused(output: str) -> None:
 
 def test_a_mark_with_positional_arguments_is_refused(output: str) -> None:
     assert "pass them by name: @pytest.mark.weft(workers=3)" in output, output
-    assert "1 failed, 9 passed, 3 errors" in output  # The leak is found after its test.
+    # Leaks and ended workers are found after their tests.
+    assert "1 failed, 16 passed, 6 errors" in output, output
+
+
+def test_a_mark_without_effect_is_refused(output: str) -> None:
+    assert "weft_group, which always has two workers" in output, output
+
+
+def test_a_test_that_ends_the_shared_group_is_told_of_the_other(output: str) -> None:
+    for name, text in (
+        ("ends_a_worker", "a worker of the group that tests share has ended: worker 'worker0'"),
+        ("leaves", "the test has left the group that tests share; a test that does so takes weft"),
+    ):
+        assert f"ERROR at teardown of test_{name} " in output, output
+        assert text in output

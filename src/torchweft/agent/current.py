@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from torchweft.agent.agent import Agent
 from torchweft.errors import AlreadyInitialized, NotInitialized
 
 _current: Agent | None = None
 _forked_from = ""
+_make_way: Callable[[], None] | None = None
 
 
 def current() -> Agent:
@@ -43,12 +45,20 @@ def is_forked() -> bool:
 
 
 def check_unset() -> None:
-    """Raises AlreadyInitialized where this process is a worker already."""
+    """Raises AlreadyInitialized where this process is a worker already, and remains one."""
+    if _current is not None and _make_way is not None:
+        _make_way()
     if _current is not None:
         raise AlreadyInitialized(
             f"RPC is already initialized: this process is worker {_current.info.name!r}; "
             "call torchweft.shutdown() before it joins another group"
         )
+
+
+def when_in_the_way(make_way: Callable[[], None] | None) -> None:
+    """Has ``make_way`` called before another group is joined; it may leave this one."""
+    global _make_way
+    _make_way = make_way
 
 
 def install(agent: Agent | None) -> None:
