@@ -38,6 +38,7 @@ from torchweft.serialize.tracebacks import (
     RemoteTraceback,
     notes_with_place,
     places_of,
+    with_lines_from_here,
 )
 
 _CHAIN_LIMIT = 64
@@ -339,6 +340,8 @@ class _Rebuilder:
             return
         try:
             value = self._open(blob)
+            if name == _NOTES:
+                value = [with_lines_from_here(note) for note in value]
         except Exception:
             return
         try:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import linecache
+import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +33,8 @@ _PACKAGE = __name__.partition(".")[0]
 _PLACE = 'On worker "'
 _HEADING = "Traceback (most recent call last):"
 _FULL = "full"
+_FRAME = re.compile(r'  File "(.+)", line (\d+), in ')
+_INDENT = " " * 4
 _TEXT_LIMIT = 200_000
 # They call functions of the program: an error raised in such a frame comes from the call itself.
 _CALLERS = frozenset(f"{_PACKAGE}.rpc.{name}" for name in ("serving", "outcomes", "coroutines"))
@@ -55,6 +60,31 @@ def notes_with_place(error: BaseException, worker: str) -> list[str]:
     elif not places_of(error):
         texts.append(f'{_PLACE}{worker}"')
     return texts
+
+
+def with_lines_from_here(note: str) -> str:
+    """Returns a note, with lines of code that only this process has: those of a notebook's cells.
+
+    The functions of a cell go to other workers by value, without their text.
+    """
+    if not note.startswith(_PLACE):
+        return note
+    texts = note.split("\n")
+    filled = []
+    for text, following in zip(texts, [*texts[1:], ""], strict=True):
+        filled.append(text)
+        frame = _FRAME.match(text)
+        if frame is not None and not following.startswith(_INDENT):
+            filled += _line_from_here(frame[1], int(frame[2]))
+    return "\n".join(filled)
+
+
+def _line_from_here(file: str, number: int) -> list[str]:
+    """Returns a line of code, as shown in a traceback; none if it is of a file, or unknown."""
+    if file not in linecache.cache or os.path.exists(file):
+        return []
+    line = linecache.getline(file, number).strip()
+    return [_INDENT + line] if line else []
 
 
 def shorten(error: BaseException) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import json
+import linecache
 import pickle
 import sys
 import threading
@@ -239,6 +240,31 @@ def test_the_remote_traceback_is_part_of_the_printed_error() -> None:
     if PRINTS_NOTES:
         assert arrived.__cause__ is None
         assert text.index("cannot read /data/part-7") < text.index("in innermost")
+
+
+def test_lines_of_a_cell_are_shown_where_the_cell_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "def outer(x):\n    return 1 / inner(x)\n\n\ndef inner(x):\n    return 1 / x\n"
+    names: dict[str, Any] = {}
+    exec(compile(cell, "/tmp/cell/1.py", "exec"), names)
+    try:
+        names["outer"](0)
+    except ZeroDivisionError as error:
+        packed = pack_error(error, "worker0")
+    frames = [
+        '  File "/tmp/cell/1.py", line 2, in outer',
+        '  File "/tmp/cell/1.py", line 6, in inner',
+    ]
+    here, elsewhere = 'On worker "worker0":', "\n".join(frames)
+    (place,) = places_of(unpack_error(packed))
+    assert place.startswith(here)
+    assert place.endswith(elsewhere)
+    entry = (len(cell), None, cell.splitlines(keepends=True), "/tmp/cell/1.py")
+    monkeypatch.setitem(linecache.cache, "/tmp/cell/1.py", entry)
+    (place,) = places_of(unpack_error(packed))
+    shown = [frames[0], "    return 1 / inner(x)", frames[1], "    return 1 / x"]
+    assert place.endswith("\n".join(shown))
+    again = pack_error(unpack_error(packed), "worker1")
+    assert places_of(unpack_error(again))[0] == place
 
 
 def test_an_error_that_crosses_two_workers_tells_of_both() -> None:
