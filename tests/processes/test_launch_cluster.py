@@ -99,6 +99,20 @@ def test_process_ids_are_known_even_if_they_are_told_after_a_worker_has_joined(
         assert rpc.rpc_sync("worker0", identify) == ("worker0", 1, pid)
 
 
+def test_the_program_may_leave_by_shutdown(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = cluster(workers=1, nursery=nursery).start()
+    rpc.shutdown()
+    wait_until(lambda: "ended" in repr(left))
+    with cluster(workers=1, nursery=nursery):
+        assert "not running" in repr(left)
+        left.close()
+        assert rpc.rpc_sync("worker0", identify)[0] == "worker0"
+        rpc.shutdown()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_nursery_that_tells_no_process_id_is_an_error(
     nursery: Nursery, monkeypatch: pytest.MonkeyPatch
 ) -> None:

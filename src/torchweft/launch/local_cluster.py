@@ -69,6 +69,10 @@ PIDS_S = 10.0
 """Seconds by which a worker's process id may be known later than that it has joined."""
 
 
+_left: set[Cluster] = set()
+"""Clusters whose group the caller has left, but that are not closed; the next one ends them."""
+
+
 class Cluster:
     """Worker processes around the calling program; made by ``torchweft.cluster``.
 
@@ -148,6 +152,8 @@ class Cluster:
         if self._supervisor is not None:
             raise LaunchError("this cluster is running already; make another one, or close it")
         _check_unset()
+        for left in list(_left):
+            left.abandon()
         if self._terms.options is not None:  # Otherwise torch is loaded later, see _check_unset.
             check_options(self._plain_options())
         self._check_scrapes()
@@ -163,6 +169,7 @@ class Cluster:
             with knobs.METRICS.override(here):
                 self._join()
             self._has_joined = True
+            self._watch_leaving()
             self._await_pids()
         except BaseException as error:
             failure = self._failure() or self._unfinished_setup(error)
@@ -249,10 +256,9 @@ class Cluster:
 
     def _leave_group(self, watch: LeaveWatch) -> ShutdownError | None:
         """Leaves the group; returns the error, if any."""
-        from torchweft.agent import current
         from torchweft.rpc.joining import leave
 
-        if not current.is_set():
+        if not self._has_joined:
             return None
         try:
             leave(0.0 if math.isinf(watch.limit_s) else watch.limit_s, watch.following)
@@ -390,6 +396,16 @@ class Cluster:
         options.store = self._store = ClusterStore(file_store, self._failure)
         rpc.init_rpc(self.name, rank=0, world_size=world_size, rpc_backend_options=options)
 
+    def _watch_leaving(self) -> None:
+        from torchweft.rpc.node import current_node
+
+        current_node().on_end[self] = self._on_left
+
+    def _on_left(self) -> None:
+        """Called when the caller leaves the group, also by ``shutdown()``: its workers may end."""
+        self._is_closing, self._has_joined = True, False
+        _left.add(self)
+
     def _await_pids(self) -> None:
         """Waits until all process ids are known: a worker may join before its nursery tells."""
         deadline_s = time.monotonic() + PIDS_S
@@ -468,6 +484,7 @@ class Cluster:
 
     def _clean_up(self) -> None:
         atexit.unregister(self.abandon)
+        _left.discard(self)
         if self._nursery is not None:
             self._nursery.end()
         if self._follower is not None:
