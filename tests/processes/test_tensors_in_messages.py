@@ -20,7 +20,7 @@ from torchweft.rpc.worker import WORKER
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
-LARGE = torch.zeros(1 << 15)
+LARGE = torch.zeros(1 << 16)
 """Beside it, all tensors of a message go by tables."""
 
 
