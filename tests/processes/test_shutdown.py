@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,10 +14,12 @@ import torch
 import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options
+from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.errors import DuplicateName, NotInitialized, ShutdownError, WeftError, WorkerLost
 from torchweft.launch import Cluster, Nursery
 from torchweft.launch.terms import Terms
+from torchweft.rpc.node import current_node
 
 
 @pytest.fixture
@@ -68,6 +71,27 @@ def test_what_has_begun_is_finished(
 
 LATE = r"longer than 0\.2 s; workers? '\w+'.* had (calls under way|not called shutdown)"
 """The second alternative occurs on a busy machine, whose workers call ``shutdown`` late."""
+
+
+def join_groups(rank: int, port: int) -> int:
+    """Joins two groups, one after the other, at one address; rank 0 ends slowly."""
+    for _ in range(2):
+        at = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=20.0)
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=at)
+        if rank == 0:
+            current_node().on_end["slowly"] = lambda: time.sleep(0.2)
+        answer: int = rpc.rpc_sync(f"worker{1 - rank}", abs, args=(-rank,))
+        rpc.shutdown()
+    return answer
+
+
+def test_the_next_group_does_not_meet_at_the_store_of_one_that_ends(warm: OpenWorkers) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    for rank in range(2):
+        warm.begin(f"worker{rank}", join_groups, rank, port)
+    assert [warm.result(f"worker{rank}") for rank in range(2)] == [0, 1]
 
 
 def test_a_time_limit(start: Callable[..., Cluster]) -> None:

@@ -45,15 +45,21 @@ class Leaving:
     Args:
         worker: The worker.
         waits: Logs a wait that takes long.
+        on_settling: Called when no worker needs this one any more, before another one may leave.
         on_left: Called when the wait for leaving has ended, successfully or not.
     """
 
     def __init__(
-        self, worker: Worker, waits: LongWaits, on_left: Callable[[], None] = lambda: None
+        self,
+        worker: Worker,
+        waits: LongWaits,
+        on_settling: Callable[[], None] = lambda: None,
+        on_left: Callable[[], None] = lambda: None,
     ) -> None:
         self._worker = worker
         self._agent = agent = worker.agent
         self._waits = waits
+        self._on_settling = on_settling
         self._on_left = on_left
         self._lock = threading.Lock()
         self._machine = (
@@ -251,6 +257,7 @@ class Leaving:
     def _settle(self) -> None:
         """Drops all references."""
         self._is_settling_due = False
+        self._on_settling()
         if self._notes_held:
             self.held = self._worker.references.report_held()
         self._worker.references.begin_settling()

@@ -65,7 +65,7 @@ class Node:
         observers: Answers those who observe it.
         dumps: Writes what the worker does to files.
         spin_limit: Makes idle threads of OpenMP sleep.
-        store: The store; None once the worker has ended.
+        store: The store; None once the worker has ended, or its closed group is about to.
         on_end: What ends with the worker, in any order: functions by any key.
     """
 
@@ -103,7 +103,7 @@ class Node:
         self.waits.add(self.gatherings.open_waits)
         self.ports = Ports(self.worker)
         self.sources = Sources(agent)
-        self.leaving = Leaving(self.worker, self.waits, self._note_left)
+        self.leaving = Leaving(self.worker, self.waits, self._close_store, self._note_left)
         reporter = Reporter(self.worker, self.counting, group)
         self.dumps = Dumps(self.worker, reporter, group)
         self.observers = Observers(self.agent, reporter, self.counting)
@@ -158,6 +158,12 @@ class Node:
 
     def _note_joined(self, peer: Peer) -> None:
         self.agent.events.note("worker %r is known", peer.name)
+
+    def _close_store(self) -> None:
+        # A worker that leaves may join the next group at the same address. It must not find the
+        # store of this one, which would end while it is in use.
+        if not self.agent.members.is_open:
+            self.store = None
 
     def _note_left(self) -> None:
         if self.store is not None:
