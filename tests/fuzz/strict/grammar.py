@@ -333,6 +333,7 @@ class Grammar:
                 *chance.choice(((), (1,), (self.value(1),))),
             ),
             "serving:fetch": lambda: self._address(chance.randrange(_VALUES)),
+            "serving:has_joined": lambda: (),
             "stream_sources:begin": lambda: chance.choice(
                 (
                     (chance.randrange(4), self._function(), (self.value(1),), {}),

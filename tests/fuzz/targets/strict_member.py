@@ -85,14 +85,19 @@ def _rehearse() -> None:
         with contextlib.suppress(ImportError):  # Another version of torch has others.
             importlib.import_module(name)
     for number in range(300):
-        _serve(Grammar(random.Random(number)).message(), _victim.world())
+        data = Grammar(random.Random(number)).message()
+        _serve(data, _victim.world(), _parser(data))
     watching.read_sources()
 
 
-def _serve(data: bytes, world: World) -> Exception | None:
-    parser = FrameParser(
+def _parser(data: bytes) -> FrameParser:
+    """Returns the parser of a connection that is to bring a message."""
+    return FrameParser(
         lambda size: memoryview(bytearray(size)), len(data) + 64, _LIMIT_BYTES, _LIMIT_BYTES
     )
+
+
+def _serve(data: bytes, world: World, parser: FrameParser) -> Exception | None:
     refusal: Exception | None = None
     space = parser.space()[0]
     space[: len(data)] = data
@@ -147,9 +152,9 @@ def run(data: bytes) -> Exception | None:
     """Delivers one message to a worker, and asserts that the worker did nothing forbidden."""
     begin()
     with _silence():
-        world = _victim.world()
+        world, parser = _victim.world(), _parser(data)
         with watching.nothing_else_done():
-            return _serve(data, world)
+            return _serve(data, world, parser)
 
 
 def make(chance: random.Random) -> bytes:

@@ -21,7 +21,7 @@ FOUND = [
     # A call whose name ends beyond the message got the rest of the message as its name.
     ("messages", b"\1" + bytes(32) + b"\xff\xff" + bytes(8) + b"name"),
     # Tensors without elements are of a few bytes each, and came without any limit.
-    ("inline", (b"\0\0\1" + bytes(12)) * 4700),
+    ("inline", (b"\0\0\1" + bytes(12)) * 140_000),
     # A tensor of integers came from a graph, which no such tensor can.
     ("inline", b"\5\x10\1" + (4).to_bytes(4, "little") + b"\1" + bytes(11)),
     # Errors held a view under iteration, which crashes the garbage collector of older Pythons.
