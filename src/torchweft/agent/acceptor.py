@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchweft import knobs
-from torchweft.agent.connector import REGISTRATION, VERDICT, Connector, send_verdict
+from torchweft.agent.connector import REGISTRATION, VERDICT, Connector
 from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Capabilities, close_all, map_memory
 from torchweft.errors import DuplicateName, ProtocolError
@@ -220,13 +220,11 @@ class Acceptor:
             with_memory = bool(theirs.memory_nonce) and said.terms is None
             if with_memory:
                 self._receive_memory(peer, handshake, theirs)
-            link = self._connector.install(peer, connection, said.terms)
+            self._connector.install(peer, connection, said.terms, begins_with_verdict=with_memory)
         except BaseException:
             with peer.state_lock:
                 peer.connecting.accept_failed()
             raise
-        if with_memory:
-            send_verdict(peer, link)
 
     def _welcome(self, connection: socket.socket, handshake: Handshake, peer: Peer) -> None:
         facts = self._connector.facts(verdict=peer.channels.verdict())

@@ -433,9 +433,27 @@ class Connector:
         self.memory.lend(peer.channels, connection)
         return theirs
 
-    def install(self, peer: Peer, connection: socket.socket, terms: Terms | None) -> Link:
-        """Installs a connection as the link to a peer."""
+    def install(
+        self,
+        peer: Peer,
+        connection: socket.socket,
+        terms: Terms | None,
+        *,
+        begins_with_verdict: bool = False,
+    ) -> Link:
+        """Installs a connection as the link to a peer.
+
+        Args:
+            peer: The peer.
+            connection: The connection, after its handshake; owned from here on.
+            terms: The terms of the session; None without one.
+            begins_with_verdict: Whether the verdict is sent before the messages of other threads,
+                so that the peer can use each channel from its first tensor on. Not for a session,
+                which may break only once it is adopted.
+        """
         link = self.shell.make_link(connection, peer, terms)
+        if begins_with_verdict:
+            send_verdict(peer, link)
         peer.dial_data = functools.partial(self._dial_data, peer)
         self.shell.adopt(peer, link, terms)
         peer.linked.set()

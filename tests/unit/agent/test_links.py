@@ -96,10 +96,11 @@ def test_a_dialler_that_leaves_before_its_greeting_was_answered_is_heard(
 def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     has_left, is_accepted = threading.Event(), threading.Event()
     greet, on_readable = acceptor.Acceptor.greet, Receiver.on_readable
+    verdict = connector.send_verdict
 
     def send_verdict(*arguments: Any) -> None:
         assert has_left.wait(LIMIT_S)
-        connector.send_verdict(*arguments)
+        verdict(*arguments)
 
     def note_accepted(*arguments: Any) -> None:
         greet(*arguments)
@@ -110,7 +111,7 @@ def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.M
             assert is_accepted.wait(LIMIT_S)
         on_readable(receiver, *arguments)
 
-    monkeypatch.setattr(acceptor, "send_verdict", send_verdict)
+    monkeypatch.setattr(connector, "send_verdict", send_verdict)
     monkeypatch.setattr(acceptor.Acceptor, "greet", note_accepted)
     monkeypatch.setattr(Receiver, "on_readable", read_after_it)
     with group_of(2) as (first, second):

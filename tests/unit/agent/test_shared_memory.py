@@ -10,10 +10,14 @@ import pytest
 
 from tests.unit.agent.group import KEY, group_of
 from torchweft import knobs
+from torchweft.agent import connector
+from torchweft.agent.connector import send_verdict
+from torchweft.agent.peers import Peer
 from torchweft.channel.choice import Channels, MemoryExchange, close_all, map_memory
 from torchweft.channel.table import ChannelKind
 from torchweft.secret import Secret
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
+from torchweft.transport.link import Link
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
@@ -115,7 +119,12 @@ def test_tcp_carries_no_descriptor(exchange: MemoryExchange) -> None:
 
 
 @pytest.mark.parametrize("dialler", [0, 1])
-def test_both_sides_of_a_connection_borrow(dialler: int) -> None:
+def test_both_sides_of_a_connection_borrow(dialler: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_late(peer: Peer, link: Link) -> None:
+        time.sleep(0.02)  # Another thread would send its message meanwhile, if it could.
+        send_verdict(peer, link)
+
+    monkeypatch.setattr(connector, "send_verdict", send_late)
     with knobs.SHM_LIMIT_BYTES.override(8 * MIB), group_of(2) as members:
         for member in members:
             member.start()
