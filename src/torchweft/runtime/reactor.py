@@ -68,6 +68,8 @@ _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
 _CROWDED_S = 0.05
 """For how long threads lead, once there were too few cores."""
+_CONFIRMED_S = 0.02
+"""Within which time a second look has to find too few cores, before threads lead."""
 _REST_S = 1.0
 """For how long no thread leads, once a leader has held others up."""
 
@@ -106,6 +108,7 @@ class Reactor:
         self._handled_at_last_look = -1
         self._cores = os.cpu_count() or 1
         self._is_crowded = False
+        self._confirmed_until_s = 0.0
         self._next_look_s = 0.0
         self._handlers: dict[int, Callable[[], None]] = {}
         self._followers: dict[int, Callable[[bool], bool]] = {}
@@ -259,8 +262,13 @@ class Reactor:
         if self._handling and self._handled == self._handled_at_last_look:
             self._end_lead()
         elif now_s >= self._next_look_s and not self._is_closing:
-            self._is_crowded = running_threads() - 1 > self._cores  # without this thread
+            lacks_cores = running_threads() - 1 > self._cores  # without this thread
+            # One look alone may see threads that wake at the same time, and sleep again at once.
+            self._is_crowded = lacks_cores and now_s < self._confirmed_until_s
+            if lacks_cores:
+                self._confirmed_until_s = now_s + _CONFIRMED_S
             if self._is_crowded:
+                self._confirmed_until_s += _CROWDED_S
                 self._next_look_s = now_s + _CROWDED_S
         self._handled_at_last_look = self._handled
 

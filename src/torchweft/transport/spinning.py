@@ -8,6 +8,10 @@ success. Each failure doubles the rest, the time in which waits go straight to s
 lets the next wait spin. The rest is bounded, so that at worst half a percent of the time is spent
 spinning, and spinning that has become worthwhile is noticed within a few calls.
 
+A wait may fail because it was the first one after a pause. So the rest ends early if waits follow
+each other so quickly that each would have found its data while spinning. If the next one fails all
+the same, both sides share a core: from then on a rest takes its time, until a wait succeeds.
+
 Between the messages of a training step the other side computes for some hundred microseconds. A
 thread that has spun in vain for the usual moment continues for several times as long, if no
 thread on the machine waits for a core meanwhile.
@@ -24,6 +28,8 @@ from torchweft.probe import running_threads
 _SHORTEST_REST = 10
 _LONGEST_REST = 200
 """Rests, as multiples of the time spun in vain."""
+_QUICK_WAITS = 3
+"""So many waits in a row, each begun within a spin's time of the one before, end a rest."""
 _LOAD_AGE_S = 0.005
 """How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
@@ -32,9 +38,12 @@ class Spinning:
     """Decides for one kind of wait on one connection whether to spin; learns from the outcome."""
 
     __slots__ = (
+        "_asked_s",
         "_cores",
         "_has_free_core",
         "_load_until_s",
+        "_may_end_rest",
+        "_quick_waits",
         "_rest",
         "_rests_until_s",
         "long_spin_s",
@@ -47,12 +56,28 @@ class Spinning:
         self.long_spin_s = max(knobs.LONG_SPIN_S.get(), self.spin_s)
         self._rest = _SHORTEST_REST
         self._rests_until_s = 0.0
+        self._asked_s = 0.0
+        self._quick_waits = 0
+        self._may_end_rest = True
         self._has_free_core = False
         self._load_until_s = 0.0
 
     def is_worthwhile(self) -> bool:
-        """Whether the next wait is to spin first."""
-        return self.spin_s > 0.0 and monotonic() >= self._rests_until_s
+        """Whether the wait that begins now is to spin first."""
+        if self.spin_s <= 0.0:
+            return False
+        now_s = monotonic()
+        return now_s >= self._rests_until_s or (self._may_end_rest and self._ends_rest(now_s))
+
+    def _ends_rest(self, now_s: float) -> bool:
+        """Whether the last waits were so short that this one ends the rest."""
+        is_quick = now_s - self._asked_s < self.spin_s
+        self._asked_s = now_s
+        self._quick_waits = self._quick_waits + 1 if is_quick else 0
+        if self._quick_waits < _QUICK_WAITS:
+            return False
+        self._may_end_rest, self._quick_waits, self._rests_until_s = False, 0, now_s
+        return True
 
     def begin(self) -> Look:
         """Returns a ``Look`` that begins now."""
@@ -61,6 +86,7 @@ class Spinning:
     def succeeded(self) -> None:
         """Notes that the awaited data arrived while spinning."""
         self._rest = _SHORTEST_REST
+        self._may_end_rest = True
 
     def may_go_on(self, now_s: float) -> bool:
         """Whether to spin for ``long_spin_s`` if ``spin_s`` was not enough."""
