@@ -66,10 +66,10 @@ _first = operator.itemgetter(0)
 _CLOSED = -1  # A late write to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
-_CROWDED_S = 0.05
-"""For how long threads lead, once there were too few cores."""
-_CONFIRMED_S = 0.02
-"""Within which time a second look has to find too few cores, before threads lead."""
+_CROWDED_LOOKS, _MOST_LOOKS = 2, 4
+"""Threads lead from so many looks on that have found too few cores; more than that do not count."""
+_STALE_S = 0.02
+"""How long a look at the load counts."""
 _REST_S = 1.0
 """For how long no thread leads, once a leader has held others up."""
 
@@ -108,8 +108,8 @@ class Reactor:
         self._handled_at_last_look = -1
         self._cores = os.cpu_count() or 1
         self._is_crowded = False
-        self._confirmed_until_s = 0.0
-        self._next_look_s = 0.0
+        self._crowded_looks = 0
+        self._looked_s = self._next_look_s = 0.0
         self._handlers: dict[int, Callable[[], None]] = {}
         self._followers: dict[int, Callable[[bool], bool]] = {}
         self.unarmed: dict[int, int] = {}
@@ -262,15 +262,23 @@ class Reactor:
         if self._handling and self._handled == self._handled_at_last_look:
             self._end_lead()
         elif now_s >= self._next_look_s and not self._is_closing:
-            lacks_cores = running_threads() - 1 > self._cores  # without this thread
-            # One look alone may see threads that wake at the same time, and sleep again at once.
-            self._is_crowded = lacks_cores and now_s < self._confirmed_until_s
-            if lacks_cores:
-                self._confirmed_until_s = now_s + _CONFIRMED_S
-            if self._is_crowded:
-                self._confirmed_until_s += _CROWDED_S
-                self._next_look_s = now_s + _CROWDED_S
+            self._look_at_load(now_s)
         self._handled_at_last_look = self._handled
+
+    def _look_at_load(self, now_s: float) -> None:
+        """Decides from several looks whether cores are lacking.
+
+        One look alone may see threads that wake at the same time, and sleep again at once.
+        """
+        lacks_cores = running_threads() - 1 > self._cores  # without this thread
+        if now_s > self._looked_s + _STALE_S:
+            self._crowded_looks = 0
+        if lacks_cores:
+            self._crowded_looks = min(self._crowded_looks + 1, _MOST_LOOKS)
+        else:
+            self._crowded_looks = max(self._crowded_looks - 1, 0)
+        self._looked_s = now_s
+        self._is_crowded = self._crowded_looks >= _CROWDED_LOOKS
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""

@@ -24,7 +24,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     running = [CORES + 1]
     monkeypatch.setattr(os, "cpu_count", lambda: CORES)
     monkeypatch.setattr(module, "running_threads", lambda: running[0] + 1)
-    monkeypatch.setattr(module, "_CROWDED_S", 0.0)
+    monkeypatch.setattr(module, "_MOST_LOOKS", module._CROWDED_LOOKS)
     return running
 
 
