@@ -220,11 +220,9 @@ def _poll_of(reading: Reading) -> select.poll:
 
 
 def _spin(poll: select.poll, spinning: Spinning) -> list[tuple[int, int]]:
-    began_s = time.monotonic()
+    look = spinning.begin()
     while not (ready := poll.poll(0)):
-        spun_s = time.monotonic() - began_s
-        if spun_s > spinning.spin_s:
-            spinning.failed(spun_s)
+        if not look.goes_on():
             return []
     spinning.succeeded()
     return ready

@@ -12,6 +12,12 @@ A wait may fail because it was the first one after a pause. So the rest ends ear
 each other so quickly that each would have found its data while spinning. If the next one fails all
 the same, both sides share a core: from then on a rest takes its time, until a wait succeeds.
 
+Both sides may share a core although another one is idle: Linux wakes a thread where it ran last,
+and moves it only if two threads of one core are ready to run at once. So a thread that has spun for
+longer than a small call takes offers its core to others in between. If they take the offer, both
+sides stay ready to run, and the system soon separates them. Until then, and where it cannot, the
+next waits offer the core at once, which is as fast as to sleep and to be woken.
+
 Between the messages of a training step the other side computes for some hundred microseconds. A
 thread that has spun in vain for the usual moment continues for several times as long, if no
 thread on the machine waits for a core meanwhile.
@@ -20,6 +26,7 @@ thread on the machine waits for a core meanwhile.
 from __future__ import annotations
 
 import os
+from os import sched_yield
 from time import monotonic
 
 from torchweft import knobs
@@ -30,6 +37,12 @@ _LONGEST_REST = 200
 """Rests, as multiples of the time spun in vain."""
 _QUICK_WAITS = 3
 """So many waits in a row, each begun within a spin's time of the one before, end a rest."""
+_ALONE_S = 30e-6
+"""How long a thread spins before it offers its core to others: a small call takes less."""
+_SWITCH_S = 5e-6
+"""An offer that takes longer was taken."""
+_FOREIGN_S = 100e-6
+"""An offer that takes longer was probably taken by another program than the peer."""
 _LOAD_AGE_S = 0.005
 """How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
@@ -46,6 +59,7 @@ class Spinning:
         "_quick_waits",
         "_rest",
         "_rests_until_s",
+        "alone_s",
         "long_spin_s",
         "spin_s",
     )
@@ -54,6 +68,7 @@ class Spinning:
         self._cores = os.cpu_count() or 1
         self.spin_s = knobs.SPIN_S.get() if self._cores > 1 else 0.0
         self.long_spin_s = max(knobs.LONG_SPIN_S.get(), self.spin_s)
+        self.alone_s = _ALONE_S
         self._rest = _SHORTEST_REST
         self._rests_until_s = 0.0
         self._asked_s = 0.0
@@ -106,21 +121,35 @@ class Spinning:
 class Look:
     """One period of spinning; the thread asks after each look whether to continue."""
 
-    __slots__ = ("_began_s", "_is_usual", "_limit_s", "_spinning")
+    __slots__ = ("_began_s", "_is_usual", "_limit_s", "_offers_from_s", "_spinning")
 
     def __init__(self, spinning: Spinning) -> None:
         self._spinning = spinning
         self._began_s = monotonic()
         self._limit_s = self._began_s + spinning.spin_s
+        self._offers_from_s = self._began_s + spinning.alone_s
         self._is_usual = True
+        spinning.alone_s = _ALONE_S  # Unless an offer is taken this time, too.
 
     def goes_on(self) -> bool:
         """Whether to look once more; if not, the spinning has failed."""
         now_s = monotonic()
         if now_s < self._limit_s:
-            return True
+            return now_s < self._offers_from_s or self._offer_core(now_s)
         if not (self._is_usual and self._spinning.may_go_on(now_s)):
             self._spinning.failed(now_s - self._began_s)
             return False
         self._is_usual, self._limit_s = False, self._began_s + self._spinning.long_spin_s
         return True
+
+    def _offer_core(self, now_s: float) -> bool:
+        """Lets other threads of this core run; returns whether to look once more."""
+        sched_yield()
+        taken_s = monotonic() - now_s
+        if taken_s < _SWITCH_S:
+            return True
+        self._spinning.alone_s = 0.0
+        if taken_s < _FOREIGN_S:
+            return True
+        self._spinning.failed(now_s - self._began_s)
+        return False

@@ -78,6 +78,30 @@ class Connection:
         return False
 
 
+def test_threads_lead_only_once_looks_agree(
+    busy: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = [100.0]
+    monkeypatch.setattr(module, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(module, "_MOST_LOOKS", 4)
+    reactor = Reactor("test", 4, FairQueue(limit=1000, limit_bytes=1 << 20))
+
+    def look(running: int, after_s: float = 0.005) -> bool:
+        now_s[0] += after_s
+        busy[0] = running
+        reactor.arm_if_left()
+        return reactor._is_crowded
+
+    assert [look(3), look(2), look(3), look(2)] == [False] * 4  # One look does not count.
+    assert [look(3), look(3)] == [False, True]
+    assert [look(2), look(3)] == [False, True]
+    assert [look(3) for _ in range(5)] == [True] * 5
+    assert [look(2) for _ in range(3)] == [True, True, False]
+    look(3)
+    assert not look(3, after_s=1.0)  # The look before it is too old.
+    assert reactor.close(LIMIT_S) == []
+
+
 class Two:
     """Two connections: the task of the first blocks until ``may_end`` is set."""
 

@@ -6,7 +6,7 @@ import pytest
 
 from torchweft import knobs
 from torchweft.transport import spinning as module
-from torchweft.transport.spinning import Spinning
+from torchweft.transport.spinning import Look, Spinning
 
 SPIN_S = 0.0001
 
@@ -89,3 +89,92 @@ def test_the_rest_is_as_long_as_what_was_spun_in_vain(clock: Clock) -> None:
     spinning = make()
     spinning.failed(10 * SPIN_S)
     assert rest_of(spinning, clock) == 100
+
+
+def ask_quickly(spinning: Spinning, clock: Clock, count: int = 4) -> bool:
+    """Whether one of ``count`` waits may spin, each begun half a spin after the one before."""
+    answers = []
+    for _ in range(count):
+        clock.now_s += SPIN_S / 2
+        answers.append(spinning.is_worthwhile())
+    return any(answers)
+
+
+def test_quick_waits_end_a_rest(clock: Clock) -> None:
+    spinning = make()
+    spinning.failed(100 * SPIN_S)
+    assert not ask_quickly(spinning, clock, 3)
+    assert ask_quickly(spinning, clock, 1)
+
+
+def test_slow_waits_do_not_end_a_rest(clock: Clock) -> None:
+    spinning = make()
+    spinning.failed(100 * SPIN_S)
+    for _ in range(50):
+        clock.now_s += 2 * SPIN_S
+        assert not spinning.is_worthwhile()
+
+
+def test_quick_waits_that_fail_to_spin_end_no_further_rest(clock: Clock) -> None:
+    spinning = make()
+    spinning.failed(100 * SPIN_S)
+    assert ask_quickly(spinning, clock)
+    spinning.failed(100 * SPIN_S)
+    assert not ask_quickly(spinning, clock, 50)
+    clock.now_s += 10_000 * SPIN_S
+    assert spinning.is_worthwhile()
+    spinning.succeeded()
+    spinning.failed(100 * SPIN_S)
+    assert ask_quickly(spinning, clock)
+
+
+class Core:
+    """A core that a thread offers; others take it for ``taken_s``."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self.taken_s = 0.0
+        self.offers = 0
+
+    def __call__(self) -> None:
+        self.offers += 1
+        self._clock.now_s += self.taken_s
+
+
+@pytest.fixture
+def core(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Core:
+    core = Core(clock)
+    monkeypatch.setattr(module, "sched_yield", core)
+    return core
+
+
+def look_once(look: Look, clock: Clock, after_s: float) -> bool:
+    clock.now_s += after_s
+    return look.goes_on()
+
+
+def test_a_thread_that_spins_for_longer_offers_its_core(clock: Clock, core: Core) -> None:
+    look = make().begin()
+    assert look_once(look, clock, 0.9 * module._ALONE_S)
+    assert core.offers == 0
+    assert look_once(look, clock, 0.2 * module._ALONE_S)
+    assert core.offers == 1
+
+
+def test_where_the_offer_is_taken_the_next_wait_offers_at_once(clock: Clock, core: Core) -> None:
+    spinning = make()
+    core.taken_s = 4 * module._SWITCH_S
+    assert look_once(spinning.begin(), clock, 1.1 * module._ALONE_S)
+    core.taken_s = 0.0
+    assert look_once(spinning.begin(), clock, 0.0)
+    assert core.offers == 2
+    # This one was not taken, so the sides no longer share a core.
+    assert look_once(spinning.begin(), clock, 0.0)
+    assert core.offers == 2
+
+
+def test_a_core_that_is_kept_ends_the_spinning(clock: Clock, core: Core) -> None:
+    spinning = make()
+    core.taken_s = 2 * module._FOREIGN_S
+    assert not look_once(spinning.begin(), clock, 0.5 * SPIN_S)
+    assert not spinning.is_worthwhile()
