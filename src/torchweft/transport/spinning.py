@@ -16,7 +16,8 @@ Both sides may share a core although another one is idle: Linux wakes a thread w
 and moves it only if two threads of one core are ready to run at once. So a thread that has spun for
 longer than a small call takes offers its core to others in between. If they take the offer, both
 sides stay ready to run, and the system soon separates them. Until then, and where it cannot, the
-next waits offer the core at once, which is as fast as to sleep and to be woken.
+next waits offer the core at once, which is as fast as to sleep and to be woken. A program that
+computes takes an offer for milliseconds: then the thread offers nothing for a while.
 
 Between the messages of a training step the other side computes for some hundred microseconds. A
 thread that has spun in vain for the usual moment continues for several times as long, if no
@@ -41,8 +42,10 @@ _ALONE_S = 30e-6
 """How long a thread spins before it offers its core to others: a small call takes less."""
 _SWITCH_S = 5e-6
 """An offer that takes longer was taken."""
-_FOREIGN_S = 100e-6
+_FOREIGN_S = 1e-3
 """An offer that takes longer was probably taken by another program than the peer."""
+_KEEP_S = 1.0
+"""For how long a thread offers nothing after that."""
 _LOAD_AGE_S = 0.005
 """How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
@@ -60,6 +63,7 @@ class Spinning:
         "_rest",
         "_rests_until_s",
         "alone_s",
+        "keeps_core_until_s",
         "long_spin_s",
         "spin_s",
     )
@@ -69,6 +73,7 @@ class Spinning:
         self.spin_s = knobs.SPIN_S.get() if self._cores > 1 else 0.0
         self.long_spin_s = max(knobs.LONG_SPIN_S.get(), self.spin_s)
         self.alone_s = _ALONE_S
+        self.keeps_core_until_s = 0.0
         self._rest = _SHORTEST_REST
         self._rests_until_s = 0.0
         self._asked_s = 0.0
@@ -135,7 +140,8 @@ class Look:
         """Whether to look once more; if not, the spinning has failed."""
         now_s = monotonic()
         if now_s < self._limit_s:
-            return now_s < self._offers_from_s or self._offer_core(now_s)
+            keeps = now_s < self._offers_from_s or now_s < self._spinning.keeps_core_until_s
+            return keeps or self._offer_core(now_s)
         if not (self._is_usual and self._spinning.may_go_on(now_s)):
             self._spinning.failed(now_s - self._began_s)
             return False
@@ -151,5 +157,6 @@ class Look:
         self._spinning.alone_s = 0.0
         if taken_s < _FOREIGN_S:
             return True
+        self._spinning.keeps_core_until_s = now_s + _KEEP_S
         self._spinning.failed(now_s - self._began_s)
         return False

@@ -173,8 +173,16 @@ def test_where_the_offer_is_taken_the_next_wait_offers_at_once(clock: Clock, cor
     assert core.offers == 2
 
 
-def test_a_core_that_is_kept_ends_the_spinning(clock: Clock, core: Core) -> None:
+def test_a_program_that_takes_the_core_for_long_gets_no_further_offer(
+    clock: Clock, core: Core
+) -> None:
     spinning = make()
     core.taken_s = 2 * module._FOREIGN_S
     assert not look_once(spinning.begin(), clock, 0.5 * SPIN_S)
     assert not spinning.is_worthwhile()
+    assert look_once(spinning.begin(), clock, 0.5 * SPIN_S)
+    assert core.offers == 1
+    clock.now_s += module._KEEP_S
+    core.taken_s = 0.0
+    assert look_once(spinning.begin(), clock, 0.5 * SPIN_S)
+    assert core.offers == 2
