@@ -145,8 +145,7 @@ def _live(plan: Plan, place: Place, report: Report) -> None:
         # Without a leader the others leave at once, and cannot be asked.
         if not any(plan.leader in error.names for error in report.errors):
             _attempt(report, _count_left, report)
-    if is_in:
-        _attempt(report, rpc.shutdown)
+    _attempt(report, rpc.shutdown)
     report.ended_s = time.monotonic()
     report.leaks = find_leaks(before)
     if report.leaks:

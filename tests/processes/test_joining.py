@@ -117,6 +117,21 @@ def test_a_worker_that_never_comes(rank: int) -> None:
     assert_not_joined()
 
 
+# The first TCP store of a process leaves a pipe of its event loop open for ever.
+@pytest.mark.keeps("descriptors")
+def test_after_a_failed_join_the_store_is_kept_until_the_shutdown() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}", init_timeout=0.1)
+    with pytest.raises(RendezvousTimeout):
+        rpc.init_rpc("alone", rank=0, world_size=2, rpc_backend_options=options)
+    socket.create_connection(("127.0.0.1", port)).close()
+    rpc.shutdown()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
 def test_nobody_hosts_the_store() -> None:
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))

@@ -41,8 +41,8 @@ _groups_before = 0
 Its store may outlive a group, so the keys of each group have this number. All workers must count
 the same, also those whose ``init_rpc`` is interrupted: only a verdict of rank 0 counts."""
 _store_of_failure: Any = None
-"""The store at which this process failed to join, until it joins: if it hosts the store, those who
-come late must find the verdict there."""
+"""The store at which this process failed to join, until it joins or calls ``shutdown``: if it hosts
+the store, workers that come late must find the verdict there."""
 NAME_VARIABLE = "WEFT_WORKER_NAME"
 INIT_METHOD_VARIABLE = "WEFT_INIT_METHOD"
 _ENVIRONMENT_METHOD = "env://"
@@ -200,7 +200,7 @@ def _listen_for_scrapes(place: Placement | None) -> Any:
 
 @without_own_frames
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
-    """Leaves the group; does nothing if this process is not a worker.
+    """Leaves the group. After a failed ``init_rpc``, closes the store that this process hosts.
 
     A graceful shutdown blocks until all workers have called ``shutdown`` and every call in the
     group has ended; this worker goes on serving meanwhile. Then all references are dropped. If a
@@ -214,8 +214,10 @@ def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
     Raises:
         ShutdownError: The shutdown was incomplete; names the missing workers and the reason.
     """
+    global _store_of_failure
     limit_of(timeout, math.inf)
     if not current_agent.is_set():
+        _store_of_failure = None
         return
     if graceful:
         leave(timeout)
