@@ -237,12 +237,18 @@ def _gather(
     if failed:
         first = next(iter(failed.values()))
         raise CallError(
-            f"Followers {list(failed)} failed or timed out in {ways.name} after "
-            f"{limits.call_s:.2f} seconds; the first error is {type(first).__name__}: {first}",
+            f"Followers {list(failed)} failed or timed out in _all_gather after "
+            f"{limits.call_s:.2f} seconds{_within(ways)}; the first error is "
+            f"{type(first).__name__}: {first}",
             worker=next(iter(failed)),
             call=ways.name,
         ) from first
     return outcome.values
+
+
+def _within(ways: Ways) -> str:
+    """Names the operation that gathers, if it is another than ``_all_gather``."""
+    return "" if ways.name == "_all_gather" else f", in {ways.name}"
 
 
 def _limits(timeout: float, default_s: float) -> Limits:
