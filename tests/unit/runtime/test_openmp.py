@@ -60,7 +60,7 @@ def looks(limit: SpinLimit, count: int) -> None:
 
 @pytest.mark.skipif(contention._loaded_library() is None, reason="this torch has another OpenMP")
 def test_a_team_while_the_host_is_busy(limit: SpinLimit, host: Host) -> None:
-    threads_before = count_threads()
+    threads_before = list_threads()
     looks(limit, 1)
     host.is_busy = False
     looks(limit, 1)
@@ -69,7 +69,7 @@ def test_a_team_while_the_host_is_busy(limit: SpinLimit, host: Host) -> None:
     assert not has_team(), "a moment is not enough"
     looks(limit, 2)
     assert has_team()
-    wait_for_threads(threads_before + 2)  # the team's owner and at least one more
+    wait_for_new_threads(threads_before, 2)  # the team's owner and at least one more
     host.is_busy = False
     looks(limit, 19)
     assert has_team()
@@ -77,12 +77,13 @@ def test_a_team_while_the_host_is_busy(limit: SpinLimit, host: Host) -> None:
     assert not has_team()
 
 
-def count_threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+def list_threads() -> set[str]:
+    return set(os.listdir("/proc/self/task"))
 
 
-def wait_for_threads(count: int) -> None:
-    while count_threads() < count:  # The test's own time limit bounds this.
+def wait_for_new_threads(before: set[str], count: int) -> None:
+    # Teams of earlier tests may end meanwhile. The test's own time limit bounds this.
+    while len(list_threads() - before) < count:
         os.sched_yield()
 
 
