@@ -163,8 +163,9 @@ class Link:
     def _begin(self, parts: list[Buffer]) -> None:
         # Another thread that is about to write empties it: then this one writes nothing. Nor does
         # a write that this signal handler has interrupted.
-        if self._may_begin is not None:
-            self._may_begin.clear()
+        interrupted = self._may_begin
+        if interrupted is not None:
+            interrupted.clear()
         now = self._may_begin = [_DONTWAIT]
         is_behind = self._writing.locked() or self._queue or self._begun is not None
         if is_behind or len(parts) > _IOV_LIMIT:
@@ -191,8 +192,9 @@ class Link:
 
         If not, it will write nothing before the caller releases ``_writing``.
         """
-        if self._may_begin is not None:
-            self._may_begin.clear()
+        now = self._may_begin  # Read once: the main thread may end its write at any moment.
+        if now is not None:
+            now.clear()
         return interrupts.frame_of_main().f_code is type(self)._begin.__code__
 
     def _wait_for_main(self) -> None:
@@ -202,8 +204,9 @@ class Link:
 
     def _take_begun(self) -> None:
         """Moves the rest of the main thread's write in progress to the front of the queue."""
-        if self._begun is not None:
-            parts, *sizes = self._begun
+        begun = self._begun  # Read once: a write that a signal handler interrupts may end now.
+        if begun is not None:
+            parts, *sizes = begun
             self._queue.extendleft(reversed(advance(parts, sum(sizes))))
             self.bytes_sent += sum(sizes)
             self._begun = None

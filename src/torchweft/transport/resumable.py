@@ -151,8 +151,9 @@ class ResumableLink(Link):
     def _begin(self, parts: list[Buffer]) -> None:
         # Another thread that is about to write empties it: then this one writes nothing. Nor does
         # a write that this signal handler has interrupted.
-        if self._may_begin is not None:
-            self._may_begin.clear()
+        interrupted = self._may_begin
+        if interrupted is not None:
+            interrupted.clear()
         now = self._may_begin = [_DONTWAIT] if self.may_be_interrupted else []
         if not now or self._writing.locked() or self._has_rest() or len(parts) > _IOV_LIMIT:
             self._queue.extend(parts)
