@@ -82,6 +82,8 @@ class Future(OrderedFuture[T]):
             return
         drop_frames(error)
         self._guard = guard
+        if self.is_watched:  # just now, before there was a guard
+            guard.was_seen = True
         self._set_unwrap_func(guard.raise_copy)
         self.set_result(error)  # type: ignore[arg-type]
 
