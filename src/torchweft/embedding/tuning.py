@@ -12,7 +12,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torchweft import rpc
 from torchweft.arguments import check_workers, did_you_mean
@@ -21,6 +21,8 @@ from torchweft.embedding.plan import Plan, RowWise, StepCost, TableWise, fit_ste
 from torchweft.embedding.plan.partitions import PARAMETERS
 from torchweft.embedding.tables import Tables
 from torchweft.errors import ConfigurationError
+
+T = TypeVar("T")
 
 _REASON = "tuned: t(P) of measured steps"
 
@@ -100,8 +102,9 @@ def tune_partitions(
         tables.reshard(_cut(tables.plan, chosen, servers[:count]))
         for _ in range(warm_up):
             make_step()
-        measured[count] = _slowest(tables, _step_s(make_step, steps, clock))
-    cost = fit_step_cost(measured.items())
+        measured[count] = max(_of_all(tables, _step_s(make_step, steps, clock)))
+    # Least squares of the same numbers may differ in the last bits from process to process.
+    cost = StepCost(*_of_all(tables, tuple(fit_step_cost(measured.items())))[0])
     best = cost.best(len(servers))
     if best != tried[-1]:
         tables.reshard(_cut(tables.plan, chosen, servers[:best]))
@@ -152,9 +155,10 @@ def _step_s(make_step: Callable[[], Any], steps: int, clock: Callable[[], float]
     return statistics.median(seconds)
 
 
-def _slowest(tables: Tables, seconds: float) -> float:
-    """Returns the largest time of all trainers, so that all decide the same; blocks."""
+def _of_all(tables: Tables, own: T) -> list[T]:
+    """Returns a value of each trainer, so that all decide the same; blocks."""
     if len(tables.trainers) == 1:
-        return seconds
+        return [own]
     timeout_s = 0.0 if math.isinf(tables.limit_s) else tables.limit_s
-    return max(rpc.all_gather(seconds, tables.trainers, timeout=timeout_s).values())
+    gathered = rpc.all_gather(own, tables.trainers, timeout=timeout_s)
+    return [gathered[trainer] for trainer in tables.trainers]
