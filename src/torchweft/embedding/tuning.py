@@ -23,6 +23,7 @@ from torchweft.embedding.tables import Tables
 from torchweft.errors import ConfigurationError
 
 T = TypeVar("T")
+
 _REASON = "tuned: t(P) of measured steps"
 
 

@@ -204,8 +204,9 @@ class Link:
 
     def _take_begun(self) -> None:
         """Moves the rest of the main thread's write in progress to the front of the queue."""
-        if self._begun is not None:
-            parts, *sizes = self._begun
+        begun = self._begun  # Read once: a write that a signal handler interrupts may end now.
+        if begun is not None:
+            parts, *sizes = begun
             self._queue.extendleft(reversed(advance(parts, sum(sizes))))
             self.bytes_sent += sum(sizes)
             self._begun = None

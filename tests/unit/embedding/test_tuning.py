@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
+from torchweft import rpc
 from torchweft.embedding import (
     Copies,
     PlanError,
@@ -23,7 +25,8 @@ SERVERS = ["a", "b", "c", "d", "e", "f"]
 class OneTrainer:
     """Tables whose steps take as long as a model says."""
 
-    trainers = ("a",)
+    trainers: tuple[str, ...] = ("a",)
+    limit_s = math.inf
 
     def __init__(self, cost: StepCost) -> None:
         configs = [TableConfig("words", 90, 4), TableConfig("few", 2, 4), TableConfig("days", 7, 4)]
@@ -58,6 +61,20 @@ def test_the_best_number_is_chosen_also_if_it_was_not_tried(cost: StepCost, best
     assert len(tables.plan.placed["words"].shards) == best
     chosen = [line for line in str(tuning).splitlines() if line.endswith("chosen")]
     assert [int(line.split()[0]) for line in chosen] == [best]
+
+
+def test_trainers_whose_fits_differ_in_the_last_bits_take_the_same_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = StepCost(1.8, 0.2, math.nextafter(0.1, 1.0))
+
+    def all_gather(own: Any, trainers: tuple[str, ...], timeout: float) -> dict[str, Any]:
+        return dict(zip(trainers, [first if isinstance(own, tuple) else own, own], strict=True))
+
+    monkeypatch.setattr(rpc, "all_gather", all_gather)
+    tables = OneTrainer(StepCost(1.8, 0.2, 0.1))
+    tables.trainers = ("a", "b")
+    assert tables.tune(counts=[1, 2, 6]).cost == first
 
 
 def test_small_tables_are_cut_over_as_many_servers_as_they_have_rows() -> None:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import math
+
 import pytest
 
+from torchweft.agent.calls import PendingCall
+from torchweft.rpc.futures import Future
 from torchweft.rpc.unseen import Guard, Report, _log_all
 
 
@@ -56,3 +61,31 @@ def test_an_error_whose_text_cannot_be_made(caplog: pytest.LogCaptureFixture) ->
 
     _log_all([Report("a call failed", Shy())], read)
     assert len(caplog.records) == 1
+
+
+def test_an_error_is_seen_if_its_future_is_watched_while_the_guard_is_made() -> None:
+    reports: list[Report] = []
+
+    class Worker:
+        future: Future[None]
+
+        @property
+        def unseen(self) -> Worker:
+            return self
+
+        def result_of(self, call: PendingCall) -> None:
+            raise KeyError("x")
+
+        def guard(self, error: BaseException, call: PendingCall) -> Guard:
+            # The program attaches a callback in another thread just now.
+            self.future.add_done_callback(lambda done: None)
+            return Guard(Report("the call failed", error), reports.append)
+
+    worker = Worker()
+    call = PendingCall(1, "callee", "function", math.inf)
+    worker.future = Future(worker, call)  # type: ignore[arg-type]
+    worker.future._complete(call)
+    assert worker.future.done()
+    del worker
+    gc.collect()
+    assert reports == []

@@ -11,6 +11,8 @@ import socket
 import threading
 from collections.abc import Callable
 
+import pytest
+
 from tests.interrupting import interrupt_at
 from tests.thorough import every
 from tests.unit.transport.reading import reading
@@ -23,11 +25,22 @@ from tests.unit.transport.test_resumable import (
     frame_parts,
 )
 from torchweft.agent.calls import READING, MainReader
-from torchweft.wire.frames import Frame, encode_frame
+from torchweft.transport.link import Link
+from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
 
 MESSAGE = FRAMES[1]
 SAID = [frame_parts(number, b"x" * number) for number in range(20)]
+
+
+class PlainEnd(End):
+    """A link that is no session's, connected to a plain socket."""
+
+    def __init__(self) -> None:
+        self.is_full = threading.Event()
+        ours, self.other = socket.socketpair()
+        parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
+        self.link = Link(ours, parser, lambda link: self.is_full.set())  # type: ignore[assignment]
 
 
 def elsewhere(function: Callable[[], object]) -> None:
@@ -69,6 +82,21 @@ def test_other_threads_go_on_behind_messages_of_the_main_thread() -> None:
         expected = as_bytes(FRAMES[0], FRAMES[2], FRAMES[3])
         assert end.arrived(len(expected)) == expected
         end.reconnect(0)
+        assert end.arrived(len(expected)) == expected
+
+
+@pytest.mark.parametrize("connect", [PlainEnd, End])
+def test_the_main_thread_ends_its_write_while_another_thread_looks_at_it(
+    connect: type[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with contextlib.closing(connect()) as end:
+        end.link.hold(FRAMES[0])
+        # ``_may_begin`` at each look of the other thread: the write ends before the third.
+        looks = iter([[0], [0]])
+        may_begin = property(lambda link: next(looks, None), lambda link, value: None)
+        monkeypatch.setattr(Link, "_may_begin", may_begin, raising=False)
+        elsewhere(lambda: end.link.send(MESSAGE, may_block=False))
+        expected = as_bytes(FRAMES[0], MESSAGE)
         assert end.arrived(len(expected)) == expected
 
 
