@@ -11,7 +11,6 @@ import torch
 from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled
 from torchweft.rpc.futures import Future
-from torchweft.rpc.unseen import Guard, Report
 
 
 class Agent:
@@ -163,17 +162,3 @@ def test_many_coroutines_await_one_future() -> None:
         return await asyncio.gather(*[wait() for _ in range(5)])
 
     assert asyncio.run(gather()) == [4] * 5
-
-
-def test_an_error_needs_no_report_if_its_future_is_watched_just_as_the_call_fails() -> None:
-    future, agent = new_future()
-
-    class Unseen:
-        def guard(self, error: BaseException, call: PendingCall) -> Guard:
-            future._watch()  # Another thread does it, before there is a guard.
-            return Guard(Report("the call failed", error), list[Report]().append)
-
-    agent.unseen = Unseen()  # type: ignore[attr-defined]
-    future._fail(KeyError("x"))
-    assert future._guard is not None
-    assert future._guard.was_seen

@@ -13,7 +13,6 @@ from tests.unit.transport.secure.meeting import tcp_pair
 from torchweft.errors import ProtocolError
 from torchweft.transport import link
 from torchweft.transport.link import Link, LinkClosed
-from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 
 pytestmark = pytest.mark.usefixtures("not_main")
@@ -364,25 +363,3 @@ def test_who_may_block_does_not_wait_for_ever_for_a_peer_that_reads_nothing(
         assert bytes(frame.control) == b"z" * BIG_BYTES
         one.link.close()
         other.link.close()
-
-
-class MainThreadEndsMeanwhile(Link):
-    """A link whose main thread ends its write as soon as another thread has looked at it."""
-
-    @property  # type: ignore[override]
-    def _may_begin(self) -> list[int] | None:
-        seen, self._now = self._now, None
-        return seen
-
-    @_may_begin.setter
-    def _may_begin(self, value: list[int] | None) -> None:
-        self._now = value
-
-
-@pytest.mark.parametrize("kind", [Link, ResumableLink])
-def test_the_main_thread_may_end_its_write_while_another_one_looks(kind: type[Link]) -> None:
-    racing = type("Racing", (MainThreadEndsMeanwhile, kind), {})
-    link = racing.__new__(racing)
-    flags = link._may_begin = [1]
-    assert not link._is_main_writing()
-    assert flags == []
