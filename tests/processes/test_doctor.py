@@ -119,7 +119,8 @@ def test_busy_and_stopped_workers_are_named_from_outside(nursery: Nursery, tmp_p
     with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=single) as group:
         rpc.rpc_sync("worker1", read_time)
         call = rpc.rpc_async("worker0", deadlocks.read, args=(str(tmp_path / "pipe"),))
-        found = examined(str(os.getpid()))
+        with (tmp_path / "pipe").open("wb"):  # worker0 has begun to read it.
+            found = examined(str(os.getpid()))
         levels = {each["where"]: (each["level"], each["text"]) for each in found["pair"]}
         assert levels["driver -> worker0"] == (
             "note",
@@ -127,7 +128,6 @@ def test_busy_and_stopped_workers_are_named_from_outside(nursery: Nursery, tmp_p
         )
         # Its slot is taken, and it measures nevertheless.
         assert levels["worker0 -> driver"][0] == levels["driver -> worker1"][0] == "ok"
-        (tmp_path / "pipe").write_bytes(b"")
         call.wait()
         os.kill(group.pids["worker1"], signal.SIGSTOP)
         try:
