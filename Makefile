@@ -37,7 +37,7 @@ help:
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
 	@echo "make fuzz    made-up bytes on everything that decodes some"
-	@echo "make bench   Weft and torch.distributed.rpc side by side, in five minutes"
+	@echo "make bench   Weft and torch.distributed.rpc side by side, in about seven minutes"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
 	@echo "make bench-gpu        tensors and gradients between two processes on one GPU"
 	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"

@@ -200,7 +200,7 @@ def _listen_for_scrapes(place: Placement | None) -> Any:
 
 @without_own_frames
 def shutdown(graceful: bool = True, timeout: float = 0.0) -> None:
-    """Leaves the group. After a failed ``init_rpc``, closes the store that this process hosts.
+    """Leaves the group; without one, only closes the store of an ``init_rpc`` that failed.
 
     A graceful shutdown blocks until all workers have called ``shutdown`` and every call in the
     group has ended; this worker goes on serving meanwhile. Then all references are dropped. If a
