@@ -59,6 +59,7 @@ class LocalPass:
     _roots: Roots | None = None
     _is_settled = False
     _averaging: Averaging | None = None
+    _node_of_leaf: Mapping[int, Node] | None = None
 
     def __init__(
         self,
@@ -76,7 +77,8 @@ class LocalPass:
             self._ends = outside.ends_beside(context.receive_of, context.add_known_worker)
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
-        self._sink = with_leaf_hooks(add_to_grad if mode.into_grad else self._gradients.add_all)
+        sink = add_to_grad if mode.into_grad else self._gradients.add_all
+        self._sink = with_leaf_hooks(sink, self._nodes_of_leaves)
         if input_gradients is not None:
             self._ends = input_gradients.ends
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
@@ -235,7 +237,7 @@ class LocalPass:
         if self._averaging is not None:
             self._averaging.close()
             self._averaging = None
-        self._reached_of = {}
+        self._reached_of, self._node_of_leaf = {}, None
         self._alone, self._due = {}, []
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = None
@@ -333,6 +335,15 @@ class LocalPass:
             # Leaves of other contexts' placeholders stay targets: reaching one must raise.
             leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
         return reached._replace(leaves=leaves, passed=self._passed)
+
+    def _nodes_of_leaves(self) -> Mapping[int, Node]:
+        """Returns the nodes that accumulate the gradients of reached leaves, by the leaf's id."""
+        nodes = self._node_of_leaf
+        if nodes is None:
+            reached = (self._reached_of or {}).values()
+            nodes = {id(leaf): node for each in reached for node, leaf in each.leaves.items()}
+            self._node_of_leaf = nodes
+        return nodes
 
     def _placed(self, message_id: int, gradients: Sequence[Gradient]) -> Sequence[Gradient]:
         """Checks gradients, and moves them to the devices of the sent tensors."""

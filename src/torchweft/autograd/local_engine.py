@@ -183,11 +183,9 @@ def hooks_of(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[...
     """Returns the hooks that were added by ``register``, a method of a node, in order."""
     # torch gives access to the hooks of a node only through a new handle.
     handle = register(_nothing)
-    try:
-        hooks = handle.hooks_dict_ref()
-        return [hook for number, hook in hooks.items() if number != handle.id]
-    finally:
-        handle.remove()
+    hooks = handle.hooks_dict_ref()
+    del hooks[handle.id]
+    return list(hooks.values()) if hooks else []
 
 
 def _nothing(*_: Any) -> None:
@@ -213,17 +211,24 @@ def has_leaf_hooks(node: Node) -> bool:
     return _calls_leaf_hooks and bool(hooks_of(node.register_hook))
 
 
-def with_leaf_hooks(sink: Sink) -> Sink:
-    """Returns ``sink``, extended by calling the hooks of accumulating nodes if enabled."""
+def with_leaf_hooks(sink: Sink, nodes_of_leaves: Callable[[], Mapping[int, Node]]) -> Sink:
+    """Returns ``sink``, extended by calling the hooks of accumulating nodes if enabled.
+
+    Args:
+        sink: Takes the gradients of leaves.
+        nodes_of_leaves: Returns known accumulating nodes, by the ``id`` of their leaf.
+    """
     if not _calls_leaf_hooks:
         return sink
 
     def add_and_call(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
         pairs = list(pairs)
         sink(pairs, borrowed)
+        nodes = nodes_of_leaves()
         with torch.no_grad():
             for leaf, gradient in pairs:
-                for hook in hooks_of(_accumulating(leaf).register_hook):
+                node = nodes.get(id(leaf)) or _accumulating(leaf)
+                for hook in hooks_of(node.register_hook):
                     hook((), (gradient,))
 
     return add_and_call
