@@ -69,7 +69,8 @@ def _timed(work: Work, runs: int, clocks: Sequence[int]) -> tuple[list[float], l
         begin = clock()
         result = run()
         seconds.append((clock() - begin) / 1e9)
-        results.append(result)
+        if work.is_counted:  # Others are dropped, as by a program that goes on.
+            results.append(result)
     return seconds, results, _cpu_s(clocks) - cpu_before
 
 
@@ -86,7 +87,8 @@ def _timed_after_preparing(
         begin = clock()
         result = work.run()
         seconds.append((clock() - begin) / 1e9)
-        results.append(result)
+        if work.is_counted:
+            results.append(result)
         cpu_s += _cpu_s(clocks) - cpu_before
         if work.finish is not None:
             work.finish()

@@ -53,6 +53,11 @@ from torchweft.serialize.inline import shared_ranges
 _FEW_LOANS = 16  # Up to this number, checking them one by one is faster.
 AT_ONCE_BYTES = 1 << 20
 """Slabs up to this size are made at the first request."""
+_UNSEEN_BYTES = 32 << 20
+_UNSEEN_SHARE = 64
+_LOOK_S = 1.0
+"""How far the pool may grow on one look at the memory left: by so many bytes, by one such share of
+what was left, and for so long. A look takes longer than to make a slab of 256 KiB."""
 
 
 class Extents:
@@ -155,6 +160,8 @@ class SharedPool:
         self._extents = Extents(SLABS_OFFSET, SLABS_OFFSET + limit_bytes)
         self._idle: OrderedDict[int, list[_Slab]] = OrderedDict()
         self._resident_bytes = 0
+        self._unseen_bytes = 0
+        self._looks_again_s = 0.0
         self._missed: set[int] = set()
         self._serials = itertools.count(1)
         self._tags = np.zeros(TICKET_COUNT, dtype=np.uint64)
@@ -352,9 +359,7 @@ class SharedPool:
             return None
         slab = _Slab(offset, slab_bytes)
         try:
-            # At most half of it: other processes look at the same figure at the same time.
-            if slab_bytes > available_bytes() // 2:
-                raise MemoryError("the machine, or a limit, has too little memory left")
+            self._look_for(slab_bytes)
             self.area.populate(offset, slab_bytes)
         except MemoryError:
             self._punch([slab])
@@ -363,6 +368,21 @@ class SharedPool:
             self._punch([slab])
             raise
         return slab
+
+    def _look_for(self, slab_bytes: int) -> None:
+        """Raises MemoryError if the machine, or a limit, has too little memory left for a slab."""
+        now_s = time.monotonic()
+        with self._lock:
+            if slab_bytes <= self._unseen_bytes and now_s < self._looks_again_s:
+                self._unseen_bytes -= slab_bytes
+                return
+        left_bytes = available_bytes()
+        # At most half of it: other processes look at the same figure at the same time.
+        if slab_bytes > left_bytes // 2:
+            raise MemoryError("the machine, or a limit, has too little memory left")
+        with self._lock:
+            self._unseen_bytes = min(left_bytes // _UNSEEN_SHARE, _UNSEEN_BYTES)
+            self._looks_again_s = now_s + _LOOK_S
 
     def _reserve(self, slab_bytes: int) -> int | None:
         with self._lock:

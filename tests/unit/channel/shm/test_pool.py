@@ -156,11 +156,33 @@ def test_scattered_idle_memory_is_joined(
 def test_a_machine_short_of_memory_lends_nothing_new(
     pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pool_module, "available_bytes", lambda: 200 * KIB)
     pool.take_back(lend(pool, borrower, 64 * KIB).tag)
     monkeypatch.setattr(pool_module, "available_bytes", lambda: 100 * KIB)
     assert pool.lend(64 * KIB, borrower) is not None
     assert pool.lend(64 * KIB, borrower) is None
     assert pool.statistics().resident_bytes == 64 * KIB
+
+
+def test_the_memory_left_is_looked_up_once_for_many_slabs(
+    pool: SharedPool, borrower: Borrower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = []
+    left_bytes = 64 * MIB
+
+    def look() -> int:
+        looks.append(None)
+        return left_bytes
+
+    monkeypatch.setattr(pool_module, "available_bytes", look)
+    for _ in range(17):  # 1 MiB on one look, a share of what was left, and the first slab.
+        assert pool.lend(64 * KIB, borrower) is not None
+    assert len(looks) == 1
+    assert pool.lend(64 * KIB, borrower) is not None
+    assert len(looks) == 2
+    left_bytes = 100 * KIB
+    monkeypatch.setattr(pool, "_looks_again_s", 0.0)  # As if time had passed.
+    assert pool.lend(64 * KIB, borrower) is None
 
 
 def test_pages_that_cannot_be_had_are_no_loan(
