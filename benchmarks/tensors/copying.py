@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.frame.work import Work
 from benchmarks.tensors.cargo import Cargo, fingerprint, new_tensors
-from benchmarks.tensors.payloads import PAYLOADS, Payload
+from benchmarks.tensors.payloads import MEASURED, Payload
 
 
 class Copies:
@@ -52,7 +52,7 @@ class Copies:
 def copy_works() -> dict[str, Work]:
     """Returns the works of a process that copies."""
     copies = Copies()
-    return {payload.name: copies.work(payload) for payload in PAYLOADS}
+    return {payload.name: copies.work(payload) for payload in MEASURED}
 
 
 def _warm_tensors(payload: Payload) -> list[torch.Tensor]:

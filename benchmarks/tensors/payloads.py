@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-UNITS = {GIB: "GiB", MIB: "MiB", KIB: "KiB"}
+UNITS = {GIB: "GiB", MIB: "MiB", KIB: "KiB", 1: "B"}
 
 IN_FLIGHT = 4
 
@@ -57,3 +57,6 @@ ECHO = tuple(Payload("echo", size) for size in (KIB, MIB, 16 * MIB, GIB, 256 * M
 OVERLAPPING = tuple(Payload("in flight", size) for size in (MIB, 16 * MIB, 256 * MIB))
 HUNDRED = tuple(Payload("one way", size, 100) for size in (KIB, 64 * KIB, MIB))
 PAYLOADS = (*ONE_WAY, *ECHO, *OVERLAPPING, *HUNDRED)
+POWERS = tuple(Payload("one way", 1 << exponent) for exponent in range(3, 31))
+"""Every power of two from 8 bytes to 1 GiB."""
+MEASURED = tuple(dict.fromkeys((*PAYLOADS, *POWERS)))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.frame.work import Work
 from benchmarks.tensors.cargo import Cargo, checksum_of, new_tensors, view
 from benchmarks.tensors.certificates import CA_VARIABLE, CERTIFICATE_VARIABLE, LOOPBACK
-from benchmarks.tensors.payloads import PAYLOADS, Payload
+from benchmarks.tensors.payloads import MEASURED, Payload
 
 ADDRESS_VARIABLE = "BENCHMARK_ADDRESS"
 PORT = struct.Struct("<H")
@@ -39,7 +39,7 @@ class SocketSender:
         self._returned: list[memoryview] = []
 
     def works(self) -> dict[str, Work]:
-        return {payload.name: self._work(payload) for payload in PAYLOADS}
+        return {payload.name: self._work(payload) for payload in MEASURED}
 
     def _work(self, payload: Payload) -> Work:
         runs: dict[str, Callable[[], object]] = {

@@ -11,7 +11,7 @@ from benchmarks.frame.api import Api
 from benchmarks.frame.work import Work
 from benchmarks.tensors.cargo import Cargo, fingerprint
 from benchmarks.tensors.copying import copy_works
-from benchmarks.tensors.payloads import PAYLOADS, Payload
+from benchmarks.tensors.payloads import MEASURED, Payload
 from benchmarks.tensors.streaming import (
     serve_tcp_socket,
     serve_tls_socket,
@@ -88,4 +88,4 @@ class Sender:
 def works(api: Api) -> dict[str, Work]:
     """Returns the works of an RPC library."""
     sender = Sender(api)
-    return {payload.name: sender.work(payload) for payload in PAYLOADS}
+    return {payload.name: sender.work(payload) for payload in MEASURED}
