@@ -128,6 +128,10 @@ class Borrowing:
 
     def fetch(self, peer: Peer, table: BufferTable) -> Sequence[Buffer]:
         borrowed = peer.channels.borrowed()
+        if len(table.entries) == 1:
+            buffer = borrowed.take(table.entries[0])
+            self._agent.note_pulled(peer, "shm", len(buffer))
+            return (buffer,)
         buffers = [borrowed.take(entry) for entry in table.of_kind(SHM)]
         self._agent.note_pulled(peer, "shm", sum([len(buffer) for buffer in buffers]))
         return buffers

@@ -258,6 +258,15 @@ class TensorMessages:
     def _note_offered(
         self, peer: Peer, kind: Kind, number: int, buffers: Sequence[Held], prepared: Prepared
     ) -> None:
+        if prepared.lent and len(buffers) == 1 and self.on_offered is None:
+            size_bytes = prepared.lent[0].size_bytes
+            is_shared = bool(prepared.shared_bytes)
+            peer.moved["lent" if is_shared else "sent shm"] += size_bytes
+            if is_shared:
+                self._agent.lent_bytes += size_bytes
+            else:
+                self._agent.offered_bytes += size_bytes
+            return
         offered = sum([each.nbytes for each in buffers])
         if prepared.following:
             offered -= sum([each.nbytes for each in prepared.following])

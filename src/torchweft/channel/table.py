@@ -121,6 +121,8 @@ def encode_table(
     """
     if len(entries) == 1 and entries[0].kind in FETCHED:
         table = _ONE.pack(token, 1, *entries[0])
+        if entries[0].kind == SHM:
+            return table
     elif not any(entry.kind in FETCHED for entry in entries):
         return b""
     else:
@@ -156,6 +158,11 @@ def decode_table(
         return EMPTY_TABLE
     if len(data) < _HEAD.size:
         raise ProtocolError(f"a buffer table of {len(data)} bytes is shorter than its own head")
+    if len(data) == _ONE.size and not following_bytes:
+        # The usual table, of one buffer in shared memory. All others are looked at more closely.
+        token, count, kind, size_bytes, place, tag = _ONE.unpack(data)
+        if count == 1 and kind == SHM and 0 < size_bytes <= limit_bytes:
+            return BufferTable(token, (BufferEntry(SHM, size_bytes, place, tag),))
     token, count = _HEAD.unpack_from(data)
     end = _HEAD.size + count * _ENTRY.size
     if len(data) < end:

@@ -145,7 +145,7 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
         return None  # Conjugated, negative or nested.
     ndim, count = memory.ndim, memory.nbytes
     if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
-        return _encode_any(tensors)
+        return None if memory.c_contiguous and count > LIMIT_BYTES else _encode_any(tensors)
     return b"".join((_HEADS[ndim].pack(code, 0, ndim, count, *memory.shape), memory)), False
 
 

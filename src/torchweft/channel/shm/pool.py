@@ -512,9 +512,9 @@ class Lender:
         loan = self._pool.lend(buffer.nbytes, self._borrower)
         if loan is None:
             return None
-        slab = self._pool.area.memory[loan.offset : loan.offset + buffer.nbytes]
+        area = self._pool.area
         try:
-            copier.copy(buffer, slab.data)
+            copier.copy(buffer, area.memory[loan.offset : loan.offset + buffer.nbytes].data)
         except BaseException:
             self._pool.take_back(loan.tag)
             raise
