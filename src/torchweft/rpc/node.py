@@ -184,7 +184,7 @@ class Node:
                 log_exception("a handler for the loss of worker %r failed", peer.name)
 
     def _cancel_creations(self, peer: Peer) -> None:
-        serving.cancel_creations(self.worker, peer)
+        self.agent.cancelling.end_creations(self.worker.unfinished, peer)
 
     def end(self, limit_s: float | None = None, farewell: str = "") -> None:
         """Ends this worker at once: open waits get an error.

@@ -28,7 +28,7 @@ from torchweft.protocol.calls.client import (
     own_answer,
 )
 from torchweft.protocol.calls.failures import function_name
-from torchweft.protocol.calls.kept import KeptCall, Request
+from torchweft.protocol.calls.kept import KeptCall, Request, SimpleRequest
 from torchweft.protocol.calls.server import (
     AnsweredCall,
     CallServer,
@@ -45,6 +45,7 @@ __all__ = [
     "OpenCall",
     "KeptCall",
     "Request",
+    "SimpleRequest",
     "Completion",
     "Action",
     "Complete",
