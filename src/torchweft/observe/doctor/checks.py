@@ -68,7 +68,7 @@ def _devices(facts: HostFacts) -> Facts:
     return Facts(
         facts.host,
         facts.device,
-        frozenset(facts.backends),
+        facts.backends,
         facts.has_infiniband,
         facts.has_ip_over_infiniband,
     )

@@ -84,6 +84,10 @@ class Served(AnsweredCall):
         return self.is_referred
 
 
+def has_outcome(call: OpenCall) -> bool:
+    return call.frame is not None or call.error is not None
+
+
 def request(number: int) -> Frame:
     return Frame(Kind.CALL, 0, number, b"", ())
 
