@@ -21,6 +21,10 @@ from torchweft.errors import CallCancelled, ProtocolError
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION
 
+SLOW_S = 0.0005
+"""A function whose last run took longer is slow."""
+_MOST_SLOW = 4096
+
 
 class Caller(Protocol):
     """A worker that calls this one. Errors name it by ``name``."""
@@ -330,3 +334,19 @@ def has_awaited(callers: Iterable[Caller]) -> bool:
         if caller.lost is None
         for call in caller.served.copy().values()
     )
+
+
+class SlowFunctions(set[bytes]):
+    """Names of functions whose last run was slow, at most 4,096. Hot path: ``in``."""
+
+    def note(self, name: bytes, *, was_slow: bool) -> None:
+        """Notes that a function has changed: it is slow no more, or has become slow.
+
+        Args:
+            name: Its name; empty if it travelled by value.
+            was_slow: Whether it was slow before.
+        """
+        if was_slow:
+            self.discard(name)
+        elif name and len(self) < _MOST_SLOW:
+            self.add(name)
