@@ -376,6 +376,7 @@ class Cluster:
         return options
 
     def _rendezvous(self) -> str:
+        """Returns where the workers meet: a file, or an address as an init method."""
         return os.path.join(self._directory, "rendezvous")
 
     def _join(self) -> None:
