@@ -77,13 +77,12 @@ def check_workers(names: Any, name: str) -> None:
         raise ArgumentTypeError(f"{name} is {names!r}; pass a list of names of workers")
 
 
-def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:
-    """Returns the time limit from an argument, in seconds; infinity for none.
+def limit_of(timeout: Any, default_s: float) -> float:
+    """Returns the time limit from an argument ``timeout``, in seconds; infinity for none.
 
     Args:
         timeout: Seconds; 0 for no limit, ``UNSET_TIMEOUT`` for the default.
         default_s: The default.
-        name: Name of the argument.
 
     Raises:
         ArgumentTypeError: It is not a number.
@@ -97,8 +96,8 @@ def limit_of(timeout: Any, default_s: float, name: str = "timeout") -> float:
         if timeout == 0:
             return math.inf
     except TypeError:
-        raise wrong_type(name, timeout, _SECONDS) from None
-    raise ConfigurationError(f"{name} is {timeout!r}; {_SECONDS}")
+        raise wrong_type("timeout", timeout, _SECONDS) from None
+    raise ConfigurationError(f"timeout is {timeout!r}; {_SECONDS}")
 
 
 def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:

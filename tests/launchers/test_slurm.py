@@ -32,7 +32,7 @@ from tests.processes.weft_run import read_pids, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import LaunchError
 from torchweft.launch import Slurm
-from torchweft.rpc.hostlists import expand
+from torchweft.rpc.meeting_places import expand
 
 pytestmark = pytest.mark.timeout(180)
 

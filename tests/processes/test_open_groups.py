@@ -24,7 +24,7 @@ from torchweft.errors import (
     UnknownWorker,
     WorkerLost,
 )
-from torchweft.observe.metrics.reading import reader_of
+from torchweft.observe.metrics.serving import reader_of
 from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)

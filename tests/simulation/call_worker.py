@@ -18,7 +18,6 @@ from torchweft.errors import (
     CallTimeout,
     NotInitialized,
     ProtocolError,
-    QueueFull,
     WorkerLost,
 )
 from torchweft.protocol.calls import (
@@ -31,6 +30,7 @@ from torchweft.protocol.calls import (
     KeptCall,
     OpenCall,
     ServedCall,
+    failures,
     has_awaited,
     nest,
 )
@@ -185,7 +185,6 @@ class Served(AnsweredCall):
     def create(self, creation: int) -> int | None:
         if self.peer.is_forgotten:  # The owner of references has noted the loss.
             return None
-        self.worker.making.add(self)
         self.worker.world.creations.append(self)
         return creation
 
@@ -194,11 +193,13 @@ class Served(AnsweredCall):
         super().cancel()
 
     def keep(self, result: Any, error: BaseException | None) -> None:
-        self.owned = None
-        self.worker.making.discard(self)
+        self.worker.world.note("kept", self.owned)
 
     def not_delivered(self, failure: BaseException) -> BaseException:
         raise failure
+
+    def failed_late(self) -> None:
+        raise AssertionError("no function fails after its answer")
 
     def is_referred_to(self) -> bool:
         return self.is_referred
@@ -239,7 +240,7 @@ class Worker:
         self.leaving = OpenLeaving()
         self.tasks = FairQueue(world.queue_limit, 1 << 30)
         self.running = 0
-        self.making: set[AnsweredCall] = set()
+        self.unfinished: set[AnsweredCall] = set()
         self.writing: set[Record] = set()
         self.arrived: dict[tuple[int, int], Served] = {}
         self.is_strange = self.is_closed = False
@@ -571,7 +572,7 @@ class Worker:
         while peer.unsent:
             peer.unsent.popleft().drop(WorkerLost("lost", worker=peer.name))
         self._act_on_cancelled(self.server.caller_lost(peer))
-        self._act_on_cancelled(self.server.creations_lost(self.making.copy(), peer))
+        self._act_on_cancelled(self.server.creations_lost(self.unfinished.copy(), peer))
 
     # Running
 
@@ -593,9 +594,10 @@ class Worker:
 
     def _refuse(self, served: Served) -> None:
         request = served.request
-        if served.begins(request.creation, request.remaining_s, self.now_s):
-            self.world.note("refused", served.record)
-            served(None, QueueFull("too many calls"))
+        error = failures.too_many_waiting(f"worker{self.id}", served.peer.name)
+        served.refuse(request.creation, request.remaining_s, self.now_s, error)
+        self.world.note("refused", served.record)
+        if self.now_s <= served.deadline_s:
             self.world.finished(served)
 
     def _free(self, served: Served) -> None:
@@ -715,7 +717,7 @@ class Worker:
             len(self.client)
             or self.running
             or self.tasks.ready
-            or self.making
+            or self.unfinished
             or self.writing
             or has_awaited(self.peers.values())
         )
@@ -749,6 +751,8 @@ class Worker:
         assert not self.running, f"{self.running} functions of worker {self.id} do not end"
         assert not self.tasks.ready, f"calls of worker {self.id} never had their turn"
         assert not self.writing
+        done = [call for call in self.unfinished if call.has_ended]
+        assert not done, f"{len(done)} values are made, and worker {self.id} still waits for them"
         for peer in self.peers.values():
             assert not peer.served, f"calls of {peer.name} are still served at {self.id}"
             assert not peer.unsent, f"messages to {peer.name} are kept at {self.id}"

@@ -36,7 +36,7 @@ from torchweft.protocol.connecting import (
     Terms,
     Wait,
 )
-from torchweft.protocol.connecting.rounds import Rounds
+from torchweft.protocol.connecting.contact import Rounds
 from torchweft.wire import session
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.session import Incoming, Outgoing

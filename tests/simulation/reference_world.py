@@ -403,5 +403,5 @@ class World:
     def _check_forgotten(self, machine: References) -> None:
         """Checks private fields: numbers remembered one by one would accumulate without bound."""
         seen = [*machine._handovers._seen.values(), *machine._owned._created.values()]
-        above = sum(numbers.count_above() for numbers in seen)
+        above = sum(len(numbers._above) for numbers in seen)
         assert above == 0, f"{above} numbers are remembered one by one"

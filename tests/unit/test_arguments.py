@@ -23,8 +23,8 @@ def test_a_time_limit(timeout: float, limit_s: float) -> None:
 
 @pytest.mark.parametrize("timeout", [-2, -0.1, math.nan])
 def test_what_is_no_time_limit(timeout: float) -> None:
-    with pytest.raises(ConfigurationError, match="wait is"):
-        limit_of(timeout, 60.0, "wait")
+    with pytest.raises(ConfigurationError, match="timeout is"):
+        limit_of(timeout, 60.0)
 
 
 def test_kinds_have_articles() -> None:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.channel.buffers import pull_buffers
 from torchweft.channel.cma import PullError
@@ -19,6 +18,7 @@ from torchweft.channel.copying import Copier
 from torchweft.channel.cuda import await_all
 from torchweft.channel.table import CMA, SHM, BufferTable, ChannelKind
 from torchweft.errors import ProtocolError
+from torchweft.protocol.calls import SimpleRequest
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind, decode_ints, encode_ints
 

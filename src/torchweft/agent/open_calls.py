@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from _thread import get_ident
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 
 from torchweft.agent.calls import READING, MainReader, PendingCall
 from torchweft.agent.peers import Peer
@@ -26,7 +26,6 @@ from torchweft.protocol.calls import (
     ServedCall,
     own_answer,
 )
-from torchweft.protocol.connecting import Outgoing
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.stacks import all_stacks
@@ -34,20 +33,6 @@ from torchweft.runtime.timers import Timers
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
-
-
-class SimpleRequest:
-    """A request that hands nothing on.
-
-    Args:
-        message: Makes the frame, given the number of the call.
-    """
-
-    def __init__(self, message: Callable[[int], Outgoing]) -> None:
-        self.message = message
-
-    def take_back(self) -> None:
-        """Does nothing."""
 
 
 class OpenCalls:

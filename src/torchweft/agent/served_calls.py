@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextvars import ContextVar
 
 from torchweft.agent.open_calls import OpenCalls
@@ -32,9 +31,12 @@ class Cancelling:
         self._server = CallServer()
         receiver.on(Kind.CANCEL, self._on_message, inline=True)
 
-    def end_creations(self, making: Iterable[AnsweredCall], peer: Peer) -> None:
-        """Cancels calls that make values for a lost worker, unless others refer to the values."""
-        self._act(self._server.creations_lost(making, peer))
+    def end_creations(self, making: set[AnsweredCall], peer: Peer) -> None:
+        """Cancels calls that make values for a lost worker, unless others refer to the values.
+
+        The owner of the values must have been told of the loss.
+        """
+        self._act(self._server.creations_lost(making.copy(), peer))
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         self._act(self._server.cancel_received(peer, decode_ints(frame.control)))

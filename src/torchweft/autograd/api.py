@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Literal, overload
 
 from torch import Tensor
@@ -44,12 +43,7 @@ class context:
         set_current_id(self._id)
         return self._id
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         set_current_id(self._previous)
         self._engine.release(self._id)
 

@@ -1,7 +1,7 @@
 """Models with sparse tables on servers, and a dense part under ``DistributedDataParallel``."""
 
 from torchweft.embedding.recovery import recover
-from torchweft.hybrid.backends import Choice, Facts, choose_backend, gather_facts
+from torchweft.hybrid.backends import Choice, choose_backend
 from torchweft.hybrid.clipping import measure
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
 from torchweft.hybrid.model import HybridModel
@@ -10,6 +10,8 @@ from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan
 from torchweft.hybrid.remote import RemoteHybridModel, norms_of_means
 from torchweft.hybrid.starting import init_process_group
+from torchweft.rpc.devices import Devices as Facts
+from torchweft.rpc.devices import find_devices as gather_facts
 
 CALLABLES = (measure, norms_of_means)
 """The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of

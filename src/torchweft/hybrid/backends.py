@@ -1,4 +1,4 @@
-"""Chooses the back end of a process group by devices and networks; pure, apart from gathering.
+"""Chooses the back end of a process group by devices and networks; pure.
 
 ====== ============= ==============================================================
 device network       back end
@@ -17,30 +17,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.devices import find_devices
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What one worker has.
-
-    Attributes:
-        host: Name of its host.
-        device: The device that it trains on: ``"cpu"`` or ``"cuda:0"``.
-        backends: The back ends that its PyTorch has: of ``gloo``, ``nccl`` and ``mpi``.
-        has_infiniband: Whether a port of InfiniBand is active.
-        has_ip_over_infiniband: Whether a network interface runs over InfiniBand.
-    """
-
-    host: str
-    device: str = "cpu"
-    backends: frozenset[str] = field(default_factory=lambda: frozenset({"gloo"}))
-    has_infiniband: bool = False
-    has_ip_over_infiniband: bool = False
+from torchweft.rpc.devices import Devices as Facts
 
 
 @dataclass(frozen=True)
@@ -123,20 +103,3 @@ def _against(backend: str, facts: Sequence[Facts]) -> str:
         if ranks > 1:
             return f"{ranks} ranks share {device} of {host}"
     return ""
-
-
-def gather_facts(device: str | None = None, sys: Path = Path("/sys")) -> Facts:
-    """Returns the facts of this worker.
-
-    Args:
-        device: The device that it trains on; by default the GPU that is current, if there is one.
-        sys: Where the kernel shows its devices.
-    """
-    found = find_devices(device, sys)
-    return Facts(
-        found.host,
-        found.device,
-        frozenset(found.backends),
-        found.has_infiniband,
-        found.has_ip_over_infiniband,
-    )

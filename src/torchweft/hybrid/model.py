@@ -157,15 +157,7 @@ class HybridModel(nn.Module):
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
         self.tables: Tables | None = None
-        placed = self.plan.on_servers
-        moved: list[Found] = []
-        if placed is not None:
-            self.tables = Tables(
-                placed, name=name, trainers=names, timeout=timeout, cache=cache, **options
-            )
-            there = {each.name for each in placed.configs}
-            moved = [each for each in tables if each.name in there]
-            self._fill(self.tables, moved)
+        moved = self._to_servers(tables, timeout=timeout, cache=cache, **options)
         table_of = {id(each.table): each.name for each in moved}
         self._paths = {
             path: table_of[id(each)]
@@ -180,17 +172,31 @@ class HybridModel(nn.Module):
         self.called = module
         self._replicas: list[Any] = []
         if len(names) > 1:
-            workers = {*self.trainers, *self.servers}
-            self.called, self._replicas = replicate(
-                module,
-                list(replicas),
-                Reductions(process_group, workers, averages=self._averages, reducer=reducers[0]),
-                process_group=process_group,
-                **ddp,
-            )
+            self._replicate(module, process_group, reducers[0], ddp)
         if self._passes is not None:
             # Of the module itself: DDP may have moved its arguments to a device.
             module.register_forward_pre_hook(self._passes.begin, with_kwargs=True)
+
+    def _to_servers(self, tables: Sequence[Found], **options: Any) -> list[Found]:
+        """Makes the tables of the plan on servers, and fills them; returns those moved there."""
+        placed = self.plan.on_servers
+        if placed is None:
+            return []
+        self.tables = Tables(placed, name=self.name, trainers=self.trainers, **options)
+        there = {each.name for each in placed.configs}
+        moved = [each for each in tables if each.name in there]
+        self._fill(self.tables, moved)
+        return moved
+
+    def _replicate(
+        self, module: nn.Module, process_group: Any, reducer: Reducer | None, ddp: dict[str, Any]
+    ) -> None:
+        """Puts the dense part under ``DistributedDataParallel``."""
+        workers = {*self.trainers, *self.servers}
+        reductions = Reductions(process_group, workers, averages=self._averages, reducer=reducer)
+        self.called, self._replicas = replicate(
+            module, list(self._replicas_at), reductions, process_group=process_group, **ddp
+        )
 
     def _keep(
         self, module: nn.Module, tables: Sequence[Found], moved: Sequence[Found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from torchweft.columns import aligned
 from torchweft.embedding import Plan, TableConfig, Wire, plan_tables
 from torchweft.embedding.plan import Place, shown_bytes
 from torchweft.hybrid.errors import PlacementError
@@ -72,15 +73,7 @@ class HybridPlan:
     def __str__(self) -> str:
         """Returns a line for each table, and one for all other parameters."""
         lines = [_TITLES, *map(self._table_line, self.tables.configs), *self._dense_lines()]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        is_number = [title in _NUMBERS for title in _TITLES]
-        shown = "\n".join(
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(line, widths, is_number, strict=True)
-            ).rstrip()
-            for line in lines
-        )
+        shown = "\n".join(aligned(lines, [title not in _NUMBERS for title in _TITLES]))
         count = "1 trainer" if self.trainers == 1 else f"{self.trainers} trainers"
         return f"{shown}\n{count}; bytes of all of them, without headers"
 

@@ -14,8 +14,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchweft.agent.current import current
 from torchweft.arguments import UNSET_TIMEOUT, limit_of
 from torchweft.errors import ConfigurationError
-from torchweft.hybrid.backends import Choice, choose_backend, gather_facts
+from torchweft.hybrid.backends import Choice, choose_backend
 from torchweft.rpc import all_gather, get_worker_info
+from torchweft.rpc.devices import find_devices
 from torchweft.transport import addresses
 
 _WAIT_S = 300.0
@@ -59,7 +60,7 @@ def init_process_group(
         raise ConfigurationError(
             f"worker {me!r} makes a process group of {names}; name each trainer once, this one too"
         )
-    facts = gather_facts(device)
+    facts = find_devices(device)
     known = all_gather(facts, names, timeout=limit_s)
     everybody = [known[name] for name in names]
     choice = Choice(backend, "requested by the program")

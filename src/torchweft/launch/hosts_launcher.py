@@ -20,7 +20,7 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts import HostNurseries
-from torchweft.launch.job import Job, serve_job, serve_open_job
+from torchweft.launch.job import Job, serve_open_job
 from torchweft.launch.launchers import Launcher, Order
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.nursery import WARM_MODULES, WorkerSource
@@ -252,18 +252,9 @@ class _HostsCluster(Cluster):
         local_rank, count = self._local[name]
         return environment | {"LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(count)}
 
-    def _place(self) -> str:
+    def _rendezvous(self) -> str:
         host = f"[{self._address}]" if ":" in self._address else self._address
         return f"tcp://{host}:{self._tcp_store.port}"
-
-    def _job(self, name: str, rank: int) -> dict[str, object]:
-        return serve_job(
-            name,
-            rank,
-            len(self.names) + 1,
-            options=self._plain_options(),
-            rendezvous=self._place(),
-        )
 
     def _joining_options(self) -> RpcBackendOptions:
         """Returns the options with which the caller joins, without a store."""
@@ -294,7 +285,9 @@ class _RestartingHostsCluster(_HostsCluster, RestartingCluster):
         """Opens none: the workers meet at the TCP store."""
 
     def _job(self, name: str, rank: int) -> dict[str, object]:
-        return serve_open_job(name, rank, options=self._plain_options(), init_method=self._place())
+        return serve_open_job(
+            name, rank, options=self._plain_options(), init_method=self._rendezvous()
+        )
 
     def _joining_options(self) -> RpcBackendOptions:
         options = super()._joining_options()

@@ -21,7 +21,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from torchweft import knobs
@@ -129,12 +128,7 @@ class Cluster:
     def __enter__(self) -> Cluster:
         return self.start()
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             self.close()
         else:
@@ -382,6 +376,7 @@ class Cluster:
         return options
 
     def _rendezvous(self) -> str:
+        """Returns where the workers meet: a file, or an address as an init method."""
         return os.path.join(self._directory, "rendezvous")
 
     def _join(self) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from threading import Lock, current_thread, main_thread
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from torchweft.progress import Display, Nouns
@@ -162,11 +161,6 @@ class progress(Display):
         observers.add(self.work)
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         observers.remove(self.work)
-        super().__exit__(error_type, error, traceback)
+        super().__exit__(kind, error, traceback)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from torchweft.columns import aligned
 from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
 from torchweft.protocol.observing.report import NumberRow, Report
 
@@ -227,16 +228,9 @@ def stacks(report: Report) -> str:
 def drawn(table: Table) -> str:
     """Returns a table as text."""
     rows = [list(table.heads), *map(list, table.rows)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [table.title] if table.title else []
-    last = len(widths) - 1
-    for row in rows:
-        cells = [
-            cell if at == last else cell.ljust(width) if at < table.left else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    last = len(table.heads) - 1
+    lines = aligned(rows, [at < table.left or at == last for at in range(last + 1)])
+    return "\n".join([table.title, *lines] if table.title else lines)
 
 
 def seconds(value: float) -> str:

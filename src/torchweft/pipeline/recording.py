@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from statistics import median_low
-from types import TracebackType
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError, WeftError
@@ -123,12 +122,7 @@ class Recording:
         self._start()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             notes = self._stop()
             ahead_s = self._clocks([each.clock for each in notes])

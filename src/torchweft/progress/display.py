@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from torchweft.errors import ConfigurationError
@@ -94,12 +93,7 @@ class Display:
             raise
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: object, traceback: object) -> None:
         self._stop.set()
         try:
             self._thread.join()
@@ -108,7 +102,7 @@ class Display:
             self._close_live()
         seconds = time.monotonic() - self._begin
         with self.work.lock:
-            line = summary(self._label, self.nouns, self.work, seconds, error_type)
+            line = summary(self._label, self.nouns, self.work, seconds, kind)
         self._print(line)
 
     def step(self, count: int = 1, /, **figures: object) -> None:

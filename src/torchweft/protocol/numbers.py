@@ -34,10 +34,6 @@ class SeenNumbers:
             self._watermark += 1
         return True
 
-    def count_above(self) -> int:
-        """Returns how many numbers are remembered individually."""
-        return len(self._above)
-
 
 class Tombstones:
     """The numbers of ended objects, so that late messages do not revive them; not thread-safe.

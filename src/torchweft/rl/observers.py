@@ -18,7 +18,7 @@ import copy
 import queue
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,9 +39,6 @@ from torchweft.rpc import RRef
 from torchweft.rpc.futures import ignore_errors
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
-
-if TYPE_CHECKING:
-    pass
 
 READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
 
@@ -103,21 +100,10 @@ class Observers(Closing):
         full_batches: bool = True,
         by_reference_bytes: int = 1 << 20,
     ) -> None:
-        if isinstance(where, str) and where not in ("process", "threads"):
-            raise ConfigurationError(
-                f"where={where!r}: pass 'process', 'threads', or a list of workers"
-            )
+        _check_place(where)
         if not isinstance(environments, Environments):
             raise wrong_type("environments", environments, "pass rl.Environments(...)")
-        for name, number in (("count", count), ("steps", steps), ("most_stale", most_stale or 0)):
-            checked_int(name, number)
-        if steps < 1 or count < 1 or not time_limit_s > 0 or (most_stale or 0) < 0:
-            raise ConfigurationError(
-                f"count={count}, steps={steps}, time_limit_s={time_limit_s}, "
-                f"most_stale={most_stale}: pass 1 or more, a positive time, and 0 or more, or None"
-            )
-        if not where:
-            raise ConfigurationError("where names no workers: pass one for each observer")
+        _check_numbers(count, steps, time_limit_s, most_stale)
         _check_agent(agent)
         self.refused = 0
         self.staleness: dict[int, int] = {}
@@ -538,6 +524,25 @@ class Observers(Closing):
             f"no observer takes part any more. Make them anew with replace or take_back. {listed}",
             causes=causes,
         ) from next(iter(errors.values()))
+
+
+def _check_place(where: str | Sequence[str]) -> None:
+    if isinstance(where, str) and where not in ("process", "threads"):
+        raise ConfigurationError(
+            f"where={where!r}: pass 'process', 'threads', or a list of workers"
+        )
+    if not where:
+        raise ConfigurationError("where names no workers: pass one for each observer")
+
+
+def _check_numbers(count: int, steps: int, time_limit_s: float, most_stale: int | None) -> None:
+    for name, number in (("count", count), ("steps", steps), ("most_stale", most_stale or 0)):
+        checked_int(name, number)
+    if steps < 1 or count < 1 or not time_limit_s > 0 or (most_stale or 0) < 0:
+        raise ConfigurationError(
+            f"count={count}, steps={steps}, time_limit_s={time_limit_s}, "
+            f"most_stale={most_stale}: pass 1 or more, a positive time, and 0 or more, or None"
+        )
 
 
 def _check_agent(agent: Any) -> None:

@@ -14,9 +14,9 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import enter
-from torchweft.errors import CallCancelled, ConfigurationError, SerializationError
+from torchweft.errors import SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import AnsweredCall
+from torchweft.protocol.calls import AnsweredCall, failures
 from torchweft.rpc.batching.decorator import TAKEN
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
@@ -54,24 +54,17 @@ class Call(AnsweredCall):
     awaited: OwnedValue
     """The value for which the call waits, or has waited; unset if it never has."""
 
-    def fail(self, error: BaseException) -> None:
-        """Ends the call with the error being handled; if the call has ended, logs the error."""
-        if self.has_ended:
-            log_exception("a call of worker %r failed after it had ended", self.peer.name)
-        else:
-            self(None, error)
+    def failed_late(self) -> None:
+        """Logs the error being handled, which came after the call had ended."""
+        log_exception("a call of worker %r failed after it had ended", self.peer.name)
 
     def not_delivered(self, failure: BaseException) -> SerializationError:
         """Logs that the outcome could not be delivered; returns the error to deliver instead."""
-        name = self.worker.agent.info.name
         log_exception("the result of a call of worker %r could not be sent", self.peer.name)
-        return SerializationError(
-            f"worker {name!r} could not send the result of the call: {type(failure).__name__} was "
-            "raised meanwhile; its log says more"
-        )
+        return failures.not_sendable(self.worker.agent.info.name, failure)
 
     def keep(self, result: Any, error: BaseException | None) -> None:
-        """Resolves the value ``owned`` with the outcome; ``owned`` is None afterwards."""
+        """Resolves the value ``owned`` with the outcome."""
         owned = self.owned
         assert owned is not None
         if error is not None:
@@ -84,17 +77,12 @@ class Call(AnsweredCall):
             if guard is not None and owned.was_asked_for:
                 guard.was_seen = True
         owned.resolve(result, error)
-        self.worker.unfinished.discard(self)
-        self.owned = None  # Futures of nested calls may outlive the value.
 
     def create(self, creation: int) -> OwnedValue | None:
         """Returns the value of this worker that the outcome becomes, or None."""
         worker = self.worker
         self.reference = ReferenceId(self.peer.id, worker.agent.me.id, creation)
-        owned = worker.references.created(self.reference)
-        if owned is not None:
-            worker.unfinished.add(self)
-        return owned
+        return worker.references.created(self.reference)
 
     def is_referred_to(self) -> bool:
         """Whether any worker holds a reference to the value that the call makes."""
@@ -137,15 +125,7 @@ def _finish_with_future(
     worker: Worker, function: Callable[..., Any], result: Any, call: Call
 ) -> None:
     if not isinstance(result, torch._C.Future):
-        name = describe(function)
-        call(
-            None,
-            ConfigurationError(
-                "Functions decorated with @rpc.async_function must return a "
-                f"torch.futures.Future object, but {name}, marked by async_execution, "
-                f"returned a {type(result).__name__}"
-            ),
-        )
+        call(None, failures.no_future(describe(function), result))
         return
 
     def pass_on(done: Any) -> None:
@@ -176,7 +156,7 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
 
     def give_up(owned: OwnedValue, _: object) -> None:
         if owned.forget(ready):
-            call(None, CallCancelled("the caller has given the call up"))
+            call.give_up()
 
     owned = waiting.owned
     if owned.is_ready:

@@ -26,10 +26,10 @@ class Devices(NamedTuple):
     """
 
     host: str
-    device: str
-    backends: tuple[str, ...]
-    has_infiniband: bool
-    has_ip_over_infiniband: bool
+    device: str = "cpu"
+    backends: tuple[str, ...] = ("gloo",)
+    has_infiniband: bool = False
+    has_ip_over_infiniband: bool = False
 
 
 def find_devices(device: str | None = None, sys: Path = Path("/sys")) -> Devices:

@@ -21,10 +21,9 @@ from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.counting import Counting
 from torchweft.rpc.dumps import Dumps, answer_signal
 from torchweft.rpc.leaving import Leaving
-from torchweft.rpc.observers import Observers
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
-from torchweft.rpc.reporting import Reporter
+from torchweft.rpc.reporting import Observers, Reporter
 from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.tracing.recorder import RECORDER, Recorder
 from torchweft.rpc.watching import Watching
@@ -184,7 +183,7 @@ class Node:
                 log_exception("a handler for the loss of worker %r failed", peer.name)
 
     def _cancel_creations(self, peer: Peer) -> None:
-        serving.cancel_creations(self.worker, peer)
+        self.agent.cancelling.end_creations(self.worker.unfinished, peer)
 
     def end(self, limit_s: float | None = None, farewell: str = "") -> None:
         """Ends this worker at once: open waits get an error.

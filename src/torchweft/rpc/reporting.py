@@ -15,14 +15,18 @@ from collections.abc import Iterable
 
 import torch
 
+from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
+from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import ServedCall as Served
 from torchweft.protocol.membership.registration import HOST
+from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
 from torchweft.protocol.observing.report import (
     DETAIL,
     METRICS,
     REPORT,
+    WHO,
     Event,
     HeldReference,
     Identity,
@@ -32,11 +36,13 @@ from torchweft.protocol.observing.report import (
     ServedCall,
     Traffic,
     call_key,
+    encode,
     reference_key,
 )
 from torchweft.rpc.activity import key_of, threads
 from torchweft.rpc.completion import Call
-from torchweft.rpc.counting import Counting, name_of
+from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
+from torchweft.rpc.examining import facts_of, measured_for_observer
 from torchweft.rpc.health import health_of
 from torchweft.rpc.stack_report import function_of, served_by
 from torchweft.rpc.telling import TELLERS
@@ -215,3 +221,40 @@ def _size_of(value: object) -> int:
     elif type(value) is list or type(value) is tuple:
         parts = list(value)
     return sum([_size_of(each) for each in parts if isinstance(each, torch.Tensor)])
+
+
+class Observers:
+    """Answers the observers of one worker. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+        reporter: Makes the reports.
+        counting: Counts the worker's calls while it is observed.
+    """
+
+    def __init__(self, agent: Agent, reporter: Reporter, counting: Counting) -> None:
+        self._agent = agent
+        self._reporter = reporter
+        self._counting = counting
+
+    def answer(self, question: str) -> bytes:
+        """Returns the answer to a question; raises ProtocolError if there is no such question."""
+        if question == WHO:
+            return encode(self.identity())
+        if question == FACTS:
+            return encode_facts(facts_of(self._agent)).encode()
+        if question.startswith(MEASURE):
+            callee = question.removeprefix(MEASURE)
+            return encode_facts(measured_for_observer(self._agent, callee)).encode()
+        if question not in (REPORT, DETAIL, METRICS):
+            raise ProtocolError(f"an observer asks {question!r}")
+        return encode(self.report(question))
+
+    def report(self, question: str) -> Report:
+        """Returns a report, and has calls counted until the next one is due."""
+        self._counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
+        return self._reporter.report(question)
+
+    def identity(self) -> Identity:
+        """Returns who this worker is, and which others it knows."""
+        return self._reporter.identity()

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import size_of
 from torchweft.agent.references import OwnedValue
@@ -23,11 +22,10 @@ from torchweft.errors import (
     ArgumentTypeError,
     AutogradError,
     ProtocolError,
-    QueueFull,
     UnknownFunction,
 )
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import SLOW_S
+from torchweft.protocol.calls import SLOW_S, failures
 from torchweft.rpc.batching.decorator import TAKEN, have_method_gathered
 from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
@@ -60,22 +58,19 @@ NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart
 def install(worker: Worker) -> ServedTypes:
     """Makes ``worker`` serve calls; returns the types of the objects that it makes of them."""
 
-    def serve(peer: Peer, call: Call) -> None:
-        call.worker, call.owned = worker, None
-        try:
-            _serve(worker, peer, call)
-        except ProtocolError as error:  # Errors of the function are its answer.
-            worker.agent.receiver.turn_away(peer, error)
-        except BaseException as error:  # Before the function ran, or after it answered.
-            call.fail(error)
+    def handled_by(
+        handle: Callable[[Worker, Peer, Call], None],
+    ) -> Callable[[Peer, Call], None]:
+        def handler(peer: Peer, call: Call) -> None:
+            call.worker, call.owned = worker, None
+            try:
+                handle(worker, peer, call)
+            except ProtocolError as error:  # Errors of the function are its answer.
+                worker.agent.receiver.turn_away(peer, error)
+            except BaseException as error:  # Before the function ran, or after it answered.
+                call.fail(error)
 
-    def refuse(peer: Peer, call: Call) -> None:
-        try:
-            _refuse(worker, peer, call)
-        except ProtocolError as error:
-            worker.agent.receiver.turn_away(peer, error)
-        except BaseException as error:
-            call.fail(error)
+        return handler
 
     def take_up(peer: Peer, frame: Frame, context: bytes = b"") -> None:
         numbers, control = decode_code_names(frame.control)
@@ -104,8 +99,9 @@ def install(worker: Worker) -> ServedTypes:
             types.take_context(call, context)
         worker.agent.receiver.take_call(peer, call, size_of(plain))
 
+    serve = handled_by(_serve)
     types = ServedTypes(worker, serve)
-    worker.agent.receiver.on_calls(serve, refuse, Call)
+    worker.agent.receiver.on_calls(serve, handled_by(_refuse), Call)
     worker.agent.receiver.on(Kind.CALL_IN_SPAN, take_up_in_span, inline=True)
     if not worker.reader.is_strict:
         worker.agent.receiver.on(Kind.CALL_WITH_CODE, take_up, inline=True)
@@ -163,15 +159,6 @@ class ServedTypes:
 
         self.plain, self.with_code = plain, with_code
         self._receiver.take_up_as(plain, serve if around is None else serve_within)
-
-
-def cancel_creations(worker: Worker, peer: Peer) -> None:
-    """Cancels calls that make values for a lost worker, if no other reference to them exists.
-
-    The ``ReferenceKeeper`` must have been told of the loss.
-    """
-    making = [call for call in worker.unfinished.copy() if isinstance(call, Call)]
-    worker.agent.cancelling.end_creations(making, peer)
 
 
 def _serve(worker: Worker, peer: Peer, call: Call) -> None:
@@ -287,24 +274,16 @@ def _give_back(worker: Worker, peer: Peer, head: ValueHead, message: TensorMessa
 
 def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
     """Refuses a call because too many calls wait; gives its references back."""
-    name = worker.agent.info.name
     frame, call.frame = call.frame, None
     assert frame is not None
-    call.worker, call.owned = worker, None
-    error = QueueFull(
-        f"worker {name!r} has too many calls of worker {peer.name!r} waiting and refuses more; "
-        f"wait for some answers before the next call, or raise {knobs.QUEUE_LIMIT_CALLS.variable} "
-        f"or {knobs.QUEUE_LIMIT_BYTES.variable} there",
-        worker=name,
-    )
     control: Any = frame.control
     message = worker.tensor_messages.read(frame) if frame.flags & TABLES else None
     is_local = isinstance(control, LocalMessage)
     remaining_s, creation, _, head = control.head if is_local else decode_call(control)
     _give_back(worker, peer, head, message)
     call.context_id = head[0]
-    if call.begins(creation, remaining_s, time.monotonic()):
-        call(None, error)
+    error = failures.too_many_waiting(worker.agent.info.name, peer.name)
+    call.refuse(creation, remaining_s, time.monotonic(), error)
 
 
 # Functions that other workers call by name: see torchweft.rpc.calls.

@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.errors import (
@@ -30,7 +29,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.calls import ServedCall, function_name
+from torchweft.protocol.calls import ServedCall, SimpleRequest, function_name
 from torchweft.rpc.frames import lines, thread_frames
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.wire.frames import Buffer, Frame, encode_frame
@@ -255,9 +254,8 @@ def served_by(worker: Worker) -> list[ServedCall]:
     served = [
         call for peer in list(worker.agent.peers.values()) for call in peer.served.copy().values()
     ]
-    making = [call for call in worker.unfinished.copy() if isinstance(call, ServedCall)]
-    calls = {id(call): call for call in [*served, *making] if not call.has_ended}
-    return sorted(calls.values(), key=lambda call: call.arrived_s)
+    calls = dict.fromkeys([*served, *worker.unfinished.copy()])
+    return sorted((call for call in calls if not call.has_ended), key=lambda call: call.arrived_s)
 
 
 def function_of(call: ServedCall) -> str:

@@ -21,7 +21,7 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import SlowFunctions
+from torchweft.protocol.calls import AnsweredCall, SlowFunctions
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.encoding import Encoder
@@ -87,7 +87,7 @@ class Worker:
         self.coroutines = CoroutineRunner(
             f"weft-{agent.info.name}-asyncio", agent.slots[SERVED_STREAMS]
         )
-        self.unfinished: set[object] = set()
+        self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         self.codes = CodeKeeper(agent, is_strict=reader.is_strict)
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside

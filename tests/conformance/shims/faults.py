@@ -27,7 +27,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
-from torchweft.agent.references import OwnedValue, ReferenceKeeper
+from torchweft.agent.references import ReferenceKeeper
 from torchweft.compat.rpc.references import RRef, when_made
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
@@ -87,6 +87,13 @@ class _Concerned:
             worker=peer.name,
             call=self.function,
         )
+
+
+class _Coming:
+    """Stands among the values in the making: a request that makes one is sent later."""
+
+    peer = None
+    has_ended = True
 
 
 class _Sending(NamedTuple):
@@ -196,7 +203,7 @@ class Faults:
             self._send(peer, outgoing, may_block=may_block)
             return
         # A graceful shutdown waits for values that are being made.
-        coming = OwnedValue()
+        coming: Any = _Coming()
         self._worker.unfinished.add(coming)
 
         def send_late() -> None:

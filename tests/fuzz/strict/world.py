@@ -201,7 +201,7 @@ class World:
         self.agent.cancelling.peer_lost(peer)
         self.sources.peer_lost(peer)
         self.worker.references.peer_lost(peer)
-        serving.cancel_creations(self.worker, peer)
+        self.agent.cancelling.end_creations(self.worker.unfinished, peer)
 
     def tell_error(self, content: bytes) -> BaseException:
         """Reads an error as the worker does if it comes as an answer."""

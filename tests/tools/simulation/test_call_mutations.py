@@ -228,11 +228,18 @@ class StaysInItsTable(Served):
 class SwallowsRefusals(Served):
     """Does not report that a call was refused, so that the caller keeps waiting."""
 
+    def refuse(self, *arguments: Any) -> None:
+        self.end()
+
+
+class StaysUnfinished(Served):
+    """Keeps a call whose value is made among those that are being made."""
+
     def __call__(self, result: Any, error: BaseException | None) -> None:
-        if self.record is not None and self.record.was_refused:
-            self.end()
-        else:
-            super().__call__(result, error)
+        is_creation = self.owned is not None
+        super().__call__(result, error)
+        if is_creation:
+            self.worker.unfinished.add(self)
 
 
 class ServesTheLost(CallServer):
@@ -316,6 +323,7 @@ MUTANTS: dict[str, list[Any]] = {
         AnswersTwice,
         StaysInItsTable,
         SwallowsRefusals,
+        StaysUnfinished,
     ],
     "CallServer": [
         ServesTheLost,

@@ -9,10 +9,10 @@ import pytest
 
 from tests.unit.agent.group import Member, group_of
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, NotInitialized, UnknownWorker, WorkerLost
 from torchweft.ids import WorkerInfo
+from torchweft.protocol.calls import SimpleRequest
 from torchweft.protocol.connecting import Outgoing
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

@@ -12,10 +12,9 @@ import pytest
 from tests.unit.agent.group import Member, group_of
 from torchweft.agent import open_calls
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled, CallTimeout
-from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.calls import ServedCall, SimpleRequest
 from torchweft.protocol.connecting import Unsent
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

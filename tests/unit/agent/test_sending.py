@@ -12,9 +12,9 @@ import pytest
 
 from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.open_calls import SimpleRequest
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.protocol.calls import SimpleRequest
 from torchweft.protocol.connecting import Outgoing
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

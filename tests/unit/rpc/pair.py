@@ -74,7 +74,7 @@ def _peer_lost(worker: Worker, peer: Peer) -> None:
     worker.tensor_messages.peer_lost(peer)
     worker.agent.cancelling.peer_lost(peer)
     worker.references.peer_lost(peer)
-    serving.cancel_creations(worker, peer)
+    worker.agent.cancelling.end_creations(worker.unfinished, peer)
     worker.codes.peer_lost(peer)
 
 

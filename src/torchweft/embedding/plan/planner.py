@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from torchweft.arguments import check_type, check_workers, did_you_mean, is_number
+from torchweft.columns import aligned
 from torchweft.embedding.errors import PlanError
 from torchweft.embedding.plan.configs import TableConfig, check_names
 from torchweft.embedding.plan.layout import Layout, lay_out
@@ -128,15 +129,7 @@ class Plan:
         numbers = ("rows", "dim", "size", "touched", "bytes/step", "all-gather")
         header = ("table", *numbers[:3], "place", *numbers[3:], "reason")
         lines = [header, *(self._line(config) for config in self.configs)]
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        is_number = [title in numbers for title in header]
-        shown = "\n".join(
-            "  ".join(
-                cell.rjust(width) if right else cell.ljust(width)
-                for cell, width, right in zip(line, widths, is_number, strict=True)
-            ).rstrip()
-            for line in lines
-        )
+        shown = "\n".join(aligned(lines, [title not in numbers for title in header]))
         return f"{shown}\n{_trainers(self.trainers)}; bytes of all of them, without headers"
 
     def _line(self, config: TableConfig) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ not everybody has.
 from __future__ import annotations
 
 from torchweft.observe.metrics.measures import Distribution, Metric, Point
-from torchweft.observe.metrics.reading import read
-from torchweft.observe.metrics.serving import Server, serve
+from torchweft.observe.metrics.serving import Server, read, serve
 
 __all__ = ["Distribution", "Metric", "Point", "Server", "read", "serve"]

@@ -8,7 +8,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torchweft.agent.current import current
@@ -146,12 +145,7 @@ class Trace:
             begun[me.id] = service.begin(*arguments)
         return begun
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         try:
             self._finish()
         except BaseException:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from torchweft import columns
+
 _BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -28,15 +30,7 @@ def bytes_text(count: int) -> str:
 
 def aligned(header: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[str]) -> str:
     """Returns lines with a column for each title; columns named in ``left`` are left-aligned."""
-    lines = [header, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if title in left else cell.rjust(width)
-            for cell, width, title in zip(line, widths, header, strict=True)
-        ).rstrip()
-        for line in lines
-    )
+    return "\n".join(columns.aligned([header, *rows], [title in left for title in header]))
 
 
 def layers_text(layers: range, names: Sequence[str]) -> str:

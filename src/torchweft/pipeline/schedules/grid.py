@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torchweft.columns import aligned
 from torchweft.pipeline.schedules.actions import Action, Kind
 from torchweft.pipeline.schedules.execution import Edges, Rows, Span, run
 
@@ -18,7 +19,8 @@ def draw(rows: Rows, edges: Edges) -> str:
         [f"worker {worker}", *(cells.get(step, "") for step in range(n_steps))]
         for worker, cells in enumerate(grid)
     ]
-    return _aligned([head, *body])
+    lines = aligned([head, *body], [True] * len(head), gap=" ")
+    return "".join(f"{line}\n" for line in lines)
 
 
 def _steps(action: Action) -> float:
@@ -35,12 +37,3 @@ def _cells(spans: Sequence[Span]) -> dict[int, str]:
             step = int(start_s)
             cells[step] = str(action)
     return cells
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "".join(
-        " ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        + "\n"
-        for line in lines
-    )

@@ -12,7 +12,7 @@ Guarantees, see ``docs/protocols/calls.md``: **Once**, a function runs at most o
 function begins after its caller has stopped waiting, and nested calls end with their parent.
 
 The rules of this package: ``client`` is the caller's side, with the calls in ``kept`` that wait for
-a connection; ``server`` is the callee's side, with the ``slow`` functions; ``table`` has the
+a connection; ``server`` is the callee's side, with its slow functions; ``table`` has the
 entries, ``failures`` the errors. Every call takes the *hot path*: the data, and the few methods
 marked so, which return no actions. All other methods are rare events and may return actions. Any
 thread may call any method at any time.
@@ -28,15 +28,16 @@ from torchweft.protocol.calls.client import (
     own_answer,
 )
 from torchweft.protocol.calls.failures import function_name
-from torchweft.protocol.calls.kept import KeptCall, Request
+from torchweft.protocol.calls.kept import KeptCall, Request, SimpleRequest
 from torchweft.protocol.calls.server import (
+    SLOW_S,
     AnsweredCall,
     CallServer,
     CancelNested,
     ServedCall,
+    SlowFunctions,
     has_awaited,
 )
-from torchweft.protocol.calls.slow import SLOW_S, SlowFunctions
 from torchweft.protocol.calls.table import CallTable, Named, OpenCall, Subject
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "OpenCall",
     "KeptCall",
     "Request",
+    "SimpleRequest",
     "Completion",
     "Action",
     "Complete",

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from torchweft.errors import CallCancelled, CallTimeout
+from torchweft import knobs
+from torchweft.errors import (
+    CallCancelled,
+    CallTimeout,
+    ConfigurationError,
+    QueueFull,
+    SerializationError,
+)
 from torchweft.protocol.calls.server import ServedCall
 from torchweft.protocol.calls.table import Named, OpenCall
 
@@ -80,6 +87,32 @@ def ended_unsent(call: OpenCall) -> CallCancelled:
     name = function_name(call.function)
     text = f"the call of {name} on worker {call.worker_name!r} ended before it was sent"
     return CallCancelled(text, worker=call.worker_name, call=name)
+
+
+def too_many_waiting(worker_name: str, caller_name: str) -> QueueFull:
+    """Returns the error of a call that its callee refuses, as too many calls wait there."""
+    return QueueFull(
+        f"worker {worker_name!r} has too many calls of worker {caller_name!r} waiting and refuses "
+        "more; wait for some answers before the next call, or raise "
+        f"{knobs.QUEUE_LIMIT_CALLS.variable} or {knobs.QUEUE_LIMIT_BYTES.variable} there",
+        worker=worker_name,
+    )
+
+
+def not_sendable(worker_name: str, failure: BaseException) -> SerializationError:
+    """Returns the error of a call whose result its callee could not send."""
+    return SerializationError(
+        f"worker {worker_name!r} could not send the result of the call: {type(failure).__name__} "
+        "was raised meanwhile; its log says more"
+    )
+
+
+def no_future(function: str, result: object) -> ConfigurationError:
+    """Returns the error of a function that must return a future, and returned ``result``."""
+    return ConfigurationError(
+        "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
+        f"but {function}, marked by async_execution, returned a {type(result).__name__}"
+    )
 
 
 def function_name(function: Named) -> str:

@@ -19,6 +19,20 @@ class Request(Protocol):
         """Takes back what the frame hands on (references, graph records): it is not sent."""
 
 
+class SimpleRequest:
+    """A request that hands nothing on.
+
+    Args:
+        message: Makes the frame, given the number of the call.
+    """
+
+    def __init__(self, message: Callable[[int], Outgoing]) -> None:
+        self.message = message
+
+    def take_back(self) -> None:
+        """Does nothing."""
+
+
 class KeptCall(Unsent, Generic[Call]):
     """The request of a call, which is sent once there is a connection, unless the call has ended.
 

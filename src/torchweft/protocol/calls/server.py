@@ -21,6 +21,10 @@ from torchweft.errors import CallCancelled, ProtocolError
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION
 
+SLOW_S = 0.0005
+"""A function whose last run took longer is slow."""
+_MOST_SLOW = 4096
+
 
 class Caller(Protocol):
     """A worker that calls this one. Errors name it by ``name``."""
@@ -129,7 +133,13 @@ class ServedCall:
 
 
 class Answering(Protocol):
-    """Sends callers the outcomes of their calls. Both methods may raise any exception."""
+    """Sends callers the outcomes of their calls. Both methods may raise any exception.
+
+    Attributes:
+        unfinished: The calls whose outcomes become values of this worker, until they do.
+    """
+
+    unfinished: set[AnsweredCall]
 
     def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
         """Answers call ``number`` with a result."""
@@ -140,6 +150,9 @@ class Answering(Protocol):
 
 class AnsweredCall(ServedCall, ABC):
     """A served call that is invoked with its outcome.
+
+    A value that it makes is delivered even where its caller no longer waits: other workers may
+    refer to the value by now.
 
     Attributes:
         worker: Sends answers. Invoked directly: an action would cost each call too much.
@@ -162,11 +175,15 @@ class AnsweredCall(ServedCall, ABC):
 
     @abstractmethod
     def keep(self, result: Any, error: BaseException | None) -> None:
-        """Stores the outcome in ``owned``, which is None afterwards."""
+        """Resolves the value ``owned`` with the outcome."""
 
     @abstractmethod
     def not_delivered(self, failure: BaseException) -> BaseException:
         """Logs that the outcome could not be delivered; returns the error to deliver instead."""
+
+    @abstractmethod
+    def failed_late(self) -> None:
+        """Logs the error being handled, which came after the call had ended."""
 
     @abstractmethod
     def is_referred_to(self) -> bool:
@@ -184,7 +201,9 @@ class AnsweredCall(ServedCall, ABC):
             self.owned = self.create(creation)
             if self.owned is None:
                 self.end()
-            return self.owned is not None
+                return False
+            self.worker.unfinished.add(self)
+            return True
         self.deadline_s = self.arrived_s + remaining_s
         # ``is_unwanted``, inlined.
         if self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None:
@@ -210,12 +229,34 @@ class AnsweredCall(ServedCall, ABC):
             del self.peer.served[self.number]
         self.has_ended = True
         self._on_cancel = None
+        if self.owned is not None:
+            self.owned = None  # Futures of nested calls may outlive the value.
+            self.worker.unfinished.discard(self)
 
     def _deliver_instead(self, error: BaseException) -> None:
         if self.owned is not None:
             self.keep(None, error)
         else:
             self.worker.reply_error(self.peer, self.number, error)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the call with the error being handled; if the call has ended, logs the error."""
+        if self.has_ended:
+            self.failed_late()
+        else:
+            self(None, error)
+
+    def refuse(self, creation: int, remaining_s: float, now_s: float, error: BaseException) -> None:
+        """Ends a call that is not to run with ``error``; see ``begins`` for the other arguments.
+
+        A caller that no longer waits is not told.
+        """
+        if self.begins(creation, remaining_s, now_s):
+            self(None, error)
+
+    def give_up(self) -> None:
+        """Ends a call that was cancelled while it waited for a value."""
+        self(None, CallCancelled("the caller has given the call up"))
 
     def goes_on(self, error: BaseException | None, now_s: float) -> bool:
         """Decides, when the value that it waits for is ready, whether to run it; if not, ends it.
@@ -293,3 +334,19 @@ def has_awaited(callers: Iterable[Caller]) -> bool:
         if caller.lost is None
         for call in caller.served.copy().values()
     )
+
+
+class SlowFunctions(set[bytes]):
+    """Names of functions whose last run was slow, at most 4,096. Hot path: ``in``."""
+
+    def note(self, name: bytes, *, was_slow: bool) -> None:
+        """Notes that a function has changed: it is slow no more, or has become slow.
+
+        Args:
+            name: Its name; empty if it travelled by value.
+            was_slow: Whether it was slow before.
+        """
+        if was_slow:
+            self.discard(name)
+        elif name and len(self) < _MOST_SLOW:
+            self.add(name)

@@ -142,8 +142,3 @@ class OpenCall:
     frame: Frame | None
     error: BaseException | None
     on_done: Callable[[Any], None] | None
-
-    @property
-    def has_outcome(self) -> bool:
-        """Whether an answer or an error has arrived, even if not read yet."""
-        return self.frame is not None or self.error is not None

@@ -11,7 +11,7 @@ recognizes a repeated offer by this name, and a stale one by its attempt number.
 ``HELLO`` on, the offer of the worker with the higher id stands until it is answered.
 
 ``machine`` is the shell's interface; ``first_dial`` has the retry policy of first connections,
-``contact`` the failure detector of sessions, ``rounds`` the times at which a worker looks at them.
+``contact`` the failure detector of sessions, and the times at which a worker looks at them.
 ``reaching`` chooses addresses and classifies their failures, ``failures`` has the errors of
 dialling and their meaning, ``strangers`` bounds unauthenticated connections, ``hello`` is the
 greeting, ``unsent`` keeps messages for the first connection. ``docs/protocols/connecting.md`` has

@@ -51,6 +51,7 @@ class Served(AnsweredCall):
         self.context_id = 0
         self.owned = None
         self.worker = self
+        self.unfinished: set[AnsweredCall] = set()
         self.told: list[Any] = []
         self.failure: BaseException | None = None
         self.is_wanted = self.is_referred = True
@@ -71,14 +72,20 @@ class Served(AnsweredCall):
         if self.failure is not None:
             raise self.failure
         self.told.append((f"value {self.owned}", result or error))
-        self.owned = None
 
     def not_delivered(self, failure: BaseException) -> BaseException:
         self.failure = None
         return ValueError(f"instead of {failure!r}")
 
+    def failed_late(self) -> None:
+        self.told.append("late")
+
     def is_referred_to(self) -> bool:
         return self.is_referred
+
+
+def has_outcome(call: OpenCall) -> bool:
+    return call.frame is not None or call.error is not None
 
 
 def request(number: int) -> Frame:

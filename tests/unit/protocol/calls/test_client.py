@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tables import cases
-from tests.unit.protocol.calls.entries import Asked, Peer, Served, answer, request
+from tests.unit.protocol.calls.entries import Asked, Peer, Served, answer, has_outcome, request
 from torchweft.errors import CallCancelled, CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.calls import (
     CallClient,
@@ -45,7 +45,7 @@ def test_an_answer_ends_a_call_once(client: CallClient[Asked]) -> None:
     call, frame = sent(client), answer(1)
     assert client.answered(frame) is call
     assert call.frame is frame
-    assert call.has_outcome
+    assert has_outcome(call)
     assert client.answered(answer(1)) is None
     assert client.cancelled(call, CallCancelled("late")) == []
     assert client.expire(math.inf) == ([], math.inf)
@@ -71,7 +71,7 @@ def test_one_call_may_be_late_alone(client: CallClient[Asked]) -> None:
     call, other = sent(client, timeout_s=1.0), sent(client, timeout_s=1.0)
     assert wait_in_main(client, call, 1.0) == [Complete(call), TellCancelled(1, (1,))]
     assert wait_in_main(client, call, 1.0) == []
-    assert not other.has_outcome
+    assert not has_outcome(other)
 
 
 def test_a_wait_that_may_be_interrupted_ends_no_call_with_a_future(
@@ -108,7 +108,7 @@ def test_the_calls_to_a_lost_worker_fail_each_with_its_own_error(client: CallCli
     actions = client.worker_lost(1, lambda: WorkerLost("lost"))
     assert actions == [Complete(calls[0]), Complete(calls[1])], "nobody is there to be told"
     assert calls[0].error is not calls[1].error
-    assert not calls[2].has_outcome
+    assert not has_outcome(calls[2])
 
 
 def test_all_calls_fail_when_the_worker_leaves(client: CallClient[Asked]) -> None:
@@ -177,7 +177,7 @@ def test_a_withdrawn_call_was_never_there(
     assert client.expire(math.inf) == ([], math.inf)
     with pytest.raises(CallCancelled):
         client.sending(call)
-    assert not call.has_outcome
+    assert not has_outcome(call)
 
 
 # Nested calls
@@ -230,8 +230,8 @@ def test_nested_calls_end_with_their_parents(client: CallClient[Asked]) -> None:
     assert isinstance(calls[0].error, CallCancelled)
     assert "called for worker 'caller', which has given up" in str(calls[0].error)
     assert (calls[0].error.worker, calls[0].error.call) == ("worker1", "module:function")
-    assert not calls[2].has_outcome
-    assert not calls[3].has_outcome
+    assert not has_outcome(calls[2])
+    assert not has_outcome(calls[3])
 
 
 def test_a_nested_call_that_was_cut_short_says_by_whom(client: CallClient[Asked]) -> None:
@@ -285,7 +285,7 @@ def test_a_loss_that_came_before_the_call_is_raised_once(
         client.opened(call, was_sent=make is sent, loss=lambda: error)
     assert caught.value is error
     assert not client.has(call.number)
-    assert not call.has_outcome
+    assert not has_outcome(call)
 
 
 def test_a_loss_that_has_ended_the_call_is_not_raised(client: CallClient[Asked]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.protocol.calls.entries import Peer, Served
 from torchweft.errors import ProtocolError, WorkerLost
-from torchweft.protocol.calls import CallServer, CancelNested, has_awaited
+from torchweft.protocol.calls import CallServer, CancelNested, failures, has_awaited
 from torchweft.wire.messages import NO_CREATION
 
 
@@ -147,6 +147,50 @@ def test_an_error_is_delivered_instead_of_an_outcome_that_cannot_be(
     assert peer.served == {}
 
 
+def test_a_value_is_in_the_making_from_its_begin_to_its_outcome(peer: Peer) -> None:
+    call, unwanted = Served(peer, number=0), Served(peer, number=0)
+    unwanted.is_wanted = False
+    for each in (call, unwanted):
+        each.begins(5, math.inf, 10.0)
+    assert call.unfinished == {call}
+    assert unwanted.unfinished == set()
+    call("result", None)
+    assert call.unfinished == set()
+    assert call.owned is None
+
+
+def test_an_error_ends_a_call_once_and_is_logged_afterwards(peer: Peer) -> None:
+    call, error = Served(peer), ValueError("wrong")
+    call.fail(error)
+    assert call.told == [(7, error)]
+    call.fail(error)
+    assert call.told == [(7, error), "late"]
+
+
+# Refusal
+
+
+@pytest.mark.parametrize(("creation", "told"), [(NO_CREATION, 7), (5, "value 5")])
+def test_a_refused_call_ends_with_the_error(peer: Peer, creation: int, told: object) -> None:
+    call, error = Served(peer), failures.too_many_waiting("callee", "caller")
+    call.refuse(creation, 2.0, 11.0, error)
+    assert call.told == [(told, error)]
+    assert call.has_ended
+    assert peer.served == {}
+
+
+@pytest.mark.parametrize("why", ["late", "cancelled", "lost"])
+def test_a_caller_that_no_longer_waits_is_not_told_of_a_refusal(peer: Peer, why: str) -> None:
+    call = Served(peer, arrived_s=10.0)
+    if why == "cancelled":
+        call.cancel()
+    if why == "lost":
+        peer.lost = WorkerLost("lost")
+    call.refuse(NO_CREATION, 2.0, 12.1 if why == "late" else 11.0, ValueError("refused"))
+    assert call.told == []
+    assert call.has_ended
+
+
 # Functions that wait for a value
 
 
@@ -186,6 +230,19 @@ def test_a_function_that_has_waited_makes_its_value_while_it_is_referred_to(peer
     call.is_referred = False
     assert not call.goes_on(None, 1e9)
     assert [what for what, _ in call.told] == ["value 5"]
+
+
+def test_a_creation_that_gives_up_waiting_has_an_error_for_its_value(peer: Peer) -> None:
+    call, creation = Served(peer), Served(peer, number=0)
+    call.cancel()
+    call.give_up()
+    assert call.told == []
+    creation.begins(5, math.inf, 10.0)
+    creation.cancel()
+    creation.give_up()
+    ((where, error),) = creation.told
+    assert where == "value 5"
+    assert "given the call up" in str(error)
 
 
 # Cancelling

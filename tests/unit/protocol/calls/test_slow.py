@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchweft.protocol.calls import SlowFunctions
-from torchweft.protocol.calls.slow import _LIMIT
+from torchweft.protocol.calls.server import _MOST_SLOW
 
 
 def test_a_function_is_slow_by_its_last_run() -> None:
@@ -23,9 +23,9 @@ def test_a_function_without_a_name_is_not_noted() -> None:
 
 def test_the_number_of_names_is_limited() -> None:
     slow = SlowFunctions()
-    for number in range(_LIMIT + 10):
+    for number in range(_MOST_SLOW + 10):
         slow.note(b"function %d" % number, was_slow=False)
-    assert len(slow) == _LIMIT
+    assert len(slow) == _MOST_SLOW
     slow.note(b"function 0", was_slow=True)
     slow.note(b"another", was_slow=False)
     assert b"another" in slow

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.protocol.connecting.rounds import ACKNOWLEDGE_S, Rounds
+from torchweft.protocol.connecting.contact import ACKNOWLEDGE_S, Rounds
 
 
 @pytest.mark.parametrize(
