@@ -94,14 +94,18 @@ def _table(link: Link, rounds: Rounds) -> list[str]:
 
 
 def _verdict(link: Link, rounds: Rounds) -> str:
+    """Judges the largest step that the limit does not have as well, as where a cache ends."""
     steps = steps_of(curve_of(link, link.ours, rounds))
-    if not steps:
-        return ""
-    size, step = max(steps.items(), key=lambda item: item[1])
+    limits = steps_of(curve_of(link, link.limit, rounds))
+    own = {size: step for size, step in steps.items() if step > limits.get(size, 0.0)}
+    if not own:
+        return f"- met: {link.title}: no step is larger than the limit's"
+    size, step = max(own.items(), key=lambda item: item[1])
     mark = "met" if step <= MOST_STEP else "missed"
     return (
         f"- {mark}: {link.title}: the largest step is {number(step)}x, from "
-        f"{size_text(size // 2)} to {size_text(size)} (target: at most {number(MOST_STEP)}x)"
+        f"{size_text(size // 2)} to {size_text(size)} (target: at most {number(MOST_STEP)}x, or no "
+        "larger than the limit's)"
     )
 
 
