@@ -296,6 +296,7 @@ class Link:
         except OSError as error:
             self._is_closed = True
             queue.clear()
+            self._writing.release()
             raise LinkClosed(str(error)) from error
         self._is_full = True
         self._when_full(self)

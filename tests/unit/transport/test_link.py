@@ -281,6 +281,16 @@ def test_nothing_is_sent_after_the_end(ends: tuple[End, End]) -> None:
         send_often(other.link)
 
 
+def test_a_link_is_freed_after_a_write_that_failed(ends: tuple[End, End]) -> None:
+    one, other = ends
+    other.link.close()
+    with pytest.raises(LinkClosed):
+        send_often(one.link)
+    one.link.hang_up()
+    assert one.link.free()
+    assert one.link.is_free
+
+
 def test_drain_waits_until_the_last_byte_is_written(ends: tuple[End, End]) -> None:
     one, other = ends
     one.link.send(frame_parts(1, b"x" * BIG_BYTES), may_block=False)
