@@ -267,7 +267,8 @@ class Link:
             is_rest: Whether ``parts`` is the rest of a write in progress, to be written first.
         """
         queue = self._queue
-        if self._may_begin is not None and self._is_main_writing():
+        # Nobody writes before the rest of a frame: the main thread, too, found ``_writing`` held.
+        if not is_rest and self._may_begin is not None and self._is_main_writing():
             queue.extend(parts)
             self._writing.release()
             self._when_full(self)
@@ -295,6 +296,7 @@ class Link:
         except OSError as error:
             self._is_closed = True
             queue.clear()
+            self._writing.release()
             raise LinkClosed(str(error)) from error
         self._is_full = True
         self._when_full(self)

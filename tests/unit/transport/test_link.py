@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -281,6 +281,16 @@ def test_nothing_is_sent_after_the_end(ends: tuple[End, End]) -> None:
         send_often(other.link)
 
 
+def test_a_link_is_freed_after_a_write_that_failed(ends: tuple[End, End]) -> None:
+    one, other = ends
+    other.link.close()
+    with pytest.raises(LinkClosed):
+        send_often(one.link)
+    one.link.hang_up()
+    assert one.link.free()
+    assert one.link.is_free
+
+
 def test_drain_waits_until_the_last_byte_is_written(ends: tuple[End, End]) -> None:
     one, other = ends
     one.link.send(frame_parts(1, b"x" * BIG_BYTES), may_block=False)
@@ -315,11 +325,10 @@ def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:
 
 
 class HalfTaking:
-    """A socket that takes half of the first piece, and makes another thread send meanwhile."""
+    """A socket that takes half of the first piece, and calls a function then."""
 
-    def __init__(self, connection: socket.socket, link: Link, meanwhile: list[Buffer]) -> None:
+    def __init__(self, connection: socket.socket, meanwhile: Callable[[], object]) -> None:
         self._connection = connection
-        self._link = link
         self._meanwhile = meanwhile
         self._is_first = True
 
@@ -331,17 +340,21 @@ class HalfTaking:
             return self._connection.send(part, flags)
         self._is_first = False
         size = self._connection.send(part[: len(part) // 2], flags)
-        other = threading.Thread(
-            target=self._link.send, args=(self._meanwhile,), kwargs={"may_block": False}
-        )
-        other.start()
-        other.join(LIMIT_S)
+        self._meanwhile()
         return size
 
 
 def test_the_rest_of_a_frame_comes_before_what_others_queued(ends: tuple[End, End]) -> None:
     one, other = ends
-    taking = HalfTaking(one.link._socket, one.link, frame_parts(2, b"second"))
+
+    def send_second() -> None:
+        sender = threading.Thread(
+            target=one.link.send, args=(frame_parts(2, b"second"),), kwargs={"may_block": False}
+        )
+        sender.start()
+        sender.join(LIMIT_S)
+
+    taking = HalfTaking(one.link._socket, send_second)
     one.link._socket = taking  # type: ignore[assignment]
     one.link.send(frame_parts(1, b"first"), may_block=False)
     one.link._socket = taking._connection

@@ -7,6 +7,8 @@ lost by that, nor come twice.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 import socket
 import threading
 from collections.abc import Callable
@@ -15,7 +17,9 @@ import pytest
 
 from tests.interrupting import interrupt_at
 from tests.thorough import every
+from tests.unit.agent.group import wait_until
 from tests.unit.transport.reading import reading
+from tests.unit.transport.test_link import HalfTaking
 from tests.unit.transport.test_resumable import (
     FRAMES,
     LIMIT_S,
@@ -96,6 +100,34 @@ def test_the_main_thread_ends_its_write_while_another_thread_looks_at_it(
         may_begin = property(lambda link: next(looks, None), lambda link, value: None)
         monkeypatch.setattr(Link, "_may_begin", may_begin, raising=False)
         elsewhere(lambda: end.link.send(MESSAGE, may_block=False))
+        expected = as_bytes(FRAMES[0], MESSAGE)
+        assert end.arrived(len(expected)) == expected
+
+
+def test_the_rest_of_a_frame_comes_before_what_the_main_thread_queues() -> None:
+    with contextlib.closing(PlainEnd()) as end:
+        link, goes_on, is_half = end.link, threading.Lock(), threading.Event()
+        # Where the main thread has queued it, ``_begin`` waits before it goes on.
+        goes_on.acquire()
+        message = itertools.chain(MESSAGE, filter(operator.not_, map(goes_on.acquire, [True])))
+
+        def await_message() -> None:
+            is_half.set()
+            wait_until(lambda: len(link._queue) == len(MESSAGE))
+
+        def send() -> None:
+            try:
+                link.send(FRAMES[0], may_block=False)
+            finally:
+                goes_on.release()
+
+        link._socket = HalfTaking(link._socket, await_message)  # type: ignore[assignment]
+        other = threading.Thread(target=send)
+        other.start()
+        assert is_half.wait(LIMIT_S)
+        link.send(message, may_block=False)  # type: ignore[arg-type]
+        other.join(LIMIT_S)
+        write_what_is_left(end)
         expected = as_bytes(FRAMES[0], MESSAGE)
         assert end.arrived(len(expected)) == expected
 
