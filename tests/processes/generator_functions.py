@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import torch
@@ -91,6 +91,10 @@ def not_iterable() -> int:
 
 async def unawaited() -> list[int]:
     return [1]
+
+
+async def asynchronous() -> AsyncIterator[int]:
+    yield 1
 
 
 def is_open(worker: str) -> Iterator[Any]:

@@ -236,7 +236,7 @@ def test_the_signal_has_each_worker_write_what_it_does(nursery: Nursery, tmp_pat
             lambda: names <= {each.name for each in tmp_path.iterdir()},
             lambda: str(list(tmp_path.iterdir())),
         )
-        answers = read_folder(str(tmp_path))
+        answers, _ = read_folder(str(tmp_path))
         assert [report.worker for report in answers.reports] == ["worker0", "worker1"]
         assert "has written no file here" in answers.silent["driver"]
         assert any(thread.frames for thread in answers.reports[0].threads)
@@ -358,7 +358,8 @@ def test_a_folder_without_reports_is_refused(tmp_path: Path) -> None:
     assert "cannot read the folder" in err
     (tmp_path / "worker0.weft.json").mkdir()
     status, _, err = said_by("explain", str(tmp_path))
-    assert status == 2
+    assert status == FAILURE_STATUS
+    assert "no report can be read: " in err
     assert "worker0.weft.json': Is a directory" in err
     (tmp_path / "worker0.weft.json").rmdir()
     (tmp_path / "worker0.weft.json").write_text("{}")

@@ -25,6 +25,7 @@ from torchweft.errors import ConfigurationError, LaunchError, ShutdownError, Wor
 from torchweft.launch import Cluster, Nursery, cluster, leave_watch, local_cluster
 from torchweft.launch.job import program_job
 from torchweft.launch.supervisor import Supervisor
+from torchweft.rpc import node
 
 PROMPT_S = 8.0
 LIMIT_S = 20.0
@@ -378,6 +379,32 @@ def test_a_death_that_is_expected_is_no_error(
         with pytest.raises(WorkerLost, match=r": it ended with exit code 3"):
             waiting.wait()
     capsys.readouterr()
+
+
+def multiply_for_ever() -> None:
+    """Is within C++ most of the time, without the lock of the interpreter."""
+    matrix = torch.ones(300, 300)
+    while True:
+        torch.mm(matrix, matrix)
+
+
+def leave_soon() -> None:
+    """Has the worker not wait for functions that run."""
+    node.END_LIMIT_S = 0.0
+
+
+def test_a_worker_that_is_interrupted_in_a_function_ends_by_that_signal(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = cluster(workers=1, nursery=nursery, setup=leave_soon).start()
+    call = rpc.rpc_async("worker0", multiply_for_ever)
+    time.sleep(0.1)
+    os.kill(group.pids["worker0"], signal.SIGINT)
+    with pytest.raises(WorkerLost):
+        call.wait()
+    with pytest.raises(LaunchError, match=r"'worker0'.* was killed by SIGINT"):
+        group.close()
+    assert "terminate called" not in capsys.readouterr().err
 
 
 def test_a_worker_that_never_joins_fails_the_start(

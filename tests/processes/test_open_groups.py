@@ -24,7 +24,7 @@ from torchweft.errors import (
     UnknownWorker,
     WorkerLost,
 )
-from torchweft.observe.metrics.serving import reader_of
+from torchweft.observe.metrics.serving import read, reader_of
 from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)
@@ -188,6 +188,12 @@ def call_all_the_time(to: str) -> int:
 
 def begin_metrics() -> None:
     kept["metrics"] = reader_of(current_node(), group=True, timeout_s=10.0)
+
+
+def peers_in_metrics() -> set[str]:
+    """Returns the workers with which this worker has exchanged bytes, by its metrics."""
+    points = [point.attributes for each in read() for point in each.points]
+    return {each["weft.peer"] for each in points if "weft.peer" in each}
 
 
 def workers_in_metrics() -> dict[str, float]:
@@ -360,6 +366,22 @@ def test_metrics_are_of_the_workers_that_are_there_now(group: Group) -> None:
         with pytest.raises(WorkerLost, match="'b'"):
             group.do("a", call, "b")
         assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 0.0}
+
+
+def test_metrics_have_no_bytes_of_a_worker_that_has_left(group: Group) -> None:
+    group.join("a", 0)
+    for rank, end in ((1, "leave"), (2, "die")):
+        name = f"b{rank}"
+        group.join(name, rank)
+        assert group.do(name, call, "a") == 4.0
+        assert group.do("a", peers_in_metrics) == {name}
+        if end == "leave":
+            group.do(name, leave)
+        else:
+            group.kill(name)
+            with pytest.raises(WorkerLost):
+                group.do("a", call, name)
+        assert group.do("a", peers_in_metrics) == set()
 
 
 def test_one_that_died_comes_back(group: Group) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ObserveError, ProtocolError, UnknownWorker
-from torchweft.observe.files import age_note, read_folder
+from torchweft.observe.files import read_folder
 from torchweft.observe.group import Answers, find
 from torchweft.observe.looking import Looker
 from torchweft.observe.session import Access
@@ -134,13 +134,12 @@ def _check_together(options: argparse.Namespace) -> None:
 def run_explain(options: argparse.Namespace) -> int:
     """Explains the files of a folder, and returns the exit status."""
     try:
-        answers = read_folder(options.folder)
-    except (ObserveError, ProtocolError) as error:
+        answers, warnings = read_folder(options.folder)
+    except ObserveError as error:
         print(f"torchweft explain: {error}", file=sys.stderr)
         return FAILURE_STATUS
-    note = age_note(answers)
-    if note:
-        print(f"torchweft explain: {note}", file=sys.stderr)
+    for warning in warnings:
+        print(f"torchweft explain: {warning}", file=sys.stderr)
     return _show_waits(answers, is_json=options.json)
 
 

@@ -155,7 +155,11 @@ def setup_error(report: str) -> BaseException | None:
 
 def run_job(job: Job, own_path: Sequence[str]) -> None:
     """Runs ``job``; ``own_path`` is ``sys.path`` as the interpreter made it."""
-    _JOBS[str(job["kind"])](job, own_path)
+    try:
+        _JOBS[str(job["kind"])](job, own_path)
+    except KeyboardInterrupt:  # in a worker that serves; programs report theirs
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        _end_at_once(lambda: os.kill(os.getpid(), signal.SIGINT))
 
 
 def _run_program(job: dict[str, Any], own_path: Sequence[str]) -> NoReturn:
@@ -295,16 +299,21 @@ def _refresh_after_fork(job: dict[str, Any]) -> None:
             torch.set_num_threads(int(threads))
 
 
-def _end_at_once() -> NoReturn:
+def _end_at_once(end: Callable[[], None] = lambda: os._exit(0)) -> NoReturn:
     """Ends the process like a program, but without tearing the interpreter down.
 
     With torch imported the teardown costs 0.1 to 0.4 s of processor time in every worker, and
-    writes to pages that the workers share.
+    writes to pages that the workers share. Functions of other workers may still run, in daemon
+    threads: one that came back from C++ during the teardown would abort the process.
+
+    Args:
+        end: Ends the process.
     """
     vars(threading)["_shutdown"]()  # joins the non-daemon threads
     vars(atexit)["_run_exitfuncs"]()
     sys.stdout.flush()
     sys.stderr.flush()
+    end()
     os._exit(0)
 
 

@@ -21,6 +21,8 @@ _REACH_S = 10.0
 _LOOK_S = 0.2
 _AGAIN_S = 1.0
 _NODES_LISTED = 8
+_REASON_S = 1.0
+"""Seconds in which Ray ends an actor after it has killed the actor's children."""
 
 Amounts = dict[str, float]
 
@@ -211,6 +213,12 @@ def _agent_class(ray: Any) -> type:
         def read_error(self) -> bytes:
             return bytes(self._process.stderr.readline())  # type: ignore[union-attr]
 
+        def exit_code(self, reason_s: float) -> int:
+            code = self._process.wait()
+            if code < 0:  # Perhaps Ray has killed it, and ends this process next.
+                time.sleep(reason_s)
+            return code
+
     return WeftAgent
 
 
@@ -277,8 +285,21 @@ class ActorLink:
         return "" if self._has_started else f"is not there: {self._reserved.shortage()}"
 
     def why_ended(self) -> str:
-        """Returns what Ray said about the end; empty if the agent ended by itself."""
-        return self._failure
+        """Returns what Ray said about the end, or the exit code of an agent that Ray did not end.
+
+        When Ray ends a process, it kills the children first. So the agent's output may end before
+        the actor does, and only another call of the actor tells why.
+        """
+        if self._failure or not self._has_started:
+            return self._failure
+        try:
+            _check_connected()
+            ending = self._actor.exit_code.remote(_REASON_S)
+            is_known = package().wait([ending], timeout=2 * _REASON_S)[0]
+            code = package().get(ending) if is_known else 0
+        except Exception as error:  # of many types, as in _get
+            return _said(error)
+        return f"its command ended with exit code {code}" if code else ""
 
     def finish_sending(self) -> None:
         """Ends the agent's input, and so the agent; does not wait for it."""

@@ -21,30 +21,32 @@ _NO_FILE = (
 )
 
 
-def read_folder(folder: str) -> Answers:
-    """Returns the reports in a folder; workers that they name and that wrote none are silent.
+def read_folder(folder: str) -> tuple[Answers, list[str]]:
+    """Returns the reports in a folder, and warnings about them.
 
-    So are those that are stopped on this host, and whose report is older than that of another.
+    Workers that the reports name and that wrote none, or none that can be read, are silent. So are
+    those that are stopped on this host, and whose report is older than that of another.
 
     Raises:
-        ConfigurationError: The folder, or a file in it, cannot be read.
-        GroupNotFound: It has no report, or those of several groups.
-        ProtocolError: A file is no report.
+        ConfigurationError: The folder cannot be read.
+        GroupNotFound: It has no report that can be read, or those of several groups.
     """
     try:
         names = sorted(name for name in os.listdir(folder) if name.endswith(FILE_SUFFIX))
     except OSError as error:
         raise ConfigurationError(f"cannot read the folder {folder!r}: {error.strerror}") from None
     answers = Answers()
+    broken: dict[str, str] = {}
     for name in names:
         path = os.path.join(folder, name)
         try:
             with open(path, "rb") as file:
                 answers.reports.append(decode_report(file.read()))
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path!r}: {error.strerror}") from None
-        except ProtocolError as error:
-            raise ProtocolError(f"{path!r}: {error}") from error
+        except (OSError, ProtocolError) as error:
+            reason = error.strerror if isinstance(error, OSError) else error
+            broken[name.removesuffix(FILE_SUFFIX)] = f"{path!r}: {reason}"
+    if broken and not answers.reports:
+        raise GroupNotFound(f"no report can be read: {'; '.join(broken.values())}")
     if not answers.reports:
         raise GroupNotFound(
             f"the folder {folder!r} has no report of a worker (*{FILE_SUFFIX}): a worker writes "
@@ -62,12 +64,15 @@ def read_folder(folder: str) -> Answers:
     latest = max(report.time for report in answers.reports)
     for name, member in sorted(members.items()):
         report = there.get(name)
-        if report is None:
+        if report is None and name in broken:
+            answers.silent[name] = f"has written a file that cannot be read, {broken[name]}"
+        elif report is None:
             answers.silent[name] = _why_no_file(member)
         elif latest - report.time > _APART_S and (pid := _stopped_process(member)) is not None:
             answers.silent[name] = _why_old(report, pid, latest)
             answers.reports.remove(report)
-    return answers
+    left_out = [f"left out, as it cannot be read: {why}" for why in broken.values()]
+    return answers, [*left_out, *_age_note(answers)]
 
 
 def _why_no_file(member: Member) -> str:
@@ -96,10 +101,10 @@ def _places(report: Report) -> Iterable[str]:
     return (each.place for each in report.threads if each.place and not each.is_idle)
 
 
-def age_note(answers: Answers) -> str:
-    """Returns a warning if the reports are from far apart moments; else an empty text."""
+def _age_note(answers: Answers) -> list[str]:
+    """Returns a warning if the reports are from far apart moments."""
     times = [report.time for report in answers.reports]
     apart_s = max(times) - min(times)
     if apart_s < _LONG_S:
-        return ""
-    return f"the reports are {apart_s:.0f} s apart; the oldest may be of another problem"
+        return []
+    return [f"the reports are {apart_s:.0f} s apart; the oldest may be of another problem"]

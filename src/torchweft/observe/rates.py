@@ -131,8 +131,8 @@ def rate(now: Report, before: Report | None) -> WorkerRate:
     over_s = now.clock_s - before.clock_s if before is not None else 0.0
     ins = _grown(now, before, IN)
     outs = _grown(now, before, OUT)
-    sent, received = _bytes(now)
-    sent_before, received_before = _bytes(before) if before is not None else (sent, received)
+    # Bytes of a worker that has left are not in the later report.
+    moved = [each for each in peers(now, before) if each.channel != LENT]
     times = sum_of(*(each.times for each in outs))
     return WorkerRate(
         worker=now.worker,
@@ -148,8 +148,8 @@ def rate(now: Report, before: Report | None) -> WorkerRate:
         in_flight=now.in_flight,
         serving=now.serving,
         queued=now.queued,
-        sent_per_s=_per(sent - sent_before, over_s),
-        received_per_s=_per(received - received_before, over_s),
+        sent_per_s=sum([each.sent_per_s for each in moved], _per(0.0, over_s)),
+        received_per_s=sum([each.received_per_s for each in moved], _per(0.0, over_s)),
         owned=now.owned,
         held=now.held,
         contexts=now.contexts,
@@ -241,12 +241,6 @@ def _grown(now: Report, before: Report | None, direction: str) -> list[FunctionC
             times = since(each.times, past.times)
             found.append(FunctionCounts(each.function, direction, calls, errors, times))
     return found
-
-
-def _bytes(report: Report) -> tuple[int, int]:
-    """Returns the bytes sent and received over all channels."""
-    moved = [each for (_, channel), each in _by_channel(report).items() if channel != LENT]
-    return sum(sent for sent, _ in moved), sum(received for _, received in moved)
 
 
 def _by_channel(report: Report) -> dict[tuple[str, str], tuple[int, int]]:

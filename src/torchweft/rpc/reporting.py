@@ -135,10 +135,11 @@ class Reporter:
         )
 
     def _traffic(self) -> Iterable[Traffic]:
+        present = {peer.name for peer in self._agent.members.present()}
         found: dict[str, Traffic] = {}
         for peer in list(self._agent.peers.values()):
             link = peer.link
-            if peer.is_self or link is None:
+            if peer.is_self or link is None or peer.name not in present:
                 continue
             # A worker that came back under its name is another peer: both are counted together.
             before = found.get(peer.name, Traffic(peer.name, 0, 0, {}))

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from types import CoroutineType
 from typing import Any
@@ -222,11 +222,15 @@ class Sources:
         try:
             iterator = iter(values)
         except TypeError:
+            fix = "a stream is of a generator or anything else that for loops take"
             if isinstance(values, CoroutineType):
                 values.close()  # Otherwise Python warns that it was never awaited.
+            if isinstance(values, (Awaitable, AsyncIterable)):
+                fix += (
+                    "; write it without async: each stream has a thread of its own, which may wait"
+                )
             raise ArgumentTypeError(
-                f"{name} returned {kind_of(values)}, which cannot be iterated over; a stream is of "
-                "a generator or anything else that for loops take"
+                f"{name} returned {kind_of(values)}, which cannot be iterated over; {fix}"
             ) from None
         source = Source(
             f"weft-{self._agent.info.name}-stream-{peer.name}-{number}",

@@ -21,8 +21,12 @@ import sys
 import threading
 from _thread import get_ident
 from collections.abc import Callable
+from functools import partial
+from itertools import compress
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeVar, cast
+
+T = TypeVar("T")
 
 call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__call__"))
 """Calls its argument; with ``map``, several functions in one step."""
@@ -61,13 +65,24 @@ def current_frames() -> dict[int, FrameType]:
     returned keeps its variables, and the frame of the caller is among the result: it would keep
     itself, and all that the other threads' functions held, until the collector runs.
     """
-    if sys.version_info >= (3, 12) or not gc.isenabled():
-        return sys._current_frames()
+    return without_collector(sys._current_frames)
+
+
+def without_collector(step: Callable[[], T]) -> T:
+    """Calls a function written in C, before CPython 3.12 with the garbage collector off.
+
+    The collector is as before afterwards, also where other threads turn it on or off. From 3.12
+    on, it runs only between two steps of Python code.
+    """
+    if sys.version_info >= (3, 12):
+        return step()
+    was_on: list[bool] = []
+    restore = partial(tuple, map(call, compress((gc.enable,), was_on)))
+    steps = (partial(was_on.extend, map(call, (gc.isenabled,))), gc.disable, step, restore)
     try:
-        steps = (gc.disable, sys._current_frames, gc.enable)
-        return cast("dict[int, FrameType]", tuple(map(call, steps))[1])
+        return cast(T, tuple(map(call, steps))[2])
     except BaseException:  # There is no memory.
-        gc.enable()
+        restore()
         raise
 
 

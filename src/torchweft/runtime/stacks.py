@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections import deque
+from functools import partial
+from operator import attrgetter
 from types import FrameType
+
+from torchweft.runtime.interrupts import current_frames, without_collector
 
 
 def all_stacks() -> dict[int, list[FrameType]]:
@@ -14,18 +15,12 @@ def all_stacks() -> dict[int, list[FrameType]]:
     Each step outwards makes an object. Before Python 3.12 that may collect garbage, and finalizers
     may let the walked thread go on, so that its frame ends in the middle of the step.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        return {ident: _stack_of(frame) for ident, frame in sys._current_frames().items()}
-    finally:
-        if was_enabled:
-            gc.enable()
+    return {ident: _stack_of(frame) for ident, frame in current_frames().items()}
 
 
-def _stack_of(frame: FrameType | None) -> list[FrameType]:
-    frames: deque[FrameType] = deque()
-    while frame is not None:
-        frames.appendleft(frame)
-        frame = frame.f_back
-    return list(frames)
+def _stack_of(frame: FrameType) -> list[FrameType]:
+    frames = [frame]
+    callers = filter(None, map(attrgetter("f_back"), frames))  # also of those that it adds
+    without_collector(partial(frames.extend, callers))
+    frames.reverse()
+    return frames

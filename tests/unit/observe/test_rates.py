@@ -53,6 +53,14 @@ def test_bytes_are_told_by_other_worker_and_channel() -> None:
     assert rate(now, before).sent_per_s == (2000 + 10 + 1) / 2.0
 
 
+def test_a_worker_that_has_left_takes_nothing_from_the_rate() -> None:
+    traffic = (Traffic("b", 100, 200, {"sent shm": 1000}), Traffic("c", 10, 20, {}))
+    before = report("a", traffic=traffic)
+    now = replace(before, clock_s=before.clock_s + 2.0, traffic=(Traffic("c", 14, 26, {}),))
+    found = rate(now, before)
+    assert (found.sent_per_s, found.received_per_s) == (2.0, 3.0)
+
+
 def test_without_an_earlier_report_rates_are_unknown() -> None:
     found = rate(report("a", functions=(counted(10),)), None)
     assert all(map(math.isnan, (found.cpu, found.out_per_s, found.sent_per_s, found.p50_s)))
