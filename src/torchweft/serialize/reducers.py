@@ -72,6 +72,17 @@ def is_dense(tensor: Tensor) -> bool:
     )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor of a subclass has memory of its own, as wrappers of other tensors do not."""
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return True
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and isinstance(tensor, fake.FakeTensor):
+        return False  # Torch warns where its address is asked for.
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data_ptr() != 0
+
+
 @rebuilds_pickled
 def set_attributes(target: object, attributes: dict[str, object]) -> None:
     """Restores the attributes that a program had attached to a tensor."""
@@ -113,7 +124,7 @@ def _reduce_subclass(tensor: Tensor) -> Any:
     if kind.__reduce_ex__ not in _DENSE_REDUCE or kind.__reduce__ is not object.__reduce__:
         return NotImplemented  # it reduces itself, as lazy modules' uninitialized parameters do
     is_traceable = is_traceable_wrapper_subclass(tensor)
-    if is_traceable or not _has_memory(tensor):
+    if is_traceable or not has_memory(tensor):
         _check_graph_of_wrapper(tensor)
         # Torch's own reduction makes the wrapper anew, with its attributes.
         return _reduce_wrapper(tensor) if is_traceable else NotImplemented
@@ -169,17 +180,6 @@ def _jagged(
     return torch.nested.nested_tensor_from_jagged(
         values, offsets, lengths, dimension, shortest, longest
     )
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor of a subclass has memory of its own, as wrappers of other tensors do not."""
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-        return True
-    fake = sys.modules.get("torch._subclasses.fake_tensor")
-    if fake is not None and isinstance(tensor, fake.FakeTensor):
-        raise SerializationError("a fake tensor has no values")
-    with torch._C.DisableTorchFunctionSubclass():
-        return tensor.data_ptr() != 0
 
 
 def _check_graph_of_wrapper(tensor: Tensor) -> None:

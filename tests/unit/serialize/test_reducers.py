@@ -276,7 +276,7 @@ def test_a_fake_tensor_is_refused() -> None:
 
     with FakeTensorMode():
         fake = torch.empty(2)
-    with pytest.raises(SerializationError, match=r"a fake tensor has no values; .*'meta'"):
+    with pytest.raises(SerializationError, match="send a tensor on the device 'meta'"):
         object_trip(fake)
 
 
