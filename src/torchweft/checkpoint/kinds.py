@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.errors import ArgumentTypeError
+from torchweft.serialize.reducers import has_memory
 
 # Plain values, which need no code to read
 
@@ -86,7 +87,10 @@ class HostCopier:
             ArgumentTypeError: The value contains an object of another type; says where.
         """
         if isinstance(value, Tensor):
-            return self._tensor(value)
+            with torch._C.DisableTorchFunctionSubclass():
+                if reason := _why_not(value):
+                    raise ArgumentTypeError(f"{self._path}{at} is {reason}")
+                return self._tensor(value)
         if isinstance(value, np.generic):
             value = value.item()
         way = self._ways.get(type(value))
@@ -143,11 +147,36 @@ class HostCopier:
     def _dense(self, tensor: Tensor) -> Tensor:
         if self._devices is None or not tensor.is_cuda:
             return _cloned(tensor)
-        return self._devices.copy(tensor.detach())
+        return self._devices.copy(_plain(tensor))
+
+
+def _why_not(tensor: Tensor) -> str:
+    """Returns why a snapshot cannot hold a tensor, and the remedy; empty if it can."""
+    if nn.parameter.is_lazy(tensor):
+        return (
+            "a parameter of a lazy module, which has no values yet; call the module once before "
+            "its state is saved"
+        )
+    if tensor.is_meta:
+        return "a tensor on the device 'meta', which has no values to save"
+    if tensor.is_nested:
+        return "a nested tensor, which a snapshot cannot hold; save its parts as a list"
+    if not has_memory(tensor):
+        return (
+            f"a {type(tensor).__qualname__}, which has no memory of its own; save the tensors that "
+            "it is made of"
+        )
+    return ""
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a tensor of torch's own class: reading another would need the code of that class."""
+    own = tensor.detach()
+    return own if type(own) is Tensor else own.as_subclass(Tensor)
 
 
 def _cloned(tensor: Tensor) -> Tensor:
-    own = tensor.detach()
+    own = _plain(tensor)
     return own.clone() if own.device.type == "cpu" else own.cpu()
 
 

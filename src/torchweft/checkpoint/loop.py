@@ -203,5 +203,12 @@ def resumable(
     check_keep(keep)
     saving = {"keep": keep, "gate": gate, "random_states": random_states, "timeout": timeout}
     return Resumable(
-        steps, os.path.abspath(directory), state, every, every_s, in_background, fall_back, saving
+        steps,
+        snapshots.absolute(directory),
+        state,
+        every,
+        every_s,
+        in_background,
+        fall_back,
+        saving,
     )

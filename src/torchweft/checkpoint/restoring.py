@@ -114,7 +114,7 @@ def find(directory: str | os.PathLike[str], step: int | None) -> Snapshot:
     present = snapshots.list_snapshots(directory)
     fitting = [snapshot for snapshot in present if step is None or snapshot.step == step]
     if not fitting:
-        raise not_found(os.path.abspath(directory), step, present)
+        raise not_found(snapshots.absolute(directory), step, present)
     return fitting[-1]
 
 
@@ -352,9 +352,11 @@ def not_found(directory: str, step: int | None, present: list[Snapshot]) -> Snap
     """Returns the error for a missing snapshot; ``present`` are the existing snapshots."""
     of_step = "" if step is None else f" of step {step}"
     there = ", ".join(str(snapshot.step) for snapshot in present)
+    hint = f"; there are those of steps {there}" if present else ""
+    if os.path.exists(os.path.join(directory, snapshots.MANIFEST)):
+        hint = f": it is itself a snapshot; pass {os.path.dirname(directory)}, and its step"
     return SnapshotNotFound(
-        f"there is no snapshot{of_step} in {directory}"
-        + (f"; there are those of steps {there}" if present else ""),
+        f"there is no snapshot{of_step} in {directory}{hint}",
         directory=directory,
         step=step,
     )

@@ -336,7 +336,7 @@ def _begin(
         raise ConfigurationError(f"step is {step!r}; pass the number of steps that are done")
     check_keep(keep)
     deadline = Deadline(timeout)
-    absolute = os.path.abspath(directory)
+    absolute = snapshots.absolute(directory)
     turn = current().slots[_TURNS].setdefault(absolute, threading.Lock())
     is_mine: list[bool] = []
     try:

@@ -20,8 +20,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchweft.arguments import kind_of
 from torchweft.checkpoint import files
-from torchweft.errors import CheckpointError, ConfigurationError, WeftError
+from torchweft.errors import ArgumentTypeError, CheckpointError, ConfigurationError, WeftError
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"(?P<number>\d{6,})-step(?P<step>\d+)-[0-9a-f]{8}")
@@ -46,6 +47,24 @@ class Snapshot:
     def path(self) -> str:
         """Its own directory."""
         return os.path.join(self.directory, self.name)
+
+
+def absolute(directory: str | os.PathLike[str]) -> str:
+    """Returns the absolute path of the directory where snapshots are kept.
+
+    Raises:
+        ArgumentTypeError: It is no path.
+    """
+    if isinstance(directory, Snapshot):
+        raise ArgumentTypeError(
+            "directory is a Snapshot; pass snapshot.directory, and to restore this one "
+            f"step={directory.step}"
+        )
+    if not isinstance(directory, (str, os.PathLike)):
+        raise ArgumentTypeError(
+            f"directory is {kind_of(directory)}; pass the path where snapshots are kept"
+        )
+    return os.path.abspath(directory)
 
 
 def list_snapshots(directory: str | os.PathLike[str]) -> list[Snapshot]:
@@ -123,15 +142,15 @@ def part_path(directory: str, name: str, file: str) -> str:
 
 def _begun(directory: str | os.PathLike[str]) -> list[Snapshot]:
     """Returns all entries that are named like a snapshot, sorted by number and name."""
-    absolute = os.path.abspath(directory)
-    with named_errors("looking for snapshots", absolute):
+    whole = absolute(directory)
+    with named_errors("looking for snapshots", whole):
         try:
-            names = os.listdir(absolute)
+            names = os.listdir(whole)
         except FileNotFoundError:
             return []
     matches = [match for name in names if (match := _NAME.fullmatch(name))]
     matches.sort(key=lambda match: (int(match["number"]), match.string))
-    return [Snapshot(absolute, match.string, int(match["step"])) for match in matches]
+    return [Snapshot(whole, match.string, int(match["step"])) for match in matches]
 
 
 # The manifest: the files of a snapshot, their entries, and the workers that wrote them. It is JSON,

@@ -56,6 +56,7 @@ _ADVICE: tuple[tuple[tuple[type, ...], str], ...] = (
 
 # By name, because PyTorch does not import these modules; a program with such an object has.
 _ADVICE_BY_NAME = {
+    "torch._subclasses.fake_tensor.FakeTensor": "send a tensor on the device 'meta'",
     "sqlite3.Connection": "send its path, and open it on the other worker",
 }
 

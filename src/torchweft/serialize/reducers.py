@@ -11,6 +11,7 @@ import functools
 import io
 import math
 import pathlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Literal
@@ -71,6 +72,17 @@ def is_dense(tensor: Tensor) -> bool:
     )
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor of a subclass has memory of its own, as wrappers of other tensors do not."""
+    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return True
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None and isinstance(tensor, fake.FakeTensor):
+        return False  # Torch warns where its address is asked for.
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.data_ptr() != 0
+
+
 @rebuilds_pickled
 def set_attributes(target: object, attributes: dict[str, object]) -> None:
     """Restores the attributes that a program had attached to a tensor."""
@@ -111,11 +123,13 @@ def _reduce_subclass(tensor: Tensor) -> Any:
         return _reduce_jagged(tensor)
     if kind.__reduce_ex__ not in _DENSE_REDUCE or kind.__reduce__ is not object.__reduce__:
         return NotImplemented  # it reduces itself, as lazy modules' uninitialized parameters do
-    with torch.enable_grad():
-        if is_traceable_wrapper_subclass(tensor):
-            return _reduce_wrapper(tensor)
-        with torch._C.DisableTorchFunctionSubclass():
-            plain = tensor.as_subclass(Tensor)
+    is_traceable = is_traceable_wrapper_subclass(tensor)
+    if is_traceable or not has_memory(tensor):
+        _check_graph_of_wrapper(tensor)
+        # Torch's own reduction makes the wrapper anew, with its attributes.
+        return _reduce_wrapper(tensor) if is_traceable else NotImplemented
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+        plain = tensor.as_subclass(Tensor)
     state = dict(vars(tensor)) or None
     return _as_subclass, (plain, kind), state, None, None, set_attributes
 
@@ -168,21 +182,38 @@ def _jagged(
     )
 
 
+def _check_graph_of_wrapper(tensor: Tensor) -> None:
+    """Raises SerializationError if a wrapper has a graph: its parts, which are sent, have none."""
+    with torch._C.DisableTorchFunctionSubclass():
+        has_graph = tensor.grad_fn is not None
+    if has_graph and torch.is_grad_enabled():
+        raise SerializationError(
+            f"a {type(tensor).__name__} wraps other tensors, and its graph would be lost in a "
+            "call: send the tensors that it was made of, or its detach()"
+        )
+
+
 def _reduce_wrapper(tensor: Any) -> Reduced:
     """Takes apart a subclass that holds other tensors instead of memory."""
     names, context = tensor.__tensor_flatten__()
+    # Beside tensors, the parts of a DTensor have its mesh.
     parts = {name: getattr(tensor, name) for name in names}
-    return _wrapper, (type(tensor), parts, context, tuple(tensor.size()), tensor.stride())
+    place = tuple(tensor.size()), tensor.stride(), tensor.requires_grad
+    return _wrapper, (type(tensor), parts, context, *place)
 
 
 @rebuilds_pickled
 def _wrapper(
-    kind: Any, parts: dict[str, Tensor], context: object, shape: object, strides: object
+    kind: Any,
+    parts: dict[str, object],
+    context: object,
+    shape: object,
+    strides: object,
+    requires_grad: bool,
 ) -> Tensor:
-    for part in parts.values():
-        _check_tensor(part, kind)
+    _check_tensor(next(iter(parts.values()), None), kind)
     made: Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)
-    return made
+    return made.requires_grad_() if requires_grad else made
 
 
 def _reduce_layout(tensor: Tensor) -> Reduced:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.errors import ArgumentTypeError
+from torchweft.serialize.reducers import has_memory
 from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights.errors import WeightsMismatch
 
@@ -94,6 +95,11 @@ def tensors_of(source: Source) -> dict[str, Tensor]:
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
             kind = "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else "sparse"
             raise ArgumentTypeError(f"{name!r} is a {kind} tensor: pass a dense one")
+        if not has_memory(tensor):
+            raise ArgumentTypeError(
+                f"{name!r} is a {type(tensor).__qualname__}, which has no memory of its own: pass "
+                "a dict of plain tensors, of a DTensor its full_tensor()"
+            )
     if not found:
         raise ArgumentTypeError("the state has no tensors: pass a module with weights, or a dict")
     return found

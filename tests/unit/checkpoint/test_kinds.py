@@ -1,13 +1,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
-from torchweft.checkpoint import kinds
+from tests.tables import cases
+from torchweft.checkpoint import files, kinds
 from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE
 from torchweft.errors import ArgumentTypeError
 
@@ -93,6 +98,53 @@ def test_others_come_back_as_the_same_objects() -> None:
     assert tensor.tolist() == [1.0, 1.0]
     assert torch.rand((), generator=generator) == drawn
     assert (numbers, words) == ([1, 2], {"a": 1})
+
+
+class Tagged(torch.Tensor):
+    """A subclass with an attribute."""
+
+
+def test_a_tensor_of_a_subclass_is_saved_without_the_class(tmp_path: Path) -> None:
+    tensor: Any = torch.ones(3).as_subclass(Tagged)
+    tensor.tag = "kept"
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2).as_subclass(Tagged))
+    values = [(TENSOR, tensor), (MODULE, module), (DATA, [tensor])]
+    states = [kinds.take("x", kind, value) for kind, value in values]
+    files.write_part(str(tmp_path / "part"), {"states": states})
+    read = torch.load(tmp_path / "part", weights_only=True)["states"]
+    with torch.no_grad():
+        tensor.zero_()
+        module.weight.zero_()
+    for (kind, value), state in zip(values, read, strict=True):
+        kinds.put(kind, value, state, strict=True)
+    assert (type(tensor), tensor.tag, tensor.tolist()) == (Tagged, "kept", [1, 1, 1])
+    assert module.weight.tolist() == [1, 1]
+
+
+def fake() -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.ones(2)
+
+
+@cases(
+    ("make", "text"),
+    [
+        (lambda: torch.empty(2, device="meta"), "a tensor on the device 'meta'"),
+        (lambda: nn.LazyLinear(2).weight, "a parameter of a lazy module.* call the module once"),
+        (lambda: nested(torch.jagged), "a nested tensor.* save its parts"),
+        (lambda: nested(torch.strided), "a nested tensor.* save its parts"),
+        (lambda: TwoTensor(torch.ones(2), torch.ones(2)), "a TwoTensor, which has no memory"),
+        (fake, "a FakeTensor, which has no memory"),
+    ],
+)
+def test_a_tensor_that_could_not_be_read_is_refused(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(ArgumentTypeError, match=rf"^x\[0\] is {text}"):
+        kinds.take("x", DATA, [make()])
+
+
+def nested(layout: torch.layout) -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
 
 
 def test_differences_are_named() -> None:

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchweft.checkpoint import snapshots
-from torchweft.errors import CheckpointError, ConfigurationError
+from torchweft.checkpoint import restoring, snapshots
+from torchweft.errors import (
+    ArgumentTypeError,
+    CheckpointError,
+    ConfigurationError,
+    SnapshotNotFound,
+)
 
 
 def make(directory: Path, name: str, *, is_whole: bool = True) -> None:
@@ -49,6 +55,18 @@ def test_paths_are_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found = snapshots.latest(".")
     assert found is not None
     assert found.directory == str(tmp_path)
+
+
+def test_what_is_no_path_of_snapshots_is_named(tmp_path: Path) -> None:
+    wrong: Any = snapshots.Snapshot("/d", "000001-step7-00000000", 7)
+    with pytest.raises(ArgumentTypeError, match=r"pass snapshot\.directory, and .* step=7"):
+        restoring.find(wrong, None)
+    wrong = 3
+    with pytest.raises(ArgumentTypeError, match="directory is an int; pass the path"):
+        snapshots.latest(wrong)
+    (tmp_path / snapshots.MANIFEST).write_text("{}")
+    with pytest.raises(SnapshotNotFound, match=f"itself a snapshot; pass {tmp_path.parent}, and"):
+        restoring.find(tmp_path, None)
 
 
 def test_a_new_name_sorts_behind_all_even_unfinished_ones(tmp_path: Path) -> None:

@@ -218,6 +218,68 @@ def test_a_subclass_with_its_own_reduction_is_asked() -> None:
     assert isinstance(lazy.weight, nn.UninitializedParameter)
 
 
+class Pair(torch.Tensor):
+    """Wraps two tensors, and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, left: Tensor, right: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, left.size(), dtype=left.dtype)
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self.left, self.right = left, right
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        lefts = [each.left if isinstance(each, Pair) else each for each in args]
+        rights = [each.right if isinstance(each, Pair) else each for each in args]
+        return Pair(func(*lefts, **(kwargs or {})), func(*rights, **(kwargs or {})))
+
+
+class Telling(Pair):
+    """Tells torch of what it is made; one part is no tensor, as the mesh of a DTensor."""
+
+    mesh = "mesh"
+
+    def __tensor_flatten__(self) -> Any:
+        return ["left", "right", "mesh"], None
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: Any, shape: Any, strides: Any) -> Any:
+        pair = Telling(parts["left"], parts["right"])
+        pair.mesh = parts["mesh"]
+        return pair
+
+
+@pytest.mark.parametrize("kind", [Pair, Telling])
+def test_a_subclass_that_wraps_tensors_survives(kind: Any) -> None:
+    pair = kind(torch.arange(3.0), torch.ones(3)).requires_grad_()
+    pair.mesh = "other"
+    arrived: Any = object_trip([pair, pair])[1]
+    assert type(arrived) is kind
+    assert arrived.requires_grad
+    assert (arrived.left.tolist(), arrived.right.tolist()) == ([0, 1, 2], [1, 1, 1])
+    assert arrived.mesh == "other"
+    assert object_trip(kind(torch.ones(2), torch.ones(2))).requires_grad is False
+
+
+def test_the_graph_of_a_subclass_that_wraps_tensors_is_not_lost_silently() -> None:
+    product = Pair(torch.ones(2), torch.ones(2)).requires_grad_() * 2
+    with pytest.raises(SerializationError, match=r"a Pair wraps other tensors.* detach\(\)"):
+        object_trip(product)
+    assert object_trip(product.detach()).left.tolist() == [2, 2]
+    with torch.no_grad():
+        assert object_trip(product).left.tolist() == [2, 2]
+
+
+def test_a_fake_tensor_is_refused() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        fake = torch.empty(2)
+    with pytest.raises(SerializationError, match="send a tensor on the device 'meta'"):
+        object_trip(fake)
+
+
 def test_a_buffer_keeps_what_makes_it_one() -> None:
     arrived = object_trip(nn.Buffer(torch.ones(2), persistent=False))
     assert isinstance(arrived, nn.Buffer)

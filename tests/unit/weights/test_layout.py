@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.unit.channel.fake_gpu import FakeGpu
 from torchweft.errors import ArgumentTypeError
@@ -114,6 +115,7 @@ def test_a_state_that_differs_is_refused(change: object, name: str, text: str) -
         ({3: torch.zeros(1)}, "3 is Tensor"),
         ({"a": torch.zeros(3, device="meta")}, "'a' is a meta tensor"),
         ({"a": torch.zeros(3).to_sparse()}, "'a' is a sparse tensor"),
+        ({"a": TwoTensor(torch.ones(3), torch.ones(3))}, "'a' is a TwoTensor, .* full_tensor"),
     ],
 )
 def test_what_has_no_dense_tensors_is_refused(source: object, text: str) -> None:
