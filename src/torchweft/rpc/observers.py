@@ -26,12 +26,15 @@ class Observers:
         agent: The worker's agent.
         reporter: Makes the reports.
         counting: Counts the worker's calls while it is observed.
+
+    Attributes:
+        counting: The argument.
     """
 
     def __init__(self, agent: Agent, reporter: Reporter, counting: Counting) -> None:
         self._agent = agent
         self._reporter = reporter
-        self._counting = counting
+        self.counting = counting
 
     def answer(self, question: str) -> bytes:
         """Returns the answer to a question; raises ProtocolError if there is no such question."""
@@ -48,7 +51,7 @@ class Observers:
 
     def report(self, question: str) -> Report:
         """Returns a report, and has calls counted until the next one is due."""
-        self._counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
+        self.counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
         return self._reporter.report(question)
 
     def identity(self) -> Identity:

@@ -6,7 +6,6 @@ threads that change them go on.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import time
@@ -19,6 +18,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.protocol.calls import ServedCall as Served
 from torchweft.protocol.membership.registration import HOST
+from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
     DETAIL,
     METRICS,
@@ -31,28 +31,20 @@ from torchweft.protocol.observing.report import (
     Report,
     ServedCall,
     Traffic,
-    call_key,
-    reference_key,
 )
-from torchweft.rpc.activity import key_of, threads
-from torchweft.rpc.completion import Call
+from torchweft.rpc.activity import threads
+from torchweft.rpc.completion import Call, key_of
 from torchweft.rpc.counting import Counting, name_of
 from torchweft.rpc.health import health_of
 from torchweft.rpc.stack_report import function_of, served_by
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
 
-_GROUP_DIGITS = 8
 _MOST_CALLS = 500
 """Open calls, and served ones, that a report names; the oldest."""
 _MOST_REFERENCES = 50
 _MOST_MEASURED = 2000
 _PAGE_BYTES = resource.getpagesize()
-
-
-def group_of(token: str) -> str:
-    """Returns the name of a group for people, which does not tell its token."""
-    return hashlib.sha256(b"weft group " + token.encode()).hexdigest()[:_GROUP_DIGITS]
 
 
 class Reporter:
@@ -151,7 +143,7 @@ class Reporter:
     def _open_call(self, call: PendingCall) -> OpenCall:
         key = call_key(self._agent.info.name, call.number)
         parent = call.parent
-        parent_key = "" if parent is None else key_of(self._worker, parent)
+        parent_key = "" if parent is None else key_of(parent)
         name = name_of(call.function)
         return OpenCall(key, call.worker_name, name, call.elapsed_s, parent_key)
 
@@ -168,7 +160,7 @@ class Reporter:
                 reference = self._worker.references.reference_of(awaited)
                 awaits = "" if reference is None else reference_key(reference)
         return ServedCall(
-            key=key_of(self._worker, call),
+            key=key_of(call),
             caller=call.peer.name,
             function=function_of(call),
             age_s=time.monotonic() - call.arrived_s,
