@@ -12,6 +12,7 @@ from torchweft import observe, rpc
 from torchweft.observe.group import Group
 from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing import service
+from torchweft.rpc.tracing.recorder import RECORDER
 
 _TRACE = 1
 _LIMIT = 200_000
@@ -66,15 +67,15 @@ def spans() -> observe.spans:
 def watch(mode: str) -> None:
     """Has this worker watched in one way from now on."""
     node = current_node()
-    node.recorder.forget(_TRACE)
+    node.agent.slots[RECORDER].forget(_TRACE)
     if HAS_SPANS:
         spans().stop()
         if mode == SPANS:
             spans().start()
     if mode in (COUNTERS, BOTH):
-        node.counting.extend(3600.0)
+        node.observed.counting.extend(3600.0)
     else:
-        node.counting.stop()
+        node.observed.counting.stop()
     if mode in (TRACE, BOTH):
         service.begin(_TRACE, _LIMIT, False)
 

@@ -7,9 +7,9 @@ steps each parameter's optimizer where the parameter lives (``torchweft.optim``,
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
+from torchweft.deferred import import_name
 from torchweft.version import VERSION
 
 if TYPE_CHECKING:
@@ -86,9 +86,9 @@ _HOME = {
 def __getattr__(name: str) -> Any:
     # Loaded when first used: the command line and the launcher do without torch.
     if name in _FOLDERS:
-        return importlib.import_module(f"torchweft.{name}")
+        return import_name(__name__, name, f"torchweft.{name}")
     if name in __all__:
-        return getattr(importlib.import_module(_HOME.get(name, "torchweft.rpc")), name)
+        return import_name(__name__, name, _HOME.get(name, "torchweft.rpc"))
     raise AttributeError(f"module 'torchweft' has no attribute {name!r}")
 
 

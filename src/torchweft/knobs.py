@@ -283,6 +283,8 @@ TLS_MUTUAL = Knob("TLS_MUTUAL", 1)
 """1 if a worker that connects must show a certificate too, 0 if not."""
 TLS_NAME = Knob("TLS_NAME", "")
 """Name or address that the certificates of other workers must be made out to; empty for any."""
+TLS_NAMES = (TLS_CERT, TLS_KEY, TLS_CA, TLS_NAME)
+"""Those that name a file or a worker: a worker has TLS if any is set."""
 INIT_TIMEOUT_S = Knob("INIT_TIMEOUT_S", 60.0)
 """Time to wait for all workers to join."""
 CONNECT_TIMEOUT_S = Knob("CONNECT_TIMEOUT_S", 10.0)

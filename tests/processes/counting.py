@@ -74,11 +74,11 @@ def take() -> dict[str, int]:
 
 def count_calls() -> None:
     """Has this worker count its calls, as if it was observed."""
-    current_node().counting.extend(3600.0)
+    current_node().observed.counting.extend(3600.0)
 
 
 def stop_counting() -> None:
-    current_node().counting.stop()
+    current_node().observed.counting.stop()
 
 
 def trace_calls() -> None:

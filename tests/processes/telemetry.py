@@ -206,7 +206,8 @@ def baggage_here() -> object:
 
 def counted() -> dict[tuple[str, str], int]:
     return {
-        (each.function, each.direction): each.calls for each in current_node().counting.counts()
+        (each.function, each.direction): each.calls
+        for each in current_node().observed.counting.counts()
     }
 
 

@@ -55,7 +55,7 @@ def fail() -> None:
 
 
 def is_counting() -> bool:
-    return current_node().counting.since_s >= 0
+    return current_node().observed.counting.since_s >= 0
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,10 @@ def test_an_observer_changes_nothing_in_the_group(trio: Cluster) -> None:
 def test_calls_are_counted_no_longer_than_they_are_watched(trio: Cluster) -> None:
     group_of(trio).ask(ANSWER_S)
     node = current_node()
-    assert node.counting.since_s >= 0
+    assert node.observed.counting.since_s >= 0
     assert node.worker.call_type is not PendingCall
-    node.counting.tick(time.monotonic() + LEASE_S + 1.0)
-    assert node.counting.since_s < 0
+    node.observed.counting.tick(time.monotonic() + LEASE_S + 1.0)
+    assert node.observed.counting.since_s < 0
     assert node.worker.call_type is PendingCall
     assert node.worker.note_creation is None
 

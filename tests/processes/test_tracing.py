@@ -34,6 +34,7 @@ from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
 from torchweft.rpc.node import current_node
+from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.transport.link import Link
 from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.messages import Kind
@@ -61,7 +62,7 @@ def fail() -> None:
 def counted() -> dict[tuple[str, str], int]:
     """Returns how often each function was called, by the counters of this worker."""
     counts: Counter[tuple[str, str]] = Counter()
-    for each in current_node().counting.counts():
+    for each in current_node().observed.counting.counts():
         if not each.function.startswith(SERVICE):
             counts[each.function, each.direction] += each.calls
     return dict(counts)
@@ -80,7 +81,7 @@ def is_plain() -> bool:
     worker = current_node().worker
     links = [peer.link for peer in current().peers.values() if peer.link is not None]
     return (
-        not current_node().recorder.is_on
+        not current().slots[RECORDER].is_on
         and worker.note_creation is None
         and worker.call_type is PendingCall
         and worker.engine.pass_type is LocalPass

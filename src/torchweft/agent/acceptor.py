@@ -31,7 +31,6 @@ from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.link import shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
-from torchweft.transport.secure import secure_server
 from torchweft.transport.voucher import look_for_number
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
@@ -126,6 +125,8 @@ class Acceptor:
             check_user(connection)
         tls = None if connection.family == socket.AF_UNIX else connector.tls
         if tls is not None:
+            from torchweft.transport.secure import secure_server  # Imported with the options.
+
             self._await_first_bytes(connection, deadline_s)
             remaining_s = max(deadline_s - time.monotonic(), 0.01)
             connection = secure_server(connection, tls, remaining_s)

@@ -47,9 +47,11 @@ from torchweft.runtime.served_streams import ServedStreams
 from torchweft.runtime.timers import ReactorChecks, Timers
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport.link import Link
-from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
+
+if TYPE_CHECKING:
+    from torchweft.transport.secure import TlsOptions
 
 T = TypeVar("T")
 _log = logging.getLogger("torchweft")

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torchweft import knobs
 from torchweft.agent.peers import Peer
@@ -53,10 +53,12 @@ from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import Link, LinkClosed, shut
 from torchweft.transport.peer_credentials import check_user
 from torchweft.transport.resumable import ResumableLink
-from torchweft.transport.secure import TlsOptions, secure_client
 from torchweft.transport.voucher import frame_with, new_voucher
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind
+
+if TYPE_CHECKING:
+    from torchweft.transport.secure import TlsOptions
 
 REGISTRATION = "registration"
 CAPABILITIES, VERDICT = "capabilities", "verdict"
@@ -410,6 +412,8 @@ class Connector:
             if self.tls is None or isinstance(address, addresses.UnixAddress):
                 connection.sendall(frame_with(voucher))
                 return connection
+            from torchweft.transport.secure import secure_client  # Imported with the options.
+
             remaining_s = max(deadline_s - time.monotonic(), 0.01)
             return secure_client(connection, self.tls, remaining_s, voucher)
         except BaseException as error:

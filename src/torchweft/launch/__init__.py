@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torchweft.deferred import import_name
 from torchweft.launch.launchers import Launcher, Order
 from torchweft.launch.local_cluster import Cluster
 from torchweft.launch.making import cluster
@@ -53,6 +54,4 @@ _BY_NEED = {
 def __getattr__(name: str) -> Any:
     if name not in _BY_NEED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(f"{__name__}.{_BY_NEED[name]}"), name)
+    return import_name(__name__, name, f"{__name__}.{_BY_NEED[name]}")

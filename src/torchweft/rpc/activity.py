@@ -22,6 +22,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import OpenCalls
 from torchweft.autograd.engine import Engine
 from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
     CALL,
     GATHERING,
@@ -31,13 +32,10 @@ from torchweft.protocol.observing.report import (
     VALUE,
     Thread,
     Wait,
-    call_key,
-    making_key,
-    reference_key,
 )
 from torchweft.rpc import fan_out, serving
 from torchweft.rpc.collective import Gatherings
-from torchweft.rpc.completion import Call, proceed
+from torchweft.rpc.completion import key_of, proceed
 from torchweft.rpc.counting import name_of
 from torchweft.rpc.frames import inwards, is_own, lines, source_of, thread_frames
 from torchweft.rpc.futures import Future
@@ -83,21 +81,13 @@ def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
         yield Thread(name, False, False, False, "", (), False, _place(code), told)
 
 
-def key_of(worker: Worker, call: ServedCall) -> str:
-    """Returns the key of a served call."""
-    if call.number or not isinstance(call, Call):
-        return call_key(call.peer.name, call.number)
-    reference = getattr(call, "reference", None)
-    return "" if reference is None else making_key(reference_key(reference))
-
-
 def _served_by(worker: Worker, stack: Sequence[FrameType]) -> str:
     for frame in reversed(stack):
         call_in = _SERVING.get(frame.f_code)
         if call_in is not None:
             call = call_in(frame.f_locals)
             if isinstance(call, ServedCall) and call.peer.id in worker.agent.peers:
-                return key_of(worker, call)
+                return key_of(call)
     return ""
 
 

@@ -55,8 +55,8 @@ from torchweft.protocol.membership.registration import (
     differences,
 )
 from torchweft.rpc.node import Node
+from torchweft.rpc.observed import group_of
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.rpc.reporting import group_of
 from torchweft.runtime.reports import names_of
 from torchweft.transport.addresses import (
     LOOPBACK,

@@ -16,8 +16,9 @@ from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import enter
 from torchweft.errors import SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import AnsweredCall, failures
-from torchweft.rpc.batching.decorator import TAKEN
+from torchweft.protocol.calls import AnsweredCall, ServedCall, failures
+from torchweft.protocol.observing.keys import call_key, making_key, reference_key
+from torchweft.rpc.current_call import TAKEN
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
@@ -97,6 +98,14 @@ class CallWithCode(Call):
     codes: Sequence[Code]  # type: ignore[misc]
 
 
+def key_of(call: ServedCall) -> str:
+    """Returns the key of a served call for observers."""
+    if call.number or not isinstance(call, Call):
+        return call_key(call.peer.name, call.number)
+    reference = getattr(call, "reference", None)
+    return "" if reference is None else making_key(reference_key(reference))
+
+
 def settle(
     worker: Worker, context_id: int, function: Callable[..., Any], result: Any, call: Call
 ) -> None:
@@ -114,7 +123,7 @@ def settle(
         elif type(result) is WhenReady:
             _finish_when_ready(worker, context_id, result, call)
         elif result is TAKEN:
-            pass  # Its queue ends the call.
+            pass  # Its queue, or its stream, ends the call.
         else:
             call(result, None)
     except BaseException as error:

@@ -20,6 +20,9 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import ServedCall
 from torchweft.rpc.worker import current_worker
 
+TAKEN = object()
+"""Returned to the server of calls in place of a result: a batch or a stream answers the call."""
+
 
 def remaining_time() -> float:
     """Returns how many seconds the caller of the running function still waits for it.

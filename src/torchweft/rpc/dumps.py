@@ -1,4 +1,4 @@
-"""Writes what a worker does to a file: on ``SIGQUIT``, after a long wait, or for another worker.
+"""Writes what a worker does to a file; see ``observed`` for the signal and for other workers.
 
 The timer thread notices a long wait, and a thread of the reactor writes the file, so that threads
 of the program need not run. The worker that waits tells all others: the one that it waits for,
@@ -10,25 +10,19 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import stat
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
-from typing import Any
 
 from torchweft import knobs
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Slot
-from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
 from torchweft.protocol.observing.report import DETAIL, FILE_SUFFIX, SHUTDOWN, encode
 from torchweft.rpc.activity import threads
 from torchweft.rpc.reporting import Reporter
 from torchweft.rpc.worker import Worker
-from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
 _log = logging.getLogger("torchweft")
@@ -56,10 +50,8 @@ class Dumps:
         self._told: set[str] = set()
         self._lock = threading.Lock()
         self._last_s = -math.inf
-        agent.receiver.on(Kind.DUMP, self._on_message, inline=True)
         if not math.isinf(self._after_s):
             agent.timers.add(self.tick)
-        agent.slots[DUMPS] = self
 
     def folder(self) -> str:
         """Returns the folder for the files of the group, which is made now if it is missing.
@@ -110,19 +102,13 @@ class Dumps:
         )
         return path
 
-    def write_soon(self, reason: str, is_wanted: bool = False) -> None:
-        """Has a thread of the worker write the report. Safe in a signal handler."""
-        self._agent.reactor.submit(self._try_to_write, reason, is_wanted)
-
-    def _try_to_write(self, reason: str, is_wanted: bool) -> None:
+    def try_to_write(self, reason: str, is_wanted: bool = False) -> None:
+        """Writes the report as ``write`` does; logs an error."""
         try:
             self.write(reason, is_wanted=is_wanted)
         except (OSError, ConfigurationError) as error:
             name = self._agent.info.name
             _log.warning("worker %r could not write what it does: %s", name, error)
-
-    def _on_message(self, peer: Peer, _: Frame) -> None:
-        self.write_soon(f"worker {peer.name!r} waits for long")
 
     # Long waits
 
@@ -134,7 +120,7 @@ class Dumps:
         news = late.keys() - self._told
         self._told = set(late)
         if news:
-            self.write_soon(late[min(news)])
+            self._agent.reactor.submit(self.try_to_write, late[min(news)], False)
             self._agent.reactor.submit(self._tell_others)
         return now_s + min(_LOOK_S, self._after_s)
 
@@ -145,9 +131,6 @@ class Dumps:
                     self._agent.sender.post(peer, encode_frame(Kind.DUMP, 0, 0, b""))
                 except (WorkerLost, NotInitialized):
                     continue
-
-
-DUMPS: Slot[Dumps] = Slot()
 
 
 def _long_waits(worker: Worker) -> Iterator[tuple[str, float, str]]:
@@ -170,33 +153,3 @@ def _check_own(path: str) -> None:
         raise ConfigurationError(
             f"{path!r} is no folder of this user alone; set {knobs.DUMP_DIR.variable} to one"
         )
-
-
-# The signal
-
-
-def answer_signal() -> None:
-    """Makes the worker of this process write what it does on ``SIGQUIT``; idempotent.
-
-    A handler that the program has set stays. A shell that starts a job in the background has it
-    ignore the signal, which does not count as a handler. Only the main thread can set one; in other
-    threads this does nothing.
-    """
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main and signal.getsignal(signal.SIGQUIT) in (signal.SIG_DFL, signal.SIG_IGN):
-        _former.append(signal.signal(signal.SIGQUIT, _on_signal))
-
-
-_former: list[Any] = []
-"""The effects that the signal had before."""
-
-
-def _on_signal(number: int, frame: FrameType | None) -> None:
-    try:
-        agent = current_agent.current()
-    except NotInitialized:
-        # The process is no worker any more, so the signal has its usual effect.
-        signal.signal(number, _former[-1])
-        os.kill(os.getpid(), number)
-        return
-    agent.slots[DUMPS].write_soon("SIGQUIT asks for it", True)

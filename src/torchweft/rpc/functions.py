@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
-from torchweft.rpc.batching.decorator import batch_statistics, batched, expect_calls
-from torchweft.rpc.batching.statistics import BatchStatistics
+from torchweft.deferred import import_name
+
+if TYPE_CHECKING:
+    from torchweft.rpc.batching.decorator import batch_statistics, batched, expect_calls
+    from torchweft.rpc.batching.statistics import BatchStatistics
 
 __all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", "expect_calls"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
 _MARK = "_wrapped_async_rpc_function"
+
+_HOMES = {
+    "BatchStatistics": "torchweft.rpc.batching.statistics",
+    "batch_statistics": "torchweft.rpc.batching.decorator",
+    "batched": "torchweft.rpc.batching.decorator",
+    "expect_calls": "torchweft.rpc.batching.decorator",
+}
+"""Imported by programs that batch calls."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_name(__name__, name, _HOMES[name])
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def async_execution(

@@ -15,17 +15,15 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.engine import ENGINE
+from torchweft.probe import clock_id
 from torchweft.rpc import serving, stack_report
-from torchweft.rpc.activity import key_of
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.counting import Counting
-from torchweft.rpc.dumps import Dumps, answer_signal
+from torchweft.rpc.completion import key_of
 from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.observed import OBSERVED, Observed, answer_signal
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
-from torchweft.rpc.reporting import Observers, Reporter
 from torchweft.rpc.stream_sources import SOURCES, Sources
-from torchweft.rpc.tracing.recorder import RECORDER, Recorder
 from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime import log_records
@@ -59,10 +57,8 @@ class Node:
         leaving: Takes it out of the group.
         waits: Logs waits that take long.
         watching: Has its calls watched, by counters, traces and others.
-        counting: Counts its calls while it is observed.
-        recorder: Records what it does while it is traced.
-        observers: Answers those who observe it.
-        dumps: Writes what the worker does to files.
+        observed: Tells observers what it does.
+        clock_id: The id of its clock. Read at once: calls of other workers open no file.
         spin_limit: Makes idle threads of OpenMP sleep.
         store: The store; None once the worker has ended, or its closed group is about to.
         on_end: What ends with the worker, in any order: functions by any key.
@@ -94,8 +90,8 @@ class Node:
             warns_of_lost_gradients=options.lost_gradients == "warn",
         )
         self.watching = Watching(self.worker, serving.install(self.worker))
-        self.counting = Counting(self.worker, self.watching)
-        self.recorder = Recorder(self.worker, self.watching)
+        self.observed = Observed(self.worker, self.watching, group)
+        self.clock_id = clock_id()
         stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
@@ -103,9 +99,6 @@ class Node:
         self.ports = Ports(self.worker)
         self.sources = Sources(agent)
         self.leaving = Leaving(self.worker, self.waits, self._close_store, self._note_left)
-        reporter = Reporter(self.worker, self.counting, group)
-        self.dumps = Dumps(self.worker, reporter, group)
-        self.observers = Observers(self.agent, reporter, self.counting)
         self.waits.on_notice = partial(agent.events.note, "%s")
         agent.members.on_joined(self._note_joined)
         self._finalize: Finalize | None = None
@@ -114,8 +107,8 @@ class Node:
         agent.slots[WORKER] = self.worker
         agent.slots[GATHERINGS] = self.gatherings
         agent.slots[NODE] = self
+        agent.slots[OBSERVED] = self.observed
         agent.slots[PORTS] = self.ports
-        agent.slots[RECORDER] = self.recorder
         agent.slots[SOURCES] = self.sources
 
     def start(self) -> None:
@@ -129,7 +122,7 @@ class Node:
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         answer_signal()
         log_records.set_origin(self._origin)
-        self.agent.answer_observers(self.observers.answer)
+        self.agent.answer_observers(self.observed.answer)
         self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
     def peer_lost(self, peer: Peer) -> None:
@@ -205,7 +198,6 @@ class Node:
         log_records.set_origin(None)
         for end in list(self.on_end.values()):
             end()
-        self.recorder.close()
         self.gatherings.close()
         self.worker.unseen.close()
         self.spin_limit.close()
@@ -218,7 +210,7 @@ class Node:
     def _origin(self) -> log_records.Origin:
         """Returns the origin of a log record."""
         call = current_call.get()
-        told = "" if call is None else key_of(self.worker, call)
+        told = "" if call is None else key_of(call)
         return log_records.Origin(self.agent.info.name, told)
 
     def _end_unasked(self) -> None:

@@ -9,7 +9,7 @@ import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -27,7 +27,9 @@ from torchweft.secret import Secret
 from torchweft.serialize.allowed import BY_THEMSELVES, is_part_of_weft
 from torchweft.serialize.callables import Callables
 from torchweft.transport.addresses import is_loopback
-from torchweft.transport.secure import TlsOptions
+
+if TYPE_CHECKING:
+    from torchweft.transport.secure import TlsOptions
 
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
@@ -36,6 +38,14 @@ DeviceMap = dict[torch.device, torch.device]
 def _allowed_from_outside() -> tuple[str, ...] | None:
     modules = [module.strip() for module in knobs.ALLOWED_MODULES.get().split(",")]
     return tuple(module for module in modules if module) or None
+
+
+def _tls_from_environment() -> TlsOptions | None:
+    if not any(knob.get() for knob in knobs.TLS_NAMES):
+        return None
+    from torchweft.transport.secure import TlsOptions  # Most workers have no TLS.
+
+    return TlsOptions.from_environment()
 
 
 @dataclass
@@ -104,7 +114,7 @@ class RpcBackendOptions:
     init_timeout: float = field(default_factory=knobs.INIT_TIMEOUT_S.get)
     listen: str = field(default_factory=knobs.LISTEN.get)
     secret: Secret | None = field(default_factory=Secret.from_environment)
-    tls: TlsOptions | None = field(default_factory=TlsOptions.from_environment)
+    tls: TlsOptions | None = field(default_factory=_tls_from_environment)
     detection_time: float = field(default_factory=knobs.DETECTION_S.get)
     reconnect_time: float = field(default_factory=knobs.RECONNECT_S.get)
     reference_type: type[RRef[Any]] = RRef
@@ -246,6 +256,8 @@ class RpcBackendOptions:
                 f"secret is {kind_of(self.secret)}; pass torchweft.Secret.from_file(path)"
             )
         if self.tls is not None:
+            from torchweft.transport.secure import TlsOptions
+
             if not isinstance(self.tls, TlsOptions):
                 raise wrong_type("tls", self.tls, "pass torchweft.TlsOptions(...)")
             self.tls.check()

@@ -6,7 +6,6 @@ threads that change them go on.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import resource
 import time
@@ -22,6 +21,7 @@ from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import ServedCall as Served
 from torchweft.protocol.membership.registration import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
+from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
     DETAIL,
     METRICS,
@@ -35,12 +35,10 @@ from torchweft.protocol.observing.report import (
     Report,
     ServedCall,
     Traffic,
-    call_key,
     encode,
-    reference_key,
 )
-from torchweft.rpc.activity import key_of, threads
-from torchweft.rpc.completion import Call
+from torchweft.rpc.activity import threads
+from torchweft.rpc.completion import Call, key_of
 from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
 from torchweft.rpc.examining import facts_of, measured_for_observer
 from torchweft.rpc.health import health_of
@@ -48,17 +46,11 @@ from torchweft.rpc.stack_report import function_of, served_by
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
 
-_GROUP_DIGITS = 8
 _MOST_CALLS = 500
 """Open calls, and served ones, that a report names; the oldest."""
 _MOST_REFERENCES = 50
 _MOST_MEASURED = 2000
 _PAGE_BYTES = resource.getpagesize()
-
-
-def group_of(token: str) -> str:
-    """Returns the name of a group for people, which does not tell its token."""
-    return hashlib.sha256(b"weft group " + token.encode()).hexdigest()[:_GROUP_DIGITS]
 
 
 class Reporter:
@@ -158,7 +150,7 @@ class Reporter:
     def _open_call(self, call: PendingCall) -> OpenCall:
         key = call_key(self._agent.info.name, call.number)
         parent = call.parent
-        parent_key = "" if parent is None else key_of(self._worker, parent)
+        parent_key = "" if parent is None else key_of(parent)
         name = name_of(call.function)
         return OpenCall(key, call.worker_name, name, call.elapsed_s, parent_key)
 
@@ -175,7 +167,7 @@ class Reporter:
                 reference = self._worker.references.reference_of(awaited)
                 awaits = "" if reference is None else reference_key(reference)
         return ServedCall(
-            key=key_of(self._worker, call),
+            key=key_of(call),
             caller=call.peer.name,
             function=function_of(call),
             age_s=time.monotonic() - call.arrived_s,
@@ -231,12 +223,15 @@ class Observers:
         agent: The worker's agent.
         reporter: Makes the reports.
         counting: Counts the worker's calls while it is observed.
+
+    Attributes:
+        counting: The argument.
     """
 
     def __init__(self, agent: Agent, reporter: Reporter, counting: Counting) -> None:
         self._agent = agent
         self._reporter = reporter
-        self._counting = counting
+        self.counting = counting
 
     def answer(self, question: str) -> bytes:
         """Returns the answer to a question; raises ProtocolError if there is no such question."""
@@ -253,7 +248,7 @@ class Observers:
 
     def report(self, question: str) -> Report:
         """Returns a report, and has calls counted until the next one is due."""
-        self._counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
+        self.counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
         return self._reporter.report(question)
 
     def identity(self) -> Identity:

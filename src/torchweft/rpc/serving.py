@@ -26,9 +26,8 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SLOW_S, failures
-from torchweft.rpc.batching.decorator import TAKEN, have_method_gathered
 from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
-from torchweft.rpc.current_call import reference_in
+from torchweft.rpc.current_call import TAKEN, reference_in
 from torchweft.rpc.worker import Around, Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
@@ -321,6 +320,8 @@ def call_method(
             served.function = method
         result = method(*args, **kwargs)
         if result is TAKEN and kept is None and not kwargs:
+            from torchweft.rpc.batching.decorator import have_method_gathered  # Took the call.
+
             have_method_gathered(served, ReferenceId(*reference), method)
         return method, result
 

@@ -28,8 +28,7 @@ from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import set_current_id
 from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import ArgumentTypeError, CallCancelled, CallRefused, ConfigurationError
-from torchweft.rpc.batching.decorator import TAKEN
-from torchweft.rpc.current_call import check_called, check_types
+from torchweft.rpc.current_call import TAKEN, check_called, check_types
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import method_of
 from torchweft.runtime import device_streams

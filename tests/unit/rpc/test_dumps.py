@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-import signal
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ from tests.unit.protocol.observing.reports import report
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.observing.report import decode_report
-from torchweft.rpc.dumps import Dumps, answer_signal
+from torchweft.rpc.dumps import Dumps
 from torchweft.runtime.events import Events
 
 
@@ -67,7 +65,7 @@ def test_a_report_that_cannot_be_written_is_one_line_of_the_log(
 ) -> None:
     (tmp_path / "file").touch()
     with knobs.DUMP_DIR.override(str(tmp_path / "file" / "below")):
-        dumps._try_to_write("a test asks", True)
+        dumps.try_to_write("a test asks", True)
     (line,) = caplog.text.splitlines()
     assert "worker 'trainer:0' could not write what it does: cannot make the folder" in line
 
@@ -77,31 +75,3 @@ def test_a_fresh_file_is_replaced_only_for_a_person(dumps: Dumps, tmp_path: Path
         assert dumps.write("a worker waits")
         assert dumps.write("another worker waits") == ""
         assert dumps.write("a person asks", is_wanted=True)
-
-
-@pytest.fixture
-def default_handler() -> Iterator[None]:
-    former = signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    yield
-    signal.signal(signal.SIGQUIT, former)
-
-
-@pytest.mark.usefixtures("default_handler")
-def test_a_handler_of_the_program_stays() -> None:
-    def of_the_program(number: int, frame: FrameType | None) -> None:
-        pass
-
-    signal.signal(signal.SIGQUIT, of_the_program)
-    answer_signal()
-    assert signal.getsignal(signal.SIGQUIT) is of_the_program
-
-
-@pytest.mark.usefixtures("default_handler")
-@pytest.mark.parametrize("former", [signal.SIG_DFL, signal.SIG_IGN])
-def test_a_signal_that_nobody_handles_is_answered(former: signal.Handlers) -> None:
-    signal.signal(signal.SIGQUIT, former)
-    answer_signal()
-    ours = signal.getsignal(signal.SIGQUIT)
-    assert callable(ours)
-    answer_signal()
-    assert signal.getsignal(signal.SIGQUIT) is ours

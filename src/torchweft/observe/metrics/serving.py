@@ -56,7 +56,7 @@ def check(group: Any, timeout: Any) -> None:
 
 def reader_of(node: Node, *, group: bool, timeout_s: float) -> Callable[[], list[Metric]]:
     """Returns what reads the metrics of a worker, or of its group; its use blocks for the limit."""
-    observers = node.observers
+    observers = node.observed.observers
     if not group:
         return lambda: measures_of([observers.report(METRICS)])
     access = Access(node.options.secret, node.options.tls)

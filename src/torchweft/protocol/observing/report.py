@@ -1,7 +1,7 @@
 """The answers of a worker to an observer: who it is, and a report of everything it does.
 
 An *activity* is a thread of the program, or a call that is served. A served call has a key that its
-caller and its callee give it alike: ``call_key``, or for a call that makes a value ``making_key``.
+caller and its callee give it alike; see ``keys``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 from dataclasses import asdict, dataclass
 
 from torchweft.errors import ProtocolError
-from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.fields import read
 
 WHO, REPORT, DETAIL, METRICS = "who", "report", "detail", "metrics"
@@ -340,18 +339,3 @@ def _loaded(data: bytes) -> object:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ProtocolError(f"a report is no JSON: {error}") from error
-
-
-def call_key(caller: str, number: int) -> str:
-    """Returns the key of a call whose caller waits for an answer."""
-    return f"{caller}#{number}"
-
-
-def reference_key(reference: ReferenceId) -> str:
-    """Returns the name of a reference, the same at all workers."""
-    return f"RRef({reference.creator}.{reference.number} of {reference.owner})"
-
-
-def making_key(reference: str) -> str:
-    """Returns the key of a call that makes a value."""
-    return f"make {reference}"

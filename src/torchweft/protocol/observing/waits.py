@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from torchweft.protocol.observing import circles
 from torchweft.protocol.observing.circles import Needs
+from torchweft.protocol.observing.keys import making_key
 from torchweft.protocol.observing.report import (
     CALL,
     GATHERING,
@@ -22,7 +23,6 @@ from torchweft.protocol.observing.report import (
     ServedCall,
     Thread,
     Wait,
-    making_key,
 )
 
 LEAST_S = 1.0

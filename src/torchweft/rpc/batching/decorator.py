@@ -28,7 +28,7 @@ from torchweft.rpc.batching.queue import BatchQueue, LocalCall
 from torchweft.rpc.batching.running import Entry, Keywords, Options, Runner
 from torchweft.rpc.batching.stacking import Parts, take_apart
 from torchweft.rpc.batching.statistics import BatchStatistics
-from torchweft.rpc.current_call import remaining_time
+from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
 from torchweft.runtime import device_streams
 from torchweft.serialize.exceptions import fresh_copy
@@ -38,9 +38,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _log = logging.getLogger("torchweft")
-
-TAKEN = object()
-"""Returned to the server of calls in place of a result: the call is answered with its batch."""
 
 _BATCHES = "_weft_batches"
 _OF_OBJECTS = ("self", "cls")

@@ -24,7 +24,6 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.errors import ObserveError
-from torchweft.probe import clock_id
 from torchweft.protocol.membership.registration import HOST
 from torchweft.protocol.observing.trace import (
     OFFERED,
@@ -33,6 +32,7 @@ from torchweft.protocol.observing.trace import (
     STEP,
     Row,
 )
+from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing.calls import Names, watcher_of
 from torchweft.rpc.tracing.links import TracedLinks
 from torchweft.rpc.tracing.passes import traced_messages, traced_pass
@@ -84,8 +84,6 @@ class Recorder:
         self._recording: Recording | None = None
         self._watcher: Watcher | None = None
         self._hooks: list[Any] = []
-        self.clock_id = clock_id()
-        """Read here: calls of other workers open no file."""
 
     @property
     def is_on(self) -> bool:
@@ -247,7 +245,14 @@ class Recorder:
         return recording
 
 
-RECORDER: Slot[Recorder] = Slot()
+def _of_this_worker() -> Recorder:
+    node = current_node()
+    recorder = Recorder(node.worker, node.watching)
+    node.on_end[RECORDER] = recorder.close
+    return recorder
+
+
+RECORDER: Slot[Recorder] = Slot(_of_this_worker)
 
 
 def _note_offered(

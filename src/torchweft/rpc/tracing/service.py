@@ -15,6 +15,7 @@ from torchweft.agent.served_calls import current_call
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.observing.trace import Row
 from torchweft.rpc.current_call import check_types
+from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.serialize.registry import remotely_callable
 
@@ -27,7 +28,7 @@ BATCH = 20_000
 @remotely_callable
 def read_clock() -> tuple[str, float]:
     """Returns the id of this worker's clock, and its time."""
-    return current().slots[RECORDER].clock_id, time.monotonic()
+    return current_node().clock_id, time.monotonic()
 
 
 @remotely_callable

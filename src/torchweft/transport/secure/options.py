@@ -210,8 +210,7 @@ class TlsOptions:
         Raises:
             ConfigurationError: They set some, but not both certificate and authorities.
         """
-        certificate, ca = knobs.TLS_CERT.get(), knobs.TLS_CA.get()
-        key, name = knobs.TLS_KEY.get(), knobs.TLS_NAME.get()
+        certificate, key, ca, name = (knob.get() for knob in knobs.TLS_NAMES)
         if not (certificate or ca or key or name):
             return None
         for knob in (knobs.TLS_CERT, knobs.TLS_CA):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchweft.protocol.observing.keys import call_key
 from torchweft.protocol.observing.report import (
     CALL,
     GATHERING,
@@ -14,7 +15,6 @@ from torchweft.protocol.observing.report import (
     ServedCall,
     Thread,
     Wait,
-    call_key,
 )
 
 LONG_S = 30.0
