@@ -104,7 +104,11 @@ def _read_anywhere(directory: str, source: Source, ask: Ask) -> Found:
 
 
 def read_entries(directory: str, source: Source) -> Found:
-    """Returns copies of the wanted entries of a file, if this worker can see the file."""
+    """Returns copies of the wanted entries of a file, if this worker can see the file.
+
+    Raises:
+        CheckpointError: This worker sees the file, but may not read it.
+    """
     name, file, size_bytes, sha256, wanted, _ = source
     path = snapshots.part_path(directory, name, file)
     try:
@@ -113,6 +117,8 @@ def read_entries(directory: str, source: Source) -> Found:
         part = files.read_part(path)
     except FileNotFoundError:
         return LACKING, None
+    except PermissionError as error:
+        raise snapshots.not_permitted(directory, path) from error
     except OSError as error:
         return CORRUPT, f"it cannot be read: {error}"
     # A copy does not need the mapped file any more.

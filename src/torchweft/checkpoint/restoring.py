@@ -158,6 +158,8 @@ class Restoring:
         try:
             with open(path, "rb") as file:
                 return read_manifest(file.read())
+        except PermissionError as error:
+            raise snapshots.not_permitted(self._snapshot.directory, path) from error
         except (BadManifest, OSError) as error:
             raise corrupt(self._snapshot, path, self._me.name, str(error)) from error
 

@@ -95,6 +95,19 @@ def latest(directory: str | os.PathLike[str]) -> Snapshot | None:
     return snapshots[-1] if snapshots else None
 
 
+def not_permitted(directory: str, path: str) -> CheckpointError:
+    """Returns the error for a file that is there, and that this process may not read.
+
+    Not SnapshotCorrupt: the file may be as it was written, and an older snapshot is no way out.
+    """
+    return CheckpointError(
+        f"{path} is there, but this process may not read it. Nothing was restored; give the user "
+        f"with the id {os.getuid()} the right to read the snapshot, or run as the user that wrote "
+        "it",
+        directory=directory,
+    )
+
+
 @contextlib.contextmanager
 def named_errors(
     doing: str, directory: str, step: int | None = None, worker: str = ""

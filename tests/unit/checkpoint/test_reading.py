@@ -11,6 +11,7 @@ from torch import nn
 from torchweft.checkpoint import files, kinds, reading, snapshots
 from torchweft.checkpoint.parts import Owned
 from torchweft.checkpoint.reading import CORRUPT, FOUND, LACKING, Found, Source
+from torchweft.errors import CheckpointError, SnapshotCorrupt
 
 NAME = "000001-step1-0123abcd"
 FILE = "1-ps.pt"
@@ -98,10 +99,22 @@ def test_a_file_that_cannot_be_read_is_damaged(
     tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: str, expected: Any) -> str:
-        raise PermissionError("not yours")
+        raise OSError("a bad block")
 
     monkeypatch.setattr(files, "difference", fail)
     assert reading.read_entries(str(tmp_path), source) == (
         CORRUPT,
-        "it cannot be read: not yours",
+        "it cannot be read: a bad block",
     )
+
+
+def test_a_file_that_belongs_to_another_user_is_not_damaged(
+    tmp_path: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: str, expected: Any) -> str:
+        raise PermissionError("not yours")
+
+    monkeypatch.setattr(files, "difference", fail)
+    with pytest.raises(CheckpointError, match="may not read it") as caught:
+        reading.read_entries(str(tmp_path), source)
+    assert not isinstance(caught.value, SnapshotCorrupt)
