@@ -53,6 +53,8 @@ MESSAGE_LIMIT_BYTES = 2 << 20
 """Bytes that all tensors of a message may have; above it, new memory makes copies slow."""
 
 _ALONE_BYTES = 64 * 1024
+_SLICED_BYTES = 8 * 1024
+"""Up to so many bytes, a slice of the message takes less time than a view of it."""
 _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
 _SHARED = struct.Struct("<QQ")
@@ -384,7 +386,10 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
                 continue
             start, position = position, position + size_bytes
             # Copy it: one tensor must not keep the memory of a whole message.
-            memory = bytearray(data[start:position])
+            if size_bytes < _SLICED_BYTES:
+                memory = bytearray(data[start:position])
+            else:
+                memory = bytearray(memoryview(data)[start:position])
             if code not in _NUMPY:
                 tensor, is_whole = _other(code, shape, memory), True
             elif not size_bytes and 0 in shape:  # Other dimensions may be beyond numpy's limit.
