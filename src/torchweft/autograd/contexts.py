@@ -9,7 +9,6 @@ A placeholder stands for each received tensor in the receiver's graph.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -22,6 +21,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
+from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id
 from torchweft.protocol.numbers import Tombstones
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
@@ -190,7 +190,7 @@ class Context:
         """Maps of this worker that can be repeated if other workers are lost; see mapreduce."""
         self.is_differentiated_twice = False
         """Whether a pass through this context was itself recorded (``create_graph``)."""
-        self._counter = itertools.count(1) if counter is None else counter
+        self._counter = shared_count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
         self._receives: dict[int, ReceiveRecord] = {}
@@ -212,7 +212,7 @@ class Context:
         self.add_known_worker(to_worker)
         if not differentiable:
             return 0
-        # next() of itertools.count is one bytecode: atomic under the interpreter lock.
+        # Before the lock: no two threads get the same number.
         message_id = scoped_id(self.worker, next(self._counter))
         record = send_record(message_id, to_worker, differentiable, is_back)
         with self._lock:
@@ -394,8 +394,8 @@ class Contexts:
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._released = Tombstones(remembered)
-        self._context_counter = itertools.count(1)
-        self.message_counter = itertools.count(1)
+        self._context_counter = shared_count(1)
+        self.message_counter = shared_count(1)
         """Makes the numbers of messages."""
 
     def open(self) -> int:

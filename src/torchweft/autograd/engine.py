@@ -36,6 +36,7 @@ from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState
 from torchweft.errors import AutogradError, NotInitialized, WeftError, WorkerLost
+from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
 from torchweft.protocol.backward import (
@@ -89,7 +90,7 @@ class Engine:
         self.take_span: Callable[[int, bytes], None] | None = None
         """Takes the number of a pass and the context of its span, while passes make spans."""
         self._me = agent.me.id
-        self._pass_numbers = itertools.count(1)
+        self._pass_numbers = shared_count(1)
         self._lock = threading.Lock()
         self._states: dict[int, PassState] = {}
         self._led: dict[int, LedPassState] = {}

@@ -13,7 +13,6 @@ any thread, under any lock; so its finalizer only enqueues.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import warnings
 from collections import defaultdict, deque
@@ -34,6 +33,7 @@ from torchweft.autograd.contexts import (
     send_record,
 )
 from torchweft.errors import AutogradError
+from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id
 
 _KEY = "torchweft"
@@ -80,7 +80,7 @@ class OutsideRecords:
 
     def __init__(self, worker: int, counter: Iterator[int] | None = None) -> None:
         self._worker = worker
-        self._counter = itertools.count(1) if counter is None else counter
+        self._counter = shared_count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
         self._ended: deque[tuple[int, int]] = deque()
@@ -97,7 +97,7 @@ class OutsideRecords:
             to_worker: The receiver.
             is_back: Whether they are placed as those of an answer; see ``agent.device_maps``.
         """
-        # next() of itertools.count is one bytecode: atomic under the interpreter lock.
+        # Before the lock: no two threads get the same number.
         message_id = scoped_id(self._worker, next(self._counter))
         record = send_record(message_id, to_worker, tensors, is_back)
         with self._lock:

@@ -6,7 +6,6 @@ follow the message.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -30,6 +29,7 @@ from torchweft.channel.table import (
     SharedHandle,
     encode_table,
 )
+from torchweft.free_threading import shared_count
 
 Buffer = TypeVar("Buffer")
 Held = memoryview | Offered | Staged
@@ -53,7 +53,7 @@ class HeldTensors:
     """
 
     def __init__(self) -> None:
-        self._tokens = itertools.count(1)
+        self._tokens = shared_count(1)
         self._lock = threading.Lock()
         self._held: dict[int, Sequence[Held]] = {}
         self._size_bytes = 0

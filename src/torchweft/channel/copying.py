@@ -13,7 +13,6 @@ answered it, and spins for a moment for the next message, has gone to sleep.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import queue
 import threading
@@ -22,6 +21,7 @@ from collections.abc import Callable
 from torchweft import knobs
 from torchweft.channel import cma
 from torchweft.channel.cma import address_of
+from torchweft.free_threading import shared_count
 from torchweft.probe import running_threads, usable_cores
 
 PIECE_BYTES = 2 << 20
@@ -38,8 +38,7 @@ class _Job:
         # The step keeps the memory: a helper must never write to memory that an interrupted caller
         # released.
         self._step = step
-        # Taking the next number is atomic in the interpreter: no two threads get the same one.
-        self._offsets = itertools.count(PIECE_BYTES, PIECE_BYTES)
+        self._offsets = shared_count(PIECE_BYTES, PIECE_BYTES)
         self._helper_slot = threading.Lock()
         self._helper_done = threading.Event()
         self._helper_error: OSError | None = None

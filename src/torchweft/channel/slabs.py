@@ -13,7 +13,6 @@ view of its tensor ends. A slab whose transfer may still be running never comes 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from torchweft import knobs
 from torchweft.channel.copying import Copier
 from torchweft.channel.rdma import Endpoint, Registration
 from torchweft.channel.table import RDMA, BufferEntry, SharedHandle
+from torchweft.free_threading import shared_count
 
 Bytes = npt.NDArray[np.uint8]
 Lease = Callable[[int], memoryview]
@@ -152,7 +152,7 @@ class _Slabs:
         self._lease = lease
         self._budget = budget
         self._smallest_bytes = knobs.RDMA_FROM_BYTES.get()
-        self._numbers = itertools.count(1)
+        self._numbers = shared_count(1)
         self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
         self._idle: dict[int, list[Slab]] = {}
         self._counted_bytes = 0

@@ -11,7 +11,6 @@ An unexpected exception here ends the map, since a caller waits for it.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -28,6 +27,7 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
+from torchweft.free_threading import shared_count
 from torchweft.mapreduce import shared
 from torchweft.mapreduce.observers import observers
 from torchweft.mapreduce.plan import Plan, is_light, may_have_graph
@@ -60,7 +60,7 @@ OnDone = Callable[[list[Any] | None, BaseException | None], None]
 _log = logging.getLogger("torchweft")
 
 _SHORTEST_S = 1e-3
-_map_ids = itertools.count(1)
+_map_ids = shared_count(1)
 
 
 @dataclass(slots=True)

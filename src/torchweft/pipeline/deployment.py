@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torchweft.agent.current import current
 from torchweft.arguments import check_workers, wrong_type
 from torchweft.errors import ConfigurationError, WorkerLost
+from torchweft.free_threading import shared_count
 from torchweft.pipeline import host, stream_host
 from torchweft.pipeline.copies import Copies, find_copies
 from torchweft.pipeline.cutting import Stages
@@ -33,7 +33,7 @@ from torchweft.rpc.futures import ignore_errors
 WAIT_S = 60.0
 """How long stages wait for one another by default, and calls of a pipeline at least."""
 _END_S = 5.0
-_numbers = itertools.count(1)
+_numbers = shared_count(1)
 
 
 class Schedules(Protocol):

@@ -2,7 +2,7 @@
 
 While calls are not counted, this costs them nothing. Counting replaces ``PendingCall``, and the
 types of served calls, by subclasses. These note the time in the one method that ends every call. A
-time is appended to an array, in one atomic step. The timer thread sorts the times into histograms.
+time is appended to a list, in one atomic step. The timer thread sorts the times into histograms.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from array import array
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -48,13 +47,13 @@ class _Times(NamedTuple):
         untimed: Zeros, for calls whose end their caller does not learn.
     """
 
-    succeeded: array[float]
-    failed: array[float]
-    untimed: array[float]
+    succeeded: list[float]
+    failed: list[float]
+    untimed: list[float]
 
 
 class _Noting(NamedTuple):
-    """The ``append`` of each array: looked up once, since every call needs one of them."""
+    """The ``append`` of each list: looked up once, since every call needs one of them."""
 
     success: Callable[[float], None]
     failure: Callable[[float], None]
@@ -122,7 +121,7 @@ class Tally:
                 key = name = OTHERS
             self._names[key] = name
             self._kept.append(kept_of(function) if key != OTHERS else None)
-            times = self._times.setdefault(key, _Times(array("d"), array("d"), array("d")))
+            times = self._times.setdefault(key, _Times([], [], []))
             entry = self.entries[key] = _Noting(*(each.append for each in times))
             return entry
 
@@ -164,17 +163,17 @@ class _Counted:
         self.errors = 0
         self.untimed = 0
 
-    def sort(self, times: array[float]) -> None:
+    def sort(self, times: list[float]) -> None:
         """Adds calls."""
-        seconds = np.maximum(np.frombuffer(times), LEAST_S)
+        seconds = np.maximum(np.array(times), LEAST_S)
         self.seconds += float(seconds.sum())
         numbers, counts = np.unique(np.floor(np.log2(seconds) * STEPS), return_counts=True)
         for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
             self.times[int(number)] = self.times.get(int(number), 0) + count
 
 
-def _take(times: array[float]) -> array[float]:
-    """Takes the times out of an array to which calls append: each step is a single C function."""
+def _take(times: list[float]) -> list[float]:
+    """Takes the times out of a list to which calls append: each step is a single C function."""
     taken = times[: len(times)]
     del times[: len(taken)]
     return taken

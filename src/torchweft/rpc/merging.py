@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import queue
 import time
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from torchweft.arguments import limit_of, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError
+from torchweft.free_threading import shared_count
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.fan_out import next_done
 from torchweft.rpc.streams import Stream
@@ -33,7 +33,7 @@ class Merged(Closing, Generic[T]):
     def __init__(self, failed: Failed[T] | None, timeout: float | None) -> None:
         self._failed = failed
         self._limit_s = None if timeout is None else limit_of(timeout, math.inf)
-        self._numbers = itertools.count()
+        self._numbers = shared_count()
         self._open: dict[int, Stream[T]] = {}
         # The numbers of streams, as a stream that nobody else holds must end with this object.
         self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()

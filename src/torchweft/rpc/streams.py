@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from torchweft.arguments import limit_of
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
+from torchweft.free_threading import shared_count
 from torchweft.rpc.calls import Destination, call_and_wait, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import detached
@@ -36,7 +36,7 @@ _BEGIN = b"torchweft.rpc.stream_sources:begin"
 _PULL = b"torchweft.rpc.stream_sources:pull"
 _END = b"torchweft.rpc.stream_sources:end"
 
-_numbers = itertools.count(1)
+_numbers = shared_count(1)
 
 
 class Stream(Closing, Generic[T]):
@@ -55,7 +55,7 @@ class Stream(Closing, Generic[T]):
         self._subject = subject_of(name)
         self._timeout_s = timeout_s
         self._context_id = current_id()
-        self._places = itertools.count()
+        self._places = shared_count()
         self._pulled: deque[Future[Any]] = deque()
         self._has_ended = False
         for _ in range(ahead):

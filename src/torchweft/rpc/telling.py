@@ -5,11 +5,11 @@ A component that nobody observes computes nothing for it.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 
 from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
+from torchweft.free_threading import shared_count
 from torchweft.protocol.observing.report import NumberRow, NumberTable
 
 Teller = Callable[[], NumberTable]
@@ -20,7 +20,7 @@ class Tellers:
 
     def __init__(self) -> None:
         self._tellers: dict[int, Teller] = {}
-        self._numbers = itertools.count()
+        self._numbers = shared_count()
 
     def add(self, teller: Teller) -> Callable[[], None]:
         """Adds a component; returns a function that removes it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from torchweft.free_threading import copy_of
+
 KEPT = 200
 
 
@@ -25,4 +27,4 @@ class Events:
 
     def all(self) -> list[tuple[float, str]]:
         """Returns the events, the oldest first, each with its time by ``time.monotonic``."""
-        return [(at_s, text % values) for at_s, text, values in self._noted.copy()]
+        return [(at_s, text % values) for at_s, text, values in copy_of(self._noted)]

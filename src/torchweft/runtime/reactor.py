@@ -50,6 +50,7 @@ from itertools import repeat
 from time import monotonic
 from typing import Any
 
+from torchweft.free_threading import LONGEST_WAIT_S
 from torchweft.probe import running_threads
 from torchweft.runtime.fair_queue import FairQueue, Task
 from torchweft.runtime.interrupts import call
@@ -447,10 +448,10 @@ class Reactor:
         lead: Lead = []
         while is_needed and not self._is_closing:
             if self._is_crowded and not lead:
-                self._lead.acquire()
-                lead = [self._lead.release]
+                if self._lead.acquire(True, LONGEST_WAIT_S):
+                    lead = [self._lead.release]
                 continue
-            for fd, _ in poll(-1, 1):
+            for fd, _ in poll(LONGEST_WAIT_S, 1):
                 if lead:
                     self._handling = lead
                     self._handled += 1

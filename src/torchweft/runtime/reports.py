@@ -9,7 +9,6 @@ a ``Notice``.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torchweft import knobs
+from torchweft.free_threading import shared_count
 
 _log = logging.getLogger("torchweft")
 
@@ -107,7 +107,7 @@ class LongWaits:
         self._after_s = notice_s()
         self._sources: list[Source] = [lambda: list(self._during.values())]
         self._during: dict[object, OpenWait] = {}
-        self._numbers = itertools.count()
+        self._numbers = shared_count()
         self._told: set[object] = set()
         self.on_notice: Callable[[str], object] = lambda text: None
         """Called with each message as well."""

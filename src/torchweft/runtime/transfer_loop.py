@@ -14,6 +14,8 @@ import select
 import threading
 from collections.abc import Callable
 
+from torchweft.free_threading import LONGEST_WAIT_S
+
 _log = logging.getLogger("torchweft")
 
 NOTHING = 0
@@ -116,7 +118,7 @@ class TransferLoop:
 
     def _serve(self, epoll: select.epoll) -> None:
         while not self._is_closing:
-            for fd, _ in epoll.poll(-1, 1):
+            for fd, _ in epoll.poll(LONGEST_WAIT_S, 1):
                 handler = self._handlers.get(fd)
                 if handler is not None:
                     interest = _guarded(handler)

@@ -32,6 +32,7 @@ from itertools import islice
 from typing import Any, Protocol
 
 from torchweft.errors import ProtocolError
+from torchweft.free_threading import copy_of
 from torchweft.runtime import interrupts
 from torchweft.transport.keepalive import is_unanswered, silence_s
 from torchweft.transport.link import (
@@ -103,7 +104,7 @@ class ResumableLink(Link):
         self._unsent: deque[Buffer] = deque()
         self.may_be_interrupted = isinstance(connection, socket.socket)
         # Messages of the main thread: the parts, then the size that each write took.
-        self._own: deque[list[Any]] = deque()
+        self._own: list[list[Any]] = []
         self._early_position = 0
         """How much of them the peer has acknowledged before they were transferred."""
         # What the main thread has received, by numbers that mean nothing.
@@ -191,7 +192,7 @@ class ResumableLink(Link):
                 parts, *sizes = self._own[0]
                 self._outgoing.keep([part for part in parts if len(part)])
                 self._unsent.extend(advance(parts, sum(sizes)))
-                self._own.popleft()
+                del self._own[0]
             self._outgoing.acknowledge(self._early_position)
             if self._outgoing.kept_bytes <= self._limit_bytes:
                 self._room.notify_all()
@@ -274,7 +275,7 @@ class ResumableLink(Link):
         """Waits while another thread writes and kept and queued bytes exceed the limit."""
         limit_s = time.monotonic() + SEND_PATIENCE_S
         while self._writing.locked() and not self._is_closed:
-            queued_bytes = sum(map(len, self._queue.copy()))
+            queued_bytes = sum(map(len, copy_of(self._queue)))
             if self._outgoing.kept_bytes + queued_bytes <= self._limit_bytes:
                 return
             if time.monotonic() > limit_s:

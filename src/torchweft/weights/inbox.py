@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from typing import Protocol
 
+from torchweft.free_threading import shared_count
 from torchweft.protocol.weights import Version
 from torchweft.rpc.current_call import check_types
 
@@ -19,7 +19,7 @@ class Told(Protocol):
 
 
 _told: weakref.WeakValueDictionary[int, Told] = weakref.WeakValueDictionary()
-_keys = itertools.count(1)
+_keys = shared_count(1)
 _lock = threading.Lock()
 
 

@@ -22,6 +22,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.interpreters import frees_functions
 from tests.unit.serialize import importable
 from tests.unit.serialize.trips import by_codes
 from torchweft.errors import ProtocolError, SerializationError
@@ -376,6 +377,7 @@ def test_bytes_that_are_no_code_are_refused() -> None:
 # Memory
 
 
+@frees_functions
 def test_a_code_object_that_ends_is_forgotten() -> None:
     namespace: dict[str, Any] = {"__name__": "made"}
     exec("def function(): return 1", namespace)

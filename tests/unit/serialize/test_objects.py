@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.interpreters import frees_functions
 from tests.tables import cases
 from tests.thorough import examples
 from tests.unit.serialize import importable
@@ -657,6 +658,7 @@ def test_an_error_in_the_middle_leaves_the_quick_pickler_as_it_was() -> None:
         assert again.tensors[0] is tensor
 
 
+@frees_functions
 def test_the_quick_pickler_keeps_nothing_of_a_message(handle_type: type) -> None:
     class Local:
         pass

@@ -12,7 +12,6 @@ for ever, as measured.
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from torchweft.channel.cuda.driver import Driver, DriverError
 from torchweft.channel.table import CUDA_IPC, BufferEntry, SharedHandle
+from torchweft.free_threading import shared_count
 
 _NUMBER_LIMIT = 1 << 32
 READY = 0
@@ -89,7 +89,7 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._numbers = itertools.count(1)
+        self._numbers = shared_count(1)
         self._lock = threading.Lock()
         self._allocations: dict[int, Allocation | None] = {}
         self._idle: dict[int, deque[_Event]] = {}

@@ -7,7 +7,6 @@ which is the limit for making the value, is watched from the start.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from typing import Any, ClassVar, NoReturn, TypeVar
@@ -28,6 +27,7 @@ from torchweft.errors import (
     ReferenceGone,
     SerializationError,
 )
+from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.functions import async_execution
@@ -42,7 +42,7 @@ AnyFuture = torch.futures.Future[Any]
 
 _POLL_S = 0.001
 _NOT_MADE_HERE = -1
-_local_ids = itertools.count()
+_local_ids = shared_count()
 """Numbers the references that this process makes: PyTorch shows such numbers in texts."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from torchweft.checkpoint import Snapshot
 from torchweft.checkpoint import restore as restore_part
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
+from torchweft.free_threading import shared_count
 from torchweft.pipeline.cutting import Stages, find_ties
 from torchweft.pipeline.deployment import Schedules
 from torchweft.pipeline.elastic import activations
@@ -39,7 +39,7 @@ from torchweft.rpc import (
 )
 
 Replicas = tuple[int, ...]
-_numbers = itertools.count(1)
+_numbers = shared_count(1)
 
 
 class Shape(NamedTuple):

@@ -9,11 +9,11 @@ run.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from torchweft.free_threading import shared_count
 from torchweft.protocol.calls.server import ServedCall
 from torchweft.wire.frames import Frame
 
@@ -36,7 +36,7 @@ class CallTable(Generic[Entry]):
         self._entries: dict[int, Entry] = {}
         self.pop: Callable[[int, None], Entry | None] = self._entries.pop
         """Does as ``take``, in one atomic step (a single C function)."""
-        self._numbers = itertools.count(1)
+        self._numbers = shared_count(1)
         self.total = 0
         """Roughly how many calls were made; changes with each call."""
 

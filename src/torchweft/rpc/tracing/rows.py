@@ -10,11 +10,11 @@ lock is taken. A time that is known only later is noted beside it, under its num
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchweft.free_threading import shared_count
 from torchweft.protocol.observing.trace import (
     CREATED,
     MADE,
@@ -71,7 +71,7 @@ class Rows:
         self._ended: dict[int, float] = {}
         self.note_fields: Note = self._fields.extend
         self.note_end: Note = self._ends.extend
-        self.number: Number = itertools.count().__next__
+        self.number: Number = shared_count().__next__
 
     def __len__(self) -> int:
         return len(self._fields) // WIDTH

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+
+import pytest
+
+from torchweft import free_threading
+from torchweft.free_threading import LONGEST_WAIT_S, copy_of, shared_count
+
+THREADS = 4
+EACH = 2000
+
+
+@pytest.fixture(params=[True, False])
+def _build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has counts made as for a Python without the interpreter lock, and as for this one."""
+    if request.param:
+        monkeypatch.setattr(free_threading, "IS_FREE_THREADED", True)
+        monkeypatch.setattr(free_threading.sys, "version_info", (3, 13))
+
+
+@pytest.mark.usefixtures("_build")
+@pytest.mark.parametrize(("start", "step"), [(0, 1), (1, 1), (7, 3)])
+def test_each_number_of_a_count_is_given_once(start: int, step: int) -> None:
+    numbers, barrier = shared_count(start, step), threading.Barrier(THREADS)
+    given: list[list[int]] = []
+
+    def take() -> None:
+        barrier.wait()
+        given.append(list(itertools.islice(numbers, EACH)))
+
+    threads = [threading.Thread(target=take) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    taken = sorted(itertools.chain(*given))
+    assert taken == list(range(start, start + THREADS * EACH * step, step))
+
+
+@pytest.mark.usefixtures("_build")
+def test_a_count_is_an_iterator() -> None:
+    numbers = shared_count()
+    assert iter(numbers) is numbers
+    assert numbers.__next__() == 0
+
+
+def test_a_deque_that_changes_is_copied() -> None:
+    changing, is_over = deque(range(100)), threading.Event()
+
+    def change() -> None:
+        while not is_over.is_set():
+            changing.append(changing.popleft())
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        for _ in range(200):
+            assert {*copy_of(changing)} <= {*range(100)}
+    finally:
+        is_over.set()
+        thread.join()
+
+
+class Changed(deque[int]):
+    """A deque that another thread changes during the first copy."""
+
+    copies = 0
+
+    def copy(self) -> Changed:
+        self.copies += 1
+        if self.copies == 1:
+            raise RuntimeError("deque mutated during iteration")
+        return self
+
+
+def test_a_copy_that_was_disturbed_is_made_again() -> None:
+    changed = Changed([1, 2])
+    assert copy_of(changed) == changed
+    assert changed.copies == 2
+
+
+def test_threads_wait_for_ever_only_under_the_interpreter_lock() -> None:
+    assert (LONGEST_WAIT_S > 0) == free_threading.IS_FREE_THREADED
