@@ -17,7 +17,11 @@ and moves it only if two threads of one core are ready to run at once. So a thre
 longer than a small call takes offers its core to others in between. If they take the offer, both
 sides stay ready to run, and the system soon separates them. Until then, and where it cannot, the
 next waits offer the core at once, which is as fast as to sleep and to be woken. A program that
-computes takes an offer for milliseconds: then the thread offers nothing for a while.
+computes takes an offer for milliseconds: then the thread offers nothing for a while. The system
+takes some milliseconds to separate threads, a whole block of calls. So on a machine of two cores, a
+thread whose offer was taken moves to the other one itself if no further thread is ready to run.
+With more cores, the system looks for an idle one when it wakes a thread, and a thread cannot tell
+which one is idle.
 
 Between the messages of a training step the other side computes for some hundred microseconds. A
 thread that has spun in vain for the usual moment continues for several times as long, if no
@@ -27,11 +31,13 @@ thread on the machine waits for a core meanwhile.
 from __future__ import annotations
 
 import os
+from _thread import get_ident
 from os import sched_yield
 from time import monotonic
 
 from torchweft import knobs
-from torchweft.probe import running_threads
+from torchweft.probe import leave_core, running_threads
+from torchweft.runtime import interrupts
 
 _SHORTEST_REST = 10
 _LONGEST_REST = 200
@@ -46,6 +52,10 @@ _FOREIGN_S = 1e-3
 """An offer that takes longer was probably taken by another program than the peer."""
 _KEEP_S = 1.0
 """For how long a thread offers nothing after that."""
+_MOVE_S = 0.02
+"""The least time between two moves to another core."""
+_LOOK_S = 0.0005
+"""The least time from a look that found the other core busy to the next look."""
 _LOAD_AGE_S = 0.005
 """How long a look at the load of the machine counts; it takes as long as 20 looks at a socket."""
 
@@ -59,6 +69,7 @@ class Spinning:
         "_has_free_core",
         "_load_until_s",
         "_may_end_rest",
+        "_moves_from_s",
         "_quick_waits",
         "_rest",
         "_rests_until_s",
@@ -81,6 +92,7 @@ class Spinning:
         self._may_end_rest = True
         self._has_free_core = False
         self._load_until_s = 0.0
+        self._moves_from_s = 0.0
 
     def is_worthwhile(self) -> bool:
         """Whether the wait that begins now is to spin first."""
@@ -107,6 +119,18 @@ class Spinning:
         """Notes that the awaited data arrived while spinning."""
         self._rest = _SHORTEST_REST
         self._may_end_rest = True
+
+    def leave_core(self, now_s: float) -> None:
+        """Moves the thread to the other one of two cores if that is free.
+
+        Not the main thread: a signal handler could interrupt the move.
+        """
+        if now_s < self._moves_from_s or self._cores != 2 or get_ident() == interrupts.main_id:
+            return
+        is_other_free = 0 < running_threads() <= 2
+        self._moves_from_s = now_s + (_MOVE_S if is_other_free else _LOOK_S)
+        if is_other_free:
+            leave_core()
 
     def may_go_on(self, now_s: float) -> bool:
         """Whether to spin for ``long_spin_s`` if ``spin_s`` was not enough."""
@@ -156,6 +180,7 @@ class Look:
             return True
         self._spinning.alone_s = 0.0
         if taken_s < _FOREIGN_S:
+            self._spinning.leave_core(now_s)
             return True
         self._spinning.keeps_core_until_s = now_s + _KEEP_S
         self._spinning.failed(now_s - self._began_s)

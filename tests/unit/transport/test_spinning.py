@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import threading
 
 import pytest
 
 from torchweft import knobs
+from torchweft.runtime import interrupts
 from torchweft.transport import spinning as module
 from torchweft.transport.spinning import Look, Spinning
 
@@ -171,6 +173,58 @@ def test_where_the_offer_is_taken_the_next_wait_offers_at_once(clock: Clock, cor
     # This one was not taken, so the sides no longer share a core.
     assert look_once(spinning.begin(), clock, 0.0)
     assert core.offers == 2
+
+
+@pytest.fixture
+def moves(monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """The moves to another core; not in the main thread."""
+    moves: list[None] = []
+    monkeypatch.setattr(module, "leave_core", lambda: moves.append(None))
+    monkeypatch.setattr(interrupts, "main_id", 0)
+    return moves
+
+
+def offer_taken(spinning: Spinning, clock: Clock, core: Core) -> None:
+    core.taken_s = 4 * module._SWITCH_S
+    assert look_once(spinning.begin(), clock, 1.1 * module._ALONE_S)
+
+
+def test_a_thread_whose_offer_is_taken_moves_to_the_other_core_but_not_often(
+    clock: Clock, core: Core, moves: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "running_threads", lambda: 2)
+    spinning = make()
+    offer_taken(spinning, clock, core)
+    assert len(moves) == 1
+    offer_taken(spinning, clock, core)
+    assert len(moves) == 1
+    clock.now_s += module._MOVE_S
+    offer_taken(spinning, clock, core)
+    assert len(moves) == 2
+
+
+@pytest.mark.parametrize(("running", "cores"), [(3, 2), (0, 2), (2, 4)])
+def test_a_thread_stays_where_the_other_core_is_busy_or_there_are_more(
+    clock: Clock,
+    core: Core,
+    moves: list[None],
+    monkeypatch: pytest.MonkeyPatch,
+    running: int,
+    cores: int,
+) -> None:
+    monkeypatch.setattr(module, "running_threads", lambda: running)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    offer_taken(make(), clock, core)
+    assert not moves
+
+
+def test_the_main_thread_stays(
+    clock: Clock, core: Core, moves: list[None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "running_threads", lambda: 2)
+    monkeypatch.setattr(interrupts, "main_id", threading.get_ident())
+    offer_taken(make(), clock, core)
+    assert not moves
 
 
 def test_a_program_that_takes_the_core_for_long_gets_no_further_offer(
