@@ -24,6 +24,7 @@ from torchweft.channel.buffers import HeldStatistics
 from torchweft.channel.cma import PullError
 from torchweft.channel.memory import PoolStatistics
 from torchweft.channel.table import ChannelKind
+from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.collective import current_gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.worker import current_worker
@@ -444,6 +445,8 @@ def held_for(peer: str) -> HeldStatistics:
 
 def pool_statistics() -> PoolStatistics:
     gc.collect()
+    if IS_FREE_THREADED:
+        time.sleep(2 * LONGEST_WAIT_S)  # Threads that sleep release memory when they wake up.
     return current().pool.statistics()
 
 

@@ -14,6 +14,9 @@ Rules of this file:
 - Every connection has one owner at a time: nobody (idle), a thread, or the loop's ``epoll``. The
   owner passes it on; so a lock is needed only against ``close``.
 - Transfers take turns, a stripe each: a second transfer does not wait for the end of the first.
+- A stripe is a slice of an array, not of a ``memoryview``. The slices of one view share a count,
+  which free-threaded Python changes without a lock; then the memory is freed while it is in use
+  (https://github.com/python/cpython/issues/155606). A slice of an array has a view of its own.
 
 A transfer is identified by its message's token and its position among that message's transfers. The
 header of a stripe is little-endian, followed by ``length`` bytes of the tensor::
@@ -34,6 +37,9 @@ from _thread import allocate_lock
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from torchweft.errors import ProtocolError
 from torchweft.protocol.numbers import Tombstones
@@ -138,12 +144,12 @@ class _Connection:
 class _Transfer:
     """One tensor's memory or a part of it, and the offset of its next stripe."""
 
-    __slots__ = ("buffer", "end", "offset", "position", "token")
+    __slots__ = ("end", "memory", "offset", "position", "token")
 
     def __init__(self, token: int, position: int, buffer: memoryview, start: int, end: int) -> None:
         self.token = token
         self.position = position
-        self.buffer = buffer
+        self.memory = np.frombuffer(buffer, np.uint8)
         self.offset = start
         self.end = end
 
@@ -220,7 +226,7 @@ class Outbox:
                     self._idle.append(connection)
                 return []
             transfer = self._transfers.popleft()
-            start, size = transfer.offset, transfer.buffer.nbytes
+            start, size = transfer.offset, transfer.memory.nbytes
             end = transfer.offset = min(start + self._stripe_bytes, transfer.end)
             self._waiting_bytes -= end - start
             if end < transfer.end:
@@ -228,7 +234,7 @@ class Outbox:
             elif self._is_roomy():
                 self._has_room.notify_all()
         header = Stripe(transfer.token, transfer.position, start, end - start, size).encode()
-        return [header, transfer.buffer[start:end]]
+        return [header, transfer.memory[start:end].data]
 
     def add_connection(self) -> None:
         """Counts one more connection, which is about to ``take`` stripes."""
@@ -326,6 +332,7 @@ class _Arrival:
     """One transfer: its memory, and the number of missing bytes."""
 
     __slots__ = (
+        "_array",
         "_memory",
         "_memory_lock",
         "done",
@@ -343,6 +350,7 @@ class _Arrival:
         self.done = allocate_lock()
         self.done.acquire()
         self._memory: memoryview | None = None
+        self._array: npt.NDArray[np.uint8] | None = None
         self._memory_lock = allocate_lock()
 
     def memory(self, allocate: Allocate) -> memoryview:
@@ -350,7 +358,14 @@ class _Arrival:
         with self._memory_lock:
             if self._memory is None:
                 self._memory = allocate(self.size_bytes)
+                self._array = np.frombuffer(self._memory, np.uint8)
             return self._memory
+
+    def part(self, start: int, end: int, allocate: Allocate) -> memoryview:
+        """Returns a part of the memory, for one thread."""
+        self.memory(allocate)
+        assert self._array is not None
+        return self._array[start:end].data
 
 
 class Arrivals:
@@ -476,8 +491,8 @@ class Arrivals:
     def begin(self, stripe: Stripe) -> tuple[_Arrival, memoryview]:
         """Returns the transfer of a stripe, and the memory for the stripe's bytes."""
         arrival = self._arrival(stripe.key, stripe.size_bytes)
-        memory = arrival.memory(self._allocate)
-        return arrival, memory[stripe.offset : stripe.offset + stripe.length_bytes]
+        end = stripe.offset + stripe.length_bytes
+        return arrival, arrival.part(stripe.offset, end, self._allocate)
 
     def complete(self, stripe: Stripe, arrival: _Arrival) -> None:
         """Notes that all bytes of a stripe have arrived."""

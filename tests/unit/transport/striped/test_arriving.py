@@ -109,6 +109,17 @@ def test_stripes_of_several_connections_make_one_transfer(
     assert arrivals.count == 0
 
 
+def test_stripes_do_not_share_a_view(arrivals: Arrivals) -> None:
+    stripes = [Stripe(*KEY, start, 5, 10) for start in (0, 5)]
+    parts = [arrivals.begin(each)[1] for each in stripes]
+    assert parts[0].obj is not parts[1].obj
+    for number, part in enumerate(parts):
+        part[:] = bytes([number]) * 5
+    for each in stripes:
+        arrivals.complete(each, arrivals.begin(each)[0])
+    assert arrivals.wait(KEY, 10, LIMIT_S) == bytes(5) + b"\1" * 5
+
+
 def test_what_is_here_before_somebody_waits(arrivals: Arrivals, ends: list[End]) -> None:
     data = content(10)
     ends[0].bring(stripe(data, 0, 10))

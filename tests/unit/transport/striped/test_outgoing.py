@@ -72,6 +72,15 @@ def test_only_as_many_connections_start_as_there_are_stripes(
     assert outbox.put(3, [buffer_of(STRIPE_BYTES)]) == []
 
 
+def test_stripes_do_not_share_a_view(outbox: Outbox, ends: list[End]) -> None:
+    sent = buffer_of(2 * STRIPE_BYTES)
+    started = outbox.put(1, [sent])
+    parts = [outbox.take(writer)[1] for writer in started]
+    assert b"".join(parts) == sent
+    first, second = map(memoryview, parts)
+    assert first.obj is not second.obj
+
+
 def test_transfers_take_turns(outbox: Outbox, ends: list[End]) -> None:
     (writer, _) = outbox.put(1, [buffer_of(3 * STRIPE_BYTES)])
     outbox.put(2, [buffer_of(STRIPE_BYTES + 1), buffer_of(5)])
