@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import sysconfig
 from _thread import RLock
 from collections import deque
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+IS_FREE_THREADED = "t" in getattr(sys, "abiflags", "")  # ``sysconfig`` takes a millisecond.
 """Whether this Python can run without the interpreter lock, even if it runs with it."""
 
 LONGEST_WAIT_S = 0.5 if IS_FREE_THREADED else -1.0
