@@ -125,7 +125,6 @@ _ONE_CODE = struct.Struct("<HQ")
 _CODE_HEAD = struct.Struct("<QI")
 _CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
 _SPAN_HEAD = struct.Struct("<BH")
-_EMPTY = bytearray()
 _CALL_BYTES, _REPLY_BYTES, _REFERENCE_BYTES = _CALL_HEAD.size, _REPLY_HEAD.size, _REFERENCE.size
 PAYLOAD_LIMIT_BYTES = 31 << 26
 """A receiver would take a longer message for a forged one (``knobs.CONTROL_LIMIT_BYTES``). A
@@ -194,7 +193,7 @@ def encode_call(
         count,
         size,
     )
-    return _EMPTY.join((head, function, handed, payload, tensors))
+    return bytearray().join((head, function, handed, payload, tensors))
 
 
 def encode_post(port: int, head: bytes, tensors: bytes) -> bytes:
@@ -237,7 +236,7 @@ def with_code(call: bytearray, names: bytes) -> bytearray:
     """
     _, flags, count, size, number = HEADER.unpack_from(call)
     head = HEADER.pack(_CALL_WITH_CODE, flags, count, size + len(names), number)
-    return _EMPTY.join((head, names, memoryview(call)[HEADER_BYTES:]))
+    return bytearray().join((head, names, memoryview(call)[HEADER_BYTES:]))
 
 
 def in_span(call: Sequence[Buffer], context: bytes) -> list[Buffer]:
