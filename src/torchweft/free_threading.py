@@ -16,7 +16,7 @@ import itertools
 import sys
 from _thread import RLock
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -51,10 +51,17 @@ def shared_count(start: int = 0, step: int = 1) -> Iterator[int]:
     return itertools.count(start, step)
 
 
-def copy_of(queue: deque[T]) -> deque[T]:
-    """Returns a copy of a deque that other threads may change meanwhile."""
-    while True:
-        try:
-            return queue.copy()
-        except RuntimeError:
-            pass  # Changed between two steps of the copy.
+def copy_of(queue: deque[T]) -> Sequence[T]:
+    """Returns a copy of a deque that other threads may change meanwhile.
+
+    Without the interpreter lock, an item that is moved meanwhile may be missing, or occur twice.
+    """
+    if not IS_FREE_THREADED:
+        return queue.copy()
+    items: list[T] = []
+    try:
+        for place in range(len(queue)):
+            items.append(queue[place])
+    except IndexError:
+        pass  # Some have been removed meanwhile.
+    return items
