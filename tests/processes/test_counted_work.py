@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
 # is taken apart at the caller, and made again at the callee; its code has travelled before. 200 KiB
 # are read at once, as one tensor is: no other thread is woken for the rest of the message. A hop
 # is a call, a backward pass and the end of their context; a training step also steps an optimizer.
-# At the callee a hop takes 195.5 to 196.4: timers come in between, and looks at the machine's load.
+# At the callee a hop took up to 196.4 at times, with a limit of 196; the cause is not known.
 FUNCTIONS = {
     "nothing": (38, 42),
     # Counting replaces one function at the caller, and adds one at the callee.
