@@ -9,7 +9,7 @@ from torch import Tensor
 from torchweft.rpc import RRef
 from torchweft.serialize import values as tags
 from torchweft.serialize.objects import Packed
-from torchweft.serialize.values import Encoder
+from torchweft.serialize.values import StrictEncoder
 
 
 class Made(NamedTuple):
@@ -52,7 +52,7 @@ class Numbered(NamedTuple):
     number: int
 
 
-class FreeEncoder(Encoder):
+class FreeEncoder(StrictEncoder):
     """Encodes what an honest encoder does, and the values above, without checks."""
 
     def __init__(self) -> None:
@@ -60,10 +60,10 @@ class FreeEncoder(Encoder):
 
     def _add_other(self, value: Any) -> None:
         if isinstance(value, Made):
-            self._add_text(value.name, tags.MADE)
+            self._add_counted(tags.MADE, value.name.encode("utf-8", "surrogatepass"))
             self._add(value.arguments)
         elif isinstance(value, Named):
-            self._add_bytes(value.name, tags.NAME)
+            self._add_counted(tags.NAME, value.name)
         elif isinstance(value, Attributed):
             self._parts.append(bytes((tags.ATTRIBUTED,)))
             self._add(value.value)

@@ -320,6 +320,9 @@ PINNED_LIMIT_BYTES = Knob("PINNED_LIMIT_BYTES", 1 << 30)
 RDMA = Knob("RDMA", "auto")
 """``auto`` to send large tensors to other hosts by RDMA where PyTorch can and there is a device,
 ``0`` for never, ``1`` to try it also without a device and within a host."""
+NATIVE = Knob("NATIVE", "auto")
+"""``auto`` for the twin in C where it was built, ``0`` for the one in Python, ``1`` to demand the
+one in C."""
 SESSION_LIMIT_BYTES = Knob("SESSION_LIMIT_BYTES", 256 << 20)
 """Bytes on their way to one worker of another host beyond which senders wait."""
 FRAME_LIMIT_BYTES = Knob("FRAME_LIMIT_BYTES", 1 << 36)

@@ -21,7 +21,7 @@ from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.values import encode_simple
+from torchweft.serialize.values import encode
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import TABLES, Kind
 
@@ -78,7 +78,7 @@ class Envelopes:
         tensors: list[Any] = gradients
         if not _ONLY_TENSORS.issuperset(map(type, gradients)) or any(map(vars, gradients)):
             tensors = []
-            payload = encode_simple(gradients, tensors, main_by_name=True)
+            payload = encode(tuple(gradients), tensors, main_by_name=True)
         maps = peer.device_maps
         is_back = maps.is_any and self._goes_back(name, message.message_id)
         inlined = None if payload is None else inline.encode(tensors)

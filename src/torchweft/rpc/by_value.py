@@ -16,7 +16,7 @@ from torchweft.serialize.by_value import Code, take_apart
 from torchweft.serialize.functions import name_of
 from torchweft.serialize.objects import Packed, pack_by_name
 from torchweft.serialize.reducers import is_dense
-from torchweft.serialize.values import encode_simple, no_home
+from torchweft.serialize.values import encode, no_home
 from torchweft.wire.messages import CAPTURED, POSITIONAL
 
 
@@ -52,7 +52,7 @@ def pack_function(
         function: The function, or another callable without a name.
         args: Positional arguments.
         kwargs: Keyword arguments.
-        home_of: Returns the address of a reference that goes home; see ``encode_simple``.
+        home_of: Returns the address of a reference that goes home; see ``values.encode``.
 
     Raises:
         SerializationError: The callable or an argument cannot be serialized.
@@ -105,7 +105,7 @@ def _pack_parts(
         tensors: list[Tensor] = []
         if captured:
             home_of = no_home  # The caller keeps its arguments, but not its function.
-        payload = encode_simple(values, tensors, by_name, home_of)
+        payload = encode(values, tensors, by_name, home_of)
         if payload is not None and (not tensors or all(map(is_dense, tensors))):
             return PackedCall(Packed(payload, tensors, []), POSITIONAL | CAPTURED, entries)
     packed = pack_by_name((values, kwargs) if kwargs else values, main_by_name=by_name)

@@ -34,7 +34,7 @@ from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import too_many
-from torchweft.serialize.values import ATOMS, encode_atom, encode_simple, no_home, with_names
+from torchweft.serialize.values import encode, no_home, with_names
 from torchweft.wire.messages import (
     NAMED,
     NO_CREATION,
@@ -44,6 +44,8 @@ from torchweft.wire.messages import (
     with_code,
 )
 
+_ENCODED = frozenset({bool, int, float, str, bytes, tuple, list, dict})
+"""Types of results that go without pickle where they can."""
 _OWN = b"torchweft."
 """The beginning of the names of Weft's own functions."""
 
@@ -138,7 +140,7 @@ class Encoder:
         if name is not None and values is not None and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
             home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
-            payload = encode_simple(values, tensors, peer.main_by_name, home_of)
+            payload = encode(tuple(values), tensors, peer.main_by_name, home_of)
             if tensors and payload is not None:
                 inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
                 if inlined is None and not all(map(is_dense, tensors)):
@@ -247,9 +249,9 @@ class Encoder:
 
     def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Does the same in the form in which results of calls are packed."""
-        if type(value) is tuple:
+        if type(value) in _ENCODED:
             tensors: list[Tensor] = []
-            payload = encode_simple(value, tensors, all(peer.main_by_name for peer in peers))
+            payload = encode(value, tensors, all(peer.main_by_name for peer in peers))
             if payload is not None:
                 return Packed(payload, tensors, [])
         return self.pack_for(peers, value)
@@ -264,7 +266,7 @@ class Encoder:
         if peer.device_maps.moves_host_of_answers:
             return self._packed_for_tables(peer, result)
         if kind is Tensor and not result.__dict__:
-            # Most results are a tensor, None, or a tuple of tensors and numbers.
+            # Most results are a tensor, or None.
             inlined = inline.encode((result,))
             if inlined is not None or is_dense(result):
                 return b"", [result], (), inlined
@@ -272,13 +274,9 @@ class Encoder:
             return b"", [], (), NO_TENSORS
         elif kind is EncodedValue:
             return result.payload, [], (), (result.content, False)
-        elif kind in ATOMS:
-            payload = encode_atom(result)
-            if payload is not None:
-                return payload, [], (), NO_TENSORS
-        elif kind is tuple:
+        else:
             tensors: list[Tensor] = []
-            payload = encode_simple(result, tensors, peer.main_by_name)
+            payload = encode(result, tensors, peer.main_by_name)
             if payload is not None:
                 self._check_count(tensors)
                 inlined = inline.encode(tensors) if tensors else NO_TENSORS

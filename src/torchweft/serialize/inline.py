@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, WeftError
+from torchweft.native import native
 from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, is_worth_a_union
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import (
@@ -53,16 +54,10 @@ MESSAGE_LIMIT_BYTES = 2 << 20
 """Bytes that all tensors of a message may have; above it, new memory makes copies slow."""
 
 _ALONE_BYTES = 64 * 1024
-_SLICED_BYTES = 8 * 1024
-"""Up to so many bytes, a slice of the message takes less time than a view of it."""
 _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
 _SHARED = struct.Struct("<QQ")
 _PLACED = REQUIRES_GRAD | PARAMETER
-_CONTIGUOUS = frozenset(
-    grad | kind for grad in (0, REQUIRES_GRAD, REQUIRES_GRAD | COMPUTED) for kind in (0, PARAMETER)
-)
-"""The flags that a contiguous tensor may have."""
 _FLAGS = REQUIRES_GRAD | PARAMETER | COMPUTED | STRIDED | SHARED
 
 _STRIDED_LAYOUT = torch.strided
@@ -127,28 +122,11 @@ def may_be_shared(address: int) -> bool:
 
 def encode(tensors: Sequence[Tensor]) -> Inlined | None:
     """Returns ``tensors``, of any kind, as a part of their message; None if they need tables."""
-    if len(tensors) != 1 or shared_ranges:
-        return _encode_any(tensors)
-    (tensor,) = tensors
-    if type(tensor) is not Tensor or tensor.requires_grad:
-        return _encode_any(tensors)
-    # An exception of torch, as for a sparse tensor, takes 20 us.
-    if not tensor.is_cpu or tensor.layout is not _STRIDED_LAYOUT:
-        return None
-    code = _CODES.get(tensor.dtype)
-    if code is None:
-        return _encode_any(tensors)
-    # The usual content of a message: one contiguous tensor without grad.
-    try:
-        if tensor.data_ptr() < USUAL_ADDRESS:
-            return _encode_any(tensors)
-        memory: Any = tensor.numpy().data
-    except (RuntimeError, TypeError):
-        return None  # Conjugated, negative or nested.
-    ndim, count = memory.ndim, memory.nbytes
-    if not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
-        return None if memory.c_contiguous and count > LIMIT_BYTES else _encode_any(tensors)
-    return b"".join((_HEADS[ndim].pack(code, 0, ndim, count, *memory.shape), memory)), False
+    if native is not None and not shared_ranges:
+        made = native.encode_tensors(tensors)
+        if made is not None:
+            return made
+    return _encode(tensors)
 
 
 def encode_rows(tensor: Tensor) -> list[bytes] | None:
@@ -174,14 +152,10 @@ def encode_rows(tensor: Tensor) -> list[bytes] | None:
     return [head + content[start : start + count] for start in range(0, memory.nbytes, count)]
 
 
-def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
-    """Does the same for tensors that may need a closer look, in one loop."""
-    is_alone = len(tensors) == 1
-    parts: list[Any] = []
-    size_bytes, limit = 0, LIMIT_BYTES
+def _encode(tensors: Sequence[Tensor]) -> Inlined | None:
+    """Does the same; the plain twin, which also takes tensors that overlap in memory."""
     requires_grad = False
     described: list[_Described] = []
-    may_overlap = False
     for tensor in tensors:
         if not tensor.is_cpu or tensor.layout is not _STRIDED_LAYOUT:
             return None
@@ -193,65 +167,33 @@ def _encode_any(tensors: Sequence[Tensor]) -> Inlined | None:
             flags |= PARAMETER
         if flags:
             tensor = tensor.detach()
-        try:
-            code = _CODES[tensor.dtype]
-        except KeyError:
+        code = CODES.get(tensor.dtype)
+        if tensor.dtype not in _CODES:
             integers = _as_integers(tensor)
             if integers is None:
                 return None
-            code, tensor = CODES[tensor.dtype], integers
+            tensor = integers
         try:
             start = tensor.data_ptr()
             if shared_ranges and may_be_shared(start):
                 return None
             if start < USUAL_ADDRESS and is_freed(tensor):
                 return None
-            memory: Any = tensor.numpy().data
+            tensor.numpy()
         except (RuntimeError, TypeError, ValueError):
             return None  # Conjugated, negative, nested, or of a class with its own memory.
-        ndim = memory.ndim
-        if ndim > SIMPLE_NDIM:
+        if tensor.dim() > SIMPLE_NDIM or _least_bytes(tensor) > _limit_bytes(len(tensors)):
             return None
-        sizes, places = memory.shape, ndim
-        count = memory.nbytes
-        if not memory.c_contiguous:
-            if count > LIMIT_BYTES and 0 not in memory.strides:
-                return None  # Tables need no copy of it, or make their own.
-            if is_alone:
-                flat, strides = flatten(tensor)
-                memory = flat.numpy().data
-                count = memory.nbytes
-                if strides is not None:
-                    flags |= STRIDED
-                    sizes += strides
-                    places = 2 * ndim
-            else:
-                may_overlap, count = True, 0
-        size_bytes += count + 7 + 8 * places
-        if size_bytes > limit:
-            if is_alone:
-                return None
-            limit = _limit_bytes(len(tensors))
-            # All of them: do not look closely at the others for nothing.
-            if max(size_bytes, sum([each.numel() * each.itemsize for each in tensors])) > limit:
-                return None
-        if not is_alone:
-            described.append((start, start + count, tensor, code, flags))
-        if not may_overlap:
-            parts.append(_HEADS[places].pack(code, flags, ndim, count, *sizes))
-            if count:
-                parts.append(memory)
-    if not is_alone:
-        end = 0
-        for each in sorted(described, key=_BEGIN):
-            if each[0] < end:
-                may_overlap = True
-                break
-            end = each[1]
-        if may_overlap:
-            content = _encode_views(described)
-            return None if content is None else (content, requires_grad)
-    return b"".join(parts), requires_grad
+        assert code is not None
+        described.append(_Described(start, tensor, code, flags))
+    content = _encode_described(described)
+    return None if content is None else (content, requires_grad)
+
+
+def _least_bytes(tensor: Tensor) -> int:
+    """Counts the bytes of the elements that lie at distinct addresses."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in pairs if stride or not size) * tensor.itemsize
 
 
 def _as_integers(tensor: Tensor) -> Tensor | None:
@@ -262,12 +204,13 @@ def _as_integers(tensor: Tensor) -> Tensor | None:
     return tensor.view(kind)
 
 
-_Described = tuple[int, int, Tensor, int, int]
-"""Where a tensor begins and ends in memory, the detached tensor, its dtype as a number, its flags.
+class _Described(NamedTuple):
+    """A detached tensor, where it begins in memory, its dtype as a number, and its flags."""
 
-If it is not contiguous, its end is not known.
-"""
-_BEGIN = itemgetter(0)
+    start: int
+    tensor: Tensor
+    code: int
+    flags: int
 
 
 class _Union:
@@ -281,19 +224,18 @@ class _Union:
         self.bringer: int | None = None
 
 
-def _encode_views(described: Sequence[_Described]) -> bytes | None:
-    """Returns the bytes of tensors some of which overlap in memory; None if they need tables."""
+def _encode_described(described: Sequence[_Described]) -> bytes | None:
+    """Returns the bytes of tensors, some of which may overlap; None if they need tables."""
     unions = _unions(described)
     if unions is None:
         return None
     parts: list[bytes] = []
-    size_bytes, limit = 0, _limit_bytes(len(described))
-    for index, (start, _, tensor, code, flags) in enumerate(described):
+    size_bytes, limit_bytes = 0, _limit_bytes(len(described))
+    for index, (start, tensor, code, flags) in enumerate(described):
         sizes: tuple[int, ...] = tensor.shape
         memory = b""
         union = unions.get(index)
         if union is not None:
-            strides = tensor.stride()
             offset, rest = divmod(start - union.start, tensor.itemsize)
             if rest:
                 return None
@@ -301,15 +243,15 @@ def _encode_views(described: Sequence[_Described]) -> bytes | None:
                 union.bringer = index
                 memory = string_at(union.start, union.end - union.start)
             flags |= STRIDED | SHARED
-            sizes += (*strides, offset, union.bringer)
+            sizes += (*tensor.stride(), offset, union.bringer)
         elif tensor.numel():
-            flat, alone = flatten(tensor)
+            flat, strides = flatten(tensor)
             memory = flat.numpy().tobytes()
-            if alone is not None:
+            if strides is not None:
                 flags |= STRIDED
-                sizes += alone
+                sizes += strides
         size_bytes += len(memory) + 7 + 8 * len(sizes)
-        if size_bytes > limit:
+        if size_bytes > limit_bytes:
             return None
         parts += (_HEADS[len(sizes)].pack(code, flags, tensor.dim(), len(memory), *sizes), memory)
     return b"".join(parts)
@@ -322,7 +264,7 @@ def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
     would be mostly memory between their elements.
     """
     spans = []
-    for index, (start, _, tensor, _, _) in enumerate(described):
+    for index, (start, tensor, _, _) in enumerate(described):
         if tensor.numel():
             end = start + extent(tensor.shape, tensor.stride()) * tensor.itemsize
             spans.append((start, end, index))
@@ -339,7 +281,7 @@ def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
     for union, members in groups:
         if len(members) > 1:
             if not is_worth_a_union(
-                union.end - union.start, [described[index][2] for index in members]
+                union.end - union.start, [described[index].tensor for index in members]
             ):
                 return None
             unions.update(dict.fromkeys(members, union))
@@ -360,6 +302,10 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
         ProtocolError: The bytes are malformed.
         SerializationError: This worker lacks a dtype.
     """
+    if native is not None:
+        made = native.decode_tensors(data, position)
+        if made is not None:
+            return made
     tensors: list[Tensor] = []
     all_flags: list[int] = []
     shared: dict[int, Tensor] = {}
@@ -372,49 +318,23 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
             position += 7
             shape = SIZES[ndim].unpack_from(data, position)
             position += 8 * ndim
-            if flags and flags not in _CONTIGUOUS:
-                if flags & SHARED:
-                    tensor, position = _view(
-                        data, position, code, flags, shape, size_bytes, len(tensors), shared
-                    )
-                else:
-                    tensor, position = _strided(data, position, code, flags, shape, size_bytes)
-                if flags & _PLACED or all_flags:
-                    all_flags += [0] * (len(tensors) - len(all_flags))
-                    all_flags.append(flags & ~STRIDED)
-                tensors.append(tensor)
-                continue
-            start, position = position, position + size_bytes
-            # Copy it: one tensor must not keep the memory of a whole message.
-            if size_bytes < _SLICED_BYTES:
-                memory = bytearray(data[start:position])
+            _check(flags, code)
+            if flags & SHARED:
+                tensor, position = _view(
+                    data, position, code, flags, shape, size_bytes, len(tensors), shared
+                )
+            elif flags & STRIDED:
+                tensor, position = _strided(data, position, code, shape, size_bytes)
             else:
-                memory = bytearray(memoryview(data)[start:position])
-            if code not in _NUMPY:
-                tensor, is_whole = _other(code, shape, memory), True
-            elif not size_bytes and 0 in shape:  # Other dimensions may be beyond numpy's limit.
-                tensor, is_whole = torch.empty(shape, dtype=_TORCH[code], device="cpu"), True
-            elif ndim == 1 and size_bytes:
-                dtype = _TORCH[code]
-                tensor = torch.frombuffer(memory, dtype=dtype)
-                is_whole = shape[0] * dtype.itemsize == size_bytes
-            else:
-                array = np.ndarray(shape, _NUMPY[code], memory)
-                tensor = torch.from_numpy(array)
-                is_whole = array.nbytes == size_bytes
-            if not is_whole or len(memory) != size_bytes:
-                raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
-            if flags or all_flags:
-                if flags & REQUIRES_GRAD and code not in _DIFFERENTIABLE:
-                    raise ProtocolError(f"a tensor of {tensor.dtype} cannot require grad")
-                all_flags += [0] * (len(tensors) - len(all_flags))
-                all_flags.append(flags)
+                memory = bytearray(data[position : position + size_bytes])
+                tensor, position = _contiguous(code, shape, size_bytes, memory), position + size_bytes
             tensors.append(tensor)
+            all_flags.append(flags & ~STRIDED)
     except WeftError:
         raise
     except _MALFORMED as error:
         raise ProtocolError(f"the tensors of a message are malformed: {error}") from None
-    return tensors, all_flags
+    return tensors, all_flags if any(flags & _PLACED for flags in all_flags) else []
 
 
 def decode_stacked(messages: Sequence[bytes], count: int) -> list[Tensor] | None:
@@ -488,10 +408,11 @@ def _dtype_of(code: int) -> torch.dtype:
     return dtype
 
 
-def _other(code: int, shape: tuple[int, ...], memory: bytearray) -> Tensor:
-    """Returns a contiguous tensor of a dtype that numpy lacks."""
+def _contiguous(
+    code: int, shape: tuple[int, ...], size_bytes: int, memory: bytearray
+) -> Tensor:
     dtype = _dtype_of(code)
-    if prod(shape) * dtype.itemsize != len(memory):
+    if prod(shape) * dtype.itemsize != size_bytes or len(memory) != size_bytes:
         raise ProtocolError(f"a tensor of shape {shape} comes with {len(memory)} bytes")
     if not memory:
         return torch.empty(shape, dtype=dtype, device="cpu")
@@ -499,10 +420,9 @@ def _other(code: int, shape: tuple[int, ...], memory: bytearray) -> Tensor:
 
 
 def _strided(
-    data: Any, position: int, code: int, flags: int, shape: tuple[int, ...], size_bytes: int
+    data: Any, position: int, code: int, shape: tuple[int, ...], size_bytes: int
 ) -> tuple[Tensor, int]:
     """Returns a tensor that is not contiguous, and where its bytes end."""
-    _check(flags, code)
     strides = SIZES[len(shape)].unpack_from(data, position)
     position += 8 * len(shape)
     memory = bytearray(data[position : position + size_bytes])
@@ -526,7 +446,6 @@ def _view(
     shared: dict[int, Tensor],
 ) -> tuple[Tensor, int]:
     """Returns a view of memory that several tensors share, and where its bytes end."""
-    _check(flags, code)
     strides = SIZES[len(shape)].unpack_from(data, position)
     position += 8 * len(shape)
     offset, bringer = _SHARED.unpack_from(data, position)
@@ -556,8 +475,39 @@ def _view(
 
 
 def _check(flags: int, code: int) -> None:
-    if flags & ~_FLAGS or not flags & STRIDED:
-        raise ProtocolError(f"a tensor of a message has the unknown flags {flags:#x}")
+    is_known = not flags & ~_FLAGS and (flags & STRIDED or not flags & SHARED)
     is_right = flags & REQUIRES_GRAD and code in _DIFFERENTIABLE
-    if flags & (REQUIRES_GRAD | COMPUTED) and not is_right:
+    if not is_known or (flags & (REQUIRES_GRAD | COMPUTED) and not is_right):
         raise ProtocolError(f"a tensor of dtype {code} has the impossible flags {flags:#x}")
+
+
+_DLPACK_KINDS = {
+    "torch.bool": 6,
+    "torch.bfloat16": 4,
+    "torch.float8_e4m3fn": 10,
+    "torch.float8_e4m3fnuz": 11,
+    "torch.float8_e5m2": 12,
+    "torch.float8_e5m2fnuz": 13,
+    "torch.float8_e8m0fnu": 14,
+}
+
+
+def _dlpack_kind(dtype: torch.dtype) -> int | None:
+    """Returns the number by which DLPack knows a kind of numbers; None where it has none."""
+    if str(dtype) in _DLPACK_KINDS:
+        return _DLPACK_KINDS[str(dtype)]
+    if dtype.is_complex:
+        return 5
+    if dtype.is_floating_point:
+        return 2 if dtype.itemsize > 1 else None
+    return 0 if dtype.is_signed else 1
+
+
+if native is not None:
+    native.set_dtypes(
+        [
+            (code, kind, 8 * dtype.itemsize, code in _DIFFERENTIABLE, dtype.is_complex)
+            for code, dtype in _TORCH.items()
+            if (kind := _dlpack_kind(dtype)) is not None
+        ]
+    )

@@ -153,7 +153,7 @@ def pack_plain(value: object, *, main_by_name: bool, codes: object = None) -> Pa
     """
     if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
         return packed
-    encoder = values.Encoder(main_by_name, _external_types)
+    encoder = values.StrictEncoder(main_by_name, _external_types)
     try:
         payload = encoder.encode(value)
     except Exception as error:
@@ -161,14 +161,14 @@ def pack_plain(value: object, *, main_by_name: bool, codes: object = None) -> Pa
     return Packed(payload, encoder.tensors, encoder.externals)
 
 
-_SIMPLE_TYPES = values.ATOMS | {Tensor, Parameter, type(None)}
+_SIMPLE_TYPES = frozenset({type(None), bool, int, float, str, bytes, Tensor, Parameter})
 
 
 def _pack_simple(value: object) -> Packed | None:
     """Packs None, a number, a text, bytes, or a tensor; None if it is unusual."""
     if isinstance(value, Tensor):
         return new_packed((b"", [value], [])) if _is_plain(value) else None
-    payload = b"" if value is None else values.encode_atom(value)
+    payload = b"" if value is None else values.encode(value, [], main_by_name=True)
     return None if payload is None else new_packed((payload, [], []))
 
 
@@ -546,7 +546,7 @@ def _why_not(
 
 def _why_not_a_value(part: object, main_by_name: bool) -> Exception | None:
     try:
-        values.Encoder(main_by_name, _external_types).encode(part)
+        values.StrictEncoder(main_by_name, _external_types).encode(part)
     except Exception as error:
         return error
     return None

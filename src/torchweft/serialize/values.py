@@ -34,6 +34,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
@@ -44,6 +45,7 @@ from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
+from torchweft.native import native
 from torchweft.serialize import functions
 from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
 from torchweft.serialize.registry import rebuilds_plain
@@ -75,91 +77,11 @@ def check_attributes(kind: type, attributes: Mapping[str, object]) -> None:
             )
 
 
-# Simple values
-
-_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
 _INT64_MAX = (1 << 63) - 1
-_ONE_BYTE = tuple(bytes((number,)) for number in range(256))
-_SIMPLE_LIMIT = 16
-"""Values of a tuple up to which the quick loop takes less time than pickle, as a whole message."""
-_COUNTS = tuple(NUMBER.pack(TUPLE, number) for number in range(_SIMPLE_LIMIT + 1))
-_NO_VALUES = _COUNTS[0]
-_FIRST_TENSORS = tuple(NUMBER.pack(TENSOR, number) for number in range(_SIMPLE_LIMIT))
-
-
-_ONE_TENSOR = _COUNTS[1] + _FIRST_TENSORS[0]
-TENSORS_ALONE = {b"".join((_COUNTS[count], *_FIRST_TENSORS[:count])): count for count in range(4)}
-"""The payloads of tuples of tensors, each once, and their lengths: most arguments."""
 
 
 def no_home(_: object) -> None:
     """Says of every object that it is no reference that goes home."""
-
-
-def encode_simple(
-    values: Sequence[Any],
-    tensors: list[Tensor],
-    main_by_name: bool,
-    home_of: Callable[[Any], ReferenceId | None] = no_home,
-) -> bytes | None:
-    """Returns a tuple of simple values as a payload; None if one is not simple, or for many.
-
-    Simple are None, booleans, numbers, texts, bytes, tensors, functions and classes with a name,
-    and references that go home.
-
-    Args:
-        values: The values of the tuple.
-        tensors: Gets the tensors, which may be of any kind.
-        main_by_name: Whether the receiver runs the same main program.
-        home_of: Returns the address of a reference whose value the receiver owns, None for all
-            other objects.
-    """
-    count = len(values)
-    if not count:
-        return _NO_VALUES
-    if count == 1 and type(values[0]) is Tensor and not values[0].__dict__:
-        tensors.append(values[0])
-        return _ONE_TENSOR
-    if count > _SIMPLE_LIMIT:
-        return None
-    parts = [_COUNTS[count]]
-    for value in values:
-        kind = type(value)
-        if kind is Tensor or kind is Parameter:
-            number = _place_of(value, tensors) if tensors else 0
-            if value.__dict__:
-                return None
-            parts.append(_FIRST_TENSORS[number])
-            if number == len(tensors):
-                tensors.append(value)
-        elif kind is int:
-            if not -_INT64_MAX <= value <= _INT64_MAX:
-                return None
-            parts.append(INTEGER_VALUE.pack(INTEGER, value))
-        elif value is None:
-            parts.append(_ONE_BYTE[NONE])
-        elif kind is float:
-            parts.append(FLOAT_VALUE.pack(FLOAT, value))
-        elif kind is bool:
-            parts.append(_ONE_BYTE[TRUE if value else FALSE])
-        elif kind is str or kind is bytes:
-            try:
-                data = value.encode() if kind is str else value
-                parts.append(NUMBER.pack(TEXT if kind is str else BYTES, len(data)))
-            except (UnicodeEncodeError, struct.error):
-                return None
-            parts.append(data)
-        elif isinstance(value, _FUNCTION_TYPES):
-            name = functions.name_of(value, main_by_name)
-            if name is None:
-                return None
-            parts += (NUMBER.pack(NAME, len(name)), name)
-        else:
-            home = home_of(value)
-            if home is None:
-                return None
-            parts.append(HOME_VALUE.pack(HOME, *home))
-    return b"".join(parts)
 
 
 def with_names(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any] | None:
@@ -186,36 +108,6 @@ def split_names(values: Any) -> tuple[Sequence[Any], dict[str, Any]]:
     return values[:start], kwargs
 
 
-def _place_of(tensor: Tensor, tensors: Sequence[Tensor]) -> int:
-    """Returns the place of the same object among ``tensors``, or the one behind them."""
-    for place, each in enumerate(tensors):
-        if each is tensor:
-            return place
-    return len(tensors)
-
-
-ATOMS = frozenset({bool, int, float, str, bytes})
-"""The types of the values that ``encode_atom`` takes."""
-
-
-def encode_atom(value: Any) -> bytes | None:
-    """Returns a number, text or bytes as a payload; None if it is unusual."""
-    kind = type(value)
-    if kind is int:
-        return INTEGER_VALUE.pack(INTEGER, value) if -_INT64_MAX <= value <= _INT64_MAX else None
-    if kind is float:
-        return FLOAT_VALUE.pack(FLOAT, value)
-    if kind is bool:
-        return _ONE_BYTE[TRUE if value else FALSE]
-    try:
-        data: bytes = value.encode() if kind is str else value
-        return NUMBER.pack(TEXT if kind is str else BYTES, len(data)) + data
-    except (UnicodeEncodeError, struct.error):
-        return None
-
-
-# Any value
-
 TAKES = (
     "None, bool, int, float, complex, str, bytes, lists, tuples, sets and dicts of them, tensors, "
     "RRefs, torch's dtypes, devices and sizes, arrays and scalars of numpy, paths, and functions "
@@ -224,39 +116,54 @@ TAKES = (
 
 _SIZE_LIMIT = 1 << 32
 _DENSE_ADVICE = "send its dense equivalent, as tensor.to_dense() or tensor.dequantize()"
+_FUNCTION_TYPES = (FunctionType, BuiltinFunctionType, type)
 _TORCH_TYPES = (torch.dtype, torch.layout, torch.memory_format, torch.device)
 _NAMED_TYPES = (FunctionType, BuiltinFunctionType, type, OpOverload, OpOverloadPacket)
 _SCRIPT_FUNCTION: Any = torch.jit.ScriptFunction
 
 
+class Beyond(Exception):
+    """A value is of a kind that ``encode`` leaves to pickle."""
+
+
+_REPEATED_BYTES = 32
+"""A longer text that comes twice is left to pickle, which writes it once."""
+
+
 class Encoder:
-    """Encodes one value, and keeps the objects that stay outside the payload.
+    """Encodes one value for a worker that also reads pickles.
+
+    It takes exact types only. Two places that hold the same tuple, set or long text go by pickle:
+    written twice, a few nested tuples would fill the memory.
 
     Args:
+        tensors: Gets the tensors in order of first appearance, each once; of any layout and dtype.
         main_by_name: Whether the receiver runs the same main program.
-        external_types: Classes whose objects stay outside, like tensors.
-
-    Attributes:
-        tensors: The tensors in order of first appearance, each once.
-        externals: The other objects that stay outside, in the same way.
+        home_of: Returns the address of a reference whose value the receiver owns, None for all
+            other objects.
     """
 
-    def __init__(self, main_by_name: bool, external_types: tuple[type, ...]) -> None:
+    def __init__(
+        self,
+        tensors: list[Tensor],
+        main_by_name: bool,
+        home_of: Callable[[Any], ReferenceId | None] = no_home,
+    ) -> None:
+        self.tensors = tensors
         self._main_by_name = main_by_name
-        self._external_types = external_types
+        self._home_of = home_of
         self._parts: list[bytes] = []
         self._containers: dict[int, int] = {}
         self._numbers: dict[int, int] = {}
+        self._repeatable: set[int] = set()
         self._kept: list[object] = []  # An id is unique only while its object lives.
         self._depth = 0
-        self.tensors: list[Tensor] = []
-        self.externals: list[object] = []
 
     def encode(self, value: object) -> bytes:
         """Returns the payload for ``value``.
 
         Raises:
-            SerializationError: Some part of it is of another kind.
+            Beyond: Some part of it is of another kind.
         """
         self._add(value)
         return b"".join(self._parts)
@@ -268,9 +175,12 @@ class Encoder:
             return
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
-            raise RecursionError("it is nested too deeply")
+            raise self._too_deep()
         adder(self, value)
         self._depth -= 1
+
+    def _too_deep(self) -> Exception:
+        return Beyond("it is nested too deeply")
 
     def _add_constant(self, value: object) -> None:
         self._parts.append(bytes((NONE if value is None else TRUE if value else FALSE,)))
@@ -280,7 +190,7 @@ class Encoder:
             self._parts.append(INTEGER_VALUE.pack(INTEGER, value))
         else:
             size = value.bit_length() // 8 + 1
-            self._add_bytes(value.to_bytes(size, "little", signed=True), BIG_INTEGER)
+            self._add_counted(BIG_INTEGER, value.to_bytes(size, "little", signed=True))
 
     def _add_float(self, value: float) -> None:
         self._parts.append(FLOAT_VALUE.pack(FLOAT, value))
@@ -288,31 +198,56 @@ class Encoder:
     def _add_complex(self, value: complex) -> None:
         self._parts.append(COMPLEX_VALUE.pack(COMPLEX, value.real, value.imag))
 
-    def _add_text(self, value: str, tag: int = TEXT) -> None:
-        self._add_bytes(value.encode("utf-8", "surrogatepass"), tag)
+    def _add_text(self, value: str) -> None:
+        data = value.encode("utf-8", "surrogatepass")
+        if len(data) > _REPEATED_BYTES:
+            self._check_first(value)
+        self._add_counted(TEXT, data)
 
-    def _add_bytes(self, value: bytes, tag: int = BYTES) -> None:
-        self._parts += (_counted(tag, len(value)), value)
+    def _add_bytes(self, value: bytes) -> None:
+        if len(value) > _REPEATED_BYTES:
+            self._check_first(value)
+        self._add_counted(BYTES, value)
+
+    def _add_counted(self, tag: int, data: bytes) -> None:
+        self._parts += (_counted(tag, len(data)), data)
 
     def _add_sequence(self, value: Any) -> None:
         tag = _SEQUENCES[type(value)]
-        if tag in (LIST, SET) and self._is_again(value):
-            return
+        if tag in (LIST, SET):
+            if self._is_again(value):
+                return
+        elif value:
+            self._check_first(value)
         self._parts.append(_counted(tag, len(value)))
         for each in value:
             self._add(each)
+
+    def _check_first(self, value: object) -> None:
+        """Raises Beyond for an object that came before and cannot be referred to."""
+        if id(value) in self._repeatable:
+            raise Beyond("a part of it comes twice")
+        self._repeatable.add(id(value))
+        self._kept.append(value)
 
     def _add_dictionary(self, value: dict[Any, Any]) -> None:
         if self._is_again(value):
             return
         is_ordered = type(value) is OrderedDict
+        if is_ordered:
+            self._check_attributes(value)
         self._parts.append(_counted(ORDERED if is_ordered else DICTIONARY, len(value)))
         for key, each in value.items():
             self._add(key)
             self._add(each)
         if is_ordered:
-            check_attributes(OrderedDict, vars(value))
             self._add(dict(vars(value)))
+
+    def _check_attributes(self, value: OrderedDict[Any, Any]) -> None:
+        try:
+            check_attributes(OrderedDict, vars(value))
+        except ProtocolError as error:
+            raise Beyond(str(error)) from None
 
     def _is_again(self, value: object) -> bool:
         """Whether a container came before; if so, writes AGAIN, otherwise records the container."""
@@ -329,7 +264,67 @@ class Encoder:
         self._add(tuple(value))
 
     def _add_torch(self, value: object) -> None:
-        self._add_text(str(value), TORCH)
+        self._add_counted(TORCH, str(value).encode())
+
+    def _add_other(self, value: Any) -> None:
+        if type(value) is Tensor or type(value) is Parameter:
+            if value.__dict__:
+                raise Beyond("a tensor has attributes")
+            self._add_outside(value, self.tensors, TENSOR)
+            return
+        if isinstance(value, _FUNCTION_TYPES):
+            name = functions.name_of(value, self._main_by_name)
+            if name is None:
+                raise Beyond("a function has no name")
+            self._add_counted(NAME, name)
+            return
+        home = self._home_of(value)
+        if home is None:
+            raise Beyond(f"{type(value)} is left to pickle")
+        self._parts.append(HOME_VALUE.pack(HOME, *home))
+
+    def _add_outside(self, value: Any, outside: list[Any], tag: int) -> None:
+        number = self._numbers.get(id(value))
+        if number is None:
+            number = self._numbers[id(value)] = len(outside)
+            outside.append(value)
+            self._kept.append(value)
+        self._parts.append(NUMBER.pack(tag, number))
+
+
+class StrictEncoder(Encoder):
+    """Encodes one value for a strict worker, and keeps the objects that stay outside the payload.
+
+    Args:
+        main_by_name: Whether the receiver runs the same main program.
+        external_types: Classes whose objects stay outside, like tensors.
+
+    Attributes:
+        tensors: The tensors in order of first appearance, each once.
+        externals: The other objects that stay outside, in the same way.
+    """
+
+    def __init__(self, main_by_name: bool, external_types: tuple[type, ...]) -> None:
+        super().__init__([], main_by_name)
+        self._external_types = external_types
+        self.externals: list[object] = []
+
+    def encode(self, value: object) -> bytes:
+        """Returns the payload for ``value``.
+
+        Raises:
+            SerializationError: Some part of it is of another kind.
+        """
+        return super().encode(value)
+
+    def _too_deep(self) -> Exception:
+        return RecursionError("it is nested too deeply")
+
+    def _check_first(self, value: object) -> None:
+        """Takes every object again and again: there is no other way for it to travel."""
+
+    def _check_attributes(self, value: OrderedDict[Any, Any]) -> None:
+        check_attributes(OrderedDict, vars(value))
 
     def _add_other(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -343,16 +338,9 @@ class Encoder:
                     f"{functions.describe(value)} would have to travel by value, and the receiver "
                     "is strict: define it at the top level of a module that both can import"
                 )
-            self._add_bytes(name, NAME)
+            self._add_counted(NAME, name)
         else:
             self._add_made(value)
-
-    def _add_outside(self, value: Any, outside: list[Any], tag: int) -> None:
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(outside)
-            outside.append(value)
-        self._parts.append(NUMBER.pack(tag, number))
 
     def _add_tensor(self, tensor: Tensor) -> None:
         reduced = reduce_tensor(tensor)
@@ -392,7 +380,7 @@ class Encoder:
 
     def _add_call(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._kept.append(arguments)
-        self._add_text(_name(function), MADE)
+        self._add_counted(MADE, _name(function).encode("utf-8", "surrogatepass"))
         self._add(arguments)
 
 
@@ -448,6 +436,34 @@ _ADDERS: dict[type, Callable[[Encoder, Any], None]] = {
 }
 
 
+def encode(
+    value: object,
+    tensors: list[Tensor],
+    main_by_name: bool,
+    home_of: Callable[[Any], ReferenceId | None] = no_home,
+) -> bytes | None:
+    """Returns the payload of a value; None if it has to go by pickle, or as to a strict worker.
+
+    Args:
+        value: The value.
+        tensors: An empty list, which gets the tensors as ``Encoder`` says; useless after None.
+        main_by_name: Whether the receiver runs the same main program.
+        home_of: As for ``Encoder``.
+    """
+    if native is not None:
+        return native.encode_values(value, tensors, _NAME_OF[main_by_name], home_of)
+    try:
+        return Encoder(tensors, main_by_name, home_of).encode(value)
+    except Beyond:
+        return None
+
+
+_NAME_OF = (
+    partial(functions.name_of, main_by_name=False),
+    partial(functions.name_of, main_by_name=True),
+)
+
+
 # Decoding
 
 _TORCH_NAMES: dict[str, Any] = {
@@ -482,59 +498,20 @@ def decode(
         ProtocolError: The bytes are malformed.
         WeftError: A name does not exist here, or may not be followed.
     """
-    data = bytes(payload)
-    position = 0
-    decoder: _Decoder | None = None
+    if native is not None:
+        value: Any = native.decode_values(payload, tensors, externals, resolve, come_home)
+        return value
+    decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home)
     try:
-        tag = data[0]
-        is_tuple = tag == TUPLE
-        count = 1
-        if is_tuple:
-            if tensors and len(tensors) == TENSORS_ALONE.get(data):
-                return tuple(tensors)
-            count, position = NUMBER.unpack_from(data)[1], NUMBER.size
-        elif tag == INTEGER:
-            return INTEGER_VALUE.unpack(data)[1]
-        elif tag == FLOAT:
-            return FLOAT_VALUE.unpack(data)[1]
-        made = []
-        for _ in range(count):  # Most values are simple.
-            tag = data[position]
-            if tag == TENSOR:
-                made.append(tensors[NUMBER.unpack_from(data, position)[1]])
-                position += NUMBER.size
-            elif tag == INTEGER:
-                made.append(INTEGER_VALUE.unpack_from(data, position)[1])
-                position += INTEGER_VALUE.size
-            elif tag < len(_CONSTANTS):
-                made.append(_CONSTANTS[tag])
-                position += 1
-            elif tag == FLOAT:
-                made.append(FLOAT_VALUE.unpack_from(data, position)[1])
-                position += FLOAT_VALUE.size
-            elif tag in _STRINGS:
-                start = position + NUMBER.size
-                position = start + NUMBER.unpack_from(data, position)[1]
-                some = data[start:position]  # If it is cut short, ``position`` tells.
-                made.append(some if tag == BYTES else some.decode("utf-8", "surrogatepass"))
-            else:
-                if decoder is None:
-                    decoder = _Decoder(data, tensors, externals, resolve, come_home)
-                decoder.position = position
-                made.append(decoder.read())
-                position = decoder.position
-        value: Any = tuple(made) if is_tuple else made[0]
+        value = decoder.read()
     except WeftError:
         raise
     except Exception as error:
         raise ProtocolError(f"a message is malformed: {type(error).__name__}: {error}") from None
-    if position != len(data):
-        raise ProtocolError(f"a message has {len(data) - position} bytes too many")
+    left = len(payload) - decoder.position
+    if left:
+        raise ProtocolError(f"a message has {left} bytes too many")
     return value
-
-
-_CONSTANTS = (None, True, False)
-_STRINGS = frozenset({TEXT, BYTES})
 
 
 class _Decoder:
@@ -624,9 +601,8 @@ class _Decoder:
         return self._fill({})
 
     def _ordered(self) -> dict[Any, Any]:
-        made = self._fill(OrderedDict())
-        vars(made).update(self._attributes(OrderedDict))
-        return made
+        made: dict[Any, Any] = self._fill(OrderedDict())
+        return _with_attributes(made, self.read())  # type: ignore[no-any-return]
 
     def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
         self._containers.append(made)
@@ -648,42 +624,56 @@ class _Decoder:
         start, self.position = self.position - 1, self.position + HOME_VALUE.size - 1
         return self._come_home(ReferenceId(*HOME_VALUE.unpack_from(self._data, start)[1:]))
 
-    def _attributed(self) -> Tensor:
-        tensor: Tensor = self.read()
-        set_attributes(tensor, self._attributes(Tensor))
-        return tensor
-
-    def _attributes(self, kind: type) -> dict[str, Any]:
-        attributes = self.read()
-        if type(attributes) is not dict:
-            raise ProtocolError("the attributes of a value are no dict of names")
-        check_attributes(kind, attributes)
-        return attributes
-
-    def _torch(self) -> Any:
-        name = self._text()
-        found = _TORCH_NAMES.get(name)
-        return torch.device(name) if found is None else found
-
-    def _size(self) -> torch.Size:
-        sizes = self.read()
-        if type(sizes) is not tuple:
-            raise ProtocolError("a size in a message is no tuple")
-        return torch.Size(sizes)
-
     def _named(self) -> Any:
         return self._resolve(self._bytes())
 
-    def _made(self) -> Any:
-        name = self._text()
-        if not rebuilds_plain.has(name):
-            raise ProtocolError(f"a message has an object made by {name!r}")
-        arguments = self.read()
-        if type(arguments) is not tuple:
-            raise ProtocolError("the arguments in a message are no tuple")
-        return functions.resolve(name.encode())(*arguments)
+    def _rebuilt(self, tag: int) -> Any:
+        first = self._text() if tag in (TORCH, MADE) else self.read()
+        second = self.read() if tag in (ATTRIBUTED, MADE) else None
+        return _REBUILDERS[tag](first, second)
 
 
+# Values that are made of one or two others, the first of which stands behind the tag.
+
+
+def _with_attributes(value: Any, attributes: object) -> Any:
+    if type(attributes) is not dict:
+        raise ProtocolError("the attributes of a value are no dict of names")
+    kind = OrderedDict if type(value) is OrderedDict else Tensor
+    check_attributes(kind, attributes)
+    if kind is Tensor:
+        set_attributes(value, attributes)
+    else:
+        vars(value).update(attributes)
+    return value
+
+
+def _torch_of(name: str, _: None) -> Any:
+    found = _TORCH_NAMES.get(name)
+    return torch.device(name) if found is None else found
+
+
+def _size_of(sizes: object, _: None) -> torch.Size:
+    if type(sizes) is not tuple:
+        raise ProtocolError("a size in a message is no tuple")
+    return torch.Size(sizes)
+
+
+def _made_of(name: str, arguments: object) -> Any:
+    if not rebuilds_plain.has(name):
+        raise ProtocolError(f"a message has an object made by {name!r}")
+    if type(arguments) is not tuple:
+        raise ProtocolError("the arguments in a message are no tuple")
+    return functions.resolve(name.encode())(*arguments)
+
+
+_REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
+    ORDERED: _with_attributes,
+    ATTRIBUTED: _with_attributes,
+    TORCH: _torch_of,
+    SIZE: _size_of,
+    MADE: _made_of,
+}
 _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     lambda _: None,
     lambda _: True,
@@ -702,11 +692,15 @@ _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     _Decoder._again,
     _Decoder._tensor,
     _Decoder._reference,
-    _Decoder._attributed,
-    _Decoder._torch,
-    _Decoder._size,
+    lambda decoder: decoder._rebuilt(ATTRIBUTED),
+    lambda decoder: decoder._rebuilt(TORCH),
+    lambda decoder: decoder._rebuilt(SIZE),
     _Decoder._named,
-    _Decoder._made,
+    lambda decoder: decoder._rebuilt(MADE),
     _Decoder._big_integer,
     _Decoder._home,
 )
+
+
+if native is not None:
+    native.set_value_parts(lambda tag, *parts: _REBUILDERS[tag](*parts), ReferenceId)

@@ -33,6 +33,8 @@ from torchweft.serialize.objects import Packed, pack, register_external, unpack
 
 KILOBYTE = 1024
 
+pytestmark = pytest.mark.usefixtures("twin")
+
 
 @dataclasses.dataclass
 class Batch:

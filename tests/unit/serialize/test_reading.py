@@ -8,6 +8,7 @@ import datetime
 import functools
 import os
 import pickle
+import sys
 import threading
 import types
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from torchweft.serialize.values import PICKLE
 ALLOWING = make_reader(["torch", admitted.__name__], False, "ps")
 STRICT = make_reader(None, True, "ps")
 REGISTERED = make_reader(None, True, "ps", [admitted.add, admitted.Odd])
+
+pytestmark = pytest.mark.usefixtures("twin")
 
 
 def trip(value: Any, reader: Reader = ALLOWING) -> Any:
@@ -516,3 +519,4 @@ def test_an_error_type_cannot_have_a_module_imported(
     assert isinstance(ALLOWING.unpack_error(content), RemoteError)
     assert isinstance(TRUSTING.unpack_error(content), RemoteError)
     assert (tmp_path / "ran").exists()  # the trusting worker imported it
+    del sys.modules["bad_errors"]

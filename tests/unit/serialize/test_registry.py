@@ -82,6 +82,8 @@ def functions_sent() -> list[tuple[str, str]]:
     sent = []
     for module in modules():
         path = module.__file__
+        if not path.endswith(".py"):
+            continue  # The native twin calls what it is given.
         with open(path, encoding="utf-8") as file:
             text = file.read()
         if not _MAY_SEND.search(text):

@@ -19,7 +19,7 @@ from torchweft.autograd.outside import NO_GRAD
 from torchweft.ids import ReferenceId
 from torchweft.rpc.batching.queue import BatchQueue
 from torchweft.rpc.calls import CALL_METHOD
-from torchweft.serialize.values import TENSORS_ALONE, encode_simple
+from torchweft.serialize.values import encode
 from torchweft.wire.frames import HEADER_BYTES, Frame
 from torchweft.wire.messages import (
     NO_CREATION,
@@ -30,9 +30,17 @@ from torchweft.wire.messages import (
     encode_call,
 )
 
-_PAYLOADS = {count: payload for payload, count in TENSORS_ALONE.items() if count}
-WIDTHS = frozenset(_PAYLOADS)
+WIDTHS = frozenset({1, 2, 3})
 """How many arguments calls may have."""
+
+
+def _payload(*before: Any, width: int) -> bytes:
+    """Returns the payload of a call with some values and so many tensors as arguments."""
+    payload = encode((*before, *(torch.zeros(1) for _ in range(width))), [], main_by_name=True)
+    assert payload is not None
+    return payload
+
+
 _REMAINING_S = struct.Struct("<d")
 
 
@@ -142,7 +150,7 @@ class OfFunction(Gathering):
     ) -> None:
         self._name = name
         self._is_same = is_same
-        super().__init__(worker, name, name, _PAYLOADS[width], name, width, queue)
+        super().__init__(worker, name, name, _payload(width=width), name, width, queue)
 
     def is_current(self) -> bool:
         """Whether the name is still that of this function."""
@@ -178,9 +186,7 @@ class OfMethod(Gathering):
         self._name: str = method.__name__
         self._is_same = is_same
         self._value = weakref.ref(method.__self__, lambda _: self.end())
-        args = [torch.zeros(1) for _ in range(width)]
-        payload = encode_simple((*reference, self._name, None, *args), [], main_by_name=True)
-        assert payload is not None
+        payload = _payload(*reference, self._name, None, width=width)
         super().__init__(worker, key, CALL_METHOD, payload, method.__func__, width, queue)
 
     def bound(self) -> tuple[Any, ...] | None:

@@ -1,0 +1,574 @@
+/* Small tensors as bytes inside their message; the plain twin is serialize/inline.py.
+ *
+ * Layout of each tensor, little-endian:
+ *
+ *     dtype u8 | flags u8 | dimensions u8 | size in bytes u32 | u64 a dimension
+ *     with the flag STRIDED: u64 a stride, in elements
+ *     with the flag SHARED as well: offset u64, in elements | place u64 of the tensor with the memory
+ *     memory
+ *
+ * Tensors are read and made through DLPack's table of functions. This file handles dense tensors on
+ * the CPU that do not overlap. Whatever else there is goes to the plain twin.
+ */
+#include "native.h"
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+enum {
+    REQUIRES_GRAD = 1,
+    PARAMETER = 2,
+    STRIDED = 4,
+    SHARED = 8,
+    COMPUTED = 16,
+    ALL_FLAGS = REQUIRES_GRAD | PARAMETER | STRIDED | SHARED | COMPUTED,
+};
+enum {
+    MOST_DIMENSIONS = 8,
+    HEAD_BYTES = 7,
+    /* The same limits as in inline.py. */
+    LIMIT_BYTES = 68 * 1024,
+    FURTHER_BYTES = 8 * 1024,
+    MESSAGE_LIMIT_BYTES = 2 << 20,
+    /* An extent up to this size travels whole, whatever part of it a tensor uses. */
+    SMALL_EXTENT_BYTES = 4096,
+    ALIGNMENT = 64,
+    STACK_TENSORS = 32,
+};
+/* Few tensors begin below it; those of a storage that the program has freed do. */
+#define USUAL_ADDRESS ((uintptr_t)1 << 40)
+
+/* A dtype by its number on the wire. */
+typedef struct {
+    bool is_known, is_differentiable, is_complex;
+    uint8_t item_bytes;
+    dlpack_dtype dtype;
+} dtype_entry;
+
+static dtype_entry dtypes[256];
+/* Numbers on the wire by DLPack's code and bytes; 0xFF for none. */
+enum { DLPACK_CODES = 18, DLPACK_BYTES = 17 };
+static uint8_t numbers[DLPACK_CODES][DLPACK_BYTES];
+
+static PyObject *name_requires_grad, *name_is_leaf, *name_layout, *name_is_neg, *name_is_conj;
+
+/* A tensor on its way into a message. */
+typedef struct {
+    dlpack_tensor view; /* Borrowed from the tensor, which the caller's list keeps alive. */
+    uint8_t number, flags;
+    size_t size_bytes;
+} described;
+
+int tensors_init(void)
+{
+    name_requires_grad = PyUnicode_InternFromString("requires_grad");
+    name_is_leaf = PyUnicode_InternFromString("is_leaf");
+    name_layout = PyUnicode_InternFromString("layout");
+    name_is_neg = PyUnicode_InternFromString("is_neg");
+    name_is_conj = PyUnicode_InternFromString("is_conj");
+    if (!name_requires_grad || !name_is_leaf || !name_layout || !name_is_neg || !name_is_conj)
+        return -1;
+    memset(numbers, 0xFF, sizeof numbers);
+    return 0;
+}
+
+static int set_dtype(PyObject *entry)
+{
+    int number, code, bits, is_differentiable, is_complex;
+    if (!PyArg_ParseTuple(entry, "iiipp", &number, &code, &bits, &is_differentiable, &is_complex))
+        return -1;
+    if (number < 0 || number > 254 || code < 0 || code >= DLPACK_CODES || bits < 8 || bits % 8 ||
+        bits / 8 >= DLPACK_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "a dtype is out of range");
+        return -1;
+    }
+    dtypes[number] = (dtype_entry){true, is_differentiable, is_complex, (uint8_t)(bits / 8),
+                                   {(uint8_t)code, (uint8_t)bits, 1}};
+    numbers[code][bits / 8] = (uint8_t)number;
+    return 0;
+}
+
+/* set_dtypes(dtypes); called once. Each dtype is a tuple: number on the wire, code and bits of
+ * DLPack, whether it is differentiable, whether it is complex. */
+PyObject *tensors_set_dtypes(PyObject *Py_UNUSED(module), PyObject *all)
+{
+    PyObject *fast = PySequence_Fast(all, "dtypes is no sequence");
+    if (fast == NULL)
+        return NULL;
+    int is_failed = 0;
+    for (Py_ssize_t index = 0; !is_failed && index < PySequence_Fast_GET_SIZE(fast); index++)
+        is_failed = set_dtype(PySequence_Fast_GET_ITEM(fast, index));
+    Py_DECREF(fast);
+    return is_failed ? NULL : Py_NewRef(Py_None);
+}
+
+/* Returns whether an attribute is true, or -1 with an exception. */
+static int attribute_is_true(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_GetAttr(object, name);
+    if (value == NULL)
+        return -1;
+    int is_true = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return is_true;
+}
+
+static int method_is_true(PyObject *object, PyObject *name)
+{
+    PyObject *value = PyObject_CallMethodNoArgs(object, name);
+    if (value == NULL)
+        return -1;
+    int is_true = PyObject_IsTrue(value);
+    Py_DECREF(value);
+    return is_true;
+}
+
+/* Returns how many elements a tensor has; -1 if that exceeds any memory. */
+static int64_t element_count(const int64_t *shape, int ndim)
+{
+    int64_t count = 1;
+    for (int index = 0; index < ndim; index++)
+        if (shape[index] == 0)
+            return 0;
+    for (int index = 0; index < ndim; index++)
+        if (shape[index] < 0 || __builtin_mul_overflow(count, shape[index], &count))
+            return -1;
+    return count;
+}
+
+/* Returns the elements from the first to the last one of a tensor that has some; -1 if that
+ * exceeds any memory. */
+static int64_t extent(const int64_t *shape, const int64_t *strides, int ndim)
+{
+    int64_t last = 1, step;
+    for (int index = 0; index < ndim; index++)
+        if (strides[index] < 0 ||
+            __builtin_mul_overflow(shape[index] - 1, strides[index], &step) ||
+            __builtin_add_overflow(last, step, &last))
+            return -1;
+    return last;
+}
+
+static bool is_contiguous(const int64_t *shape, const int64_t *strides, int ndim)
+{
+    int64_t step = 1;
+    for (int index = ndim - 1; index >= 0; index--) {
+        if (shape[index] != 1 && strides[index] != step)
+            return false;
+        step *= shape[index];
+    }
+    return true;
+}
+
+/* Elements that can lie at distinct addresses: expanded dimensions count once. */
+static int64_t distinct_count(const int64_t *shape, const int64_t *strides, int ndim)
+{
+    int64_t count = 1;
+    for (int index = 0; index < ndim; index++)
+        if (strides[index])
+            count *= shape[index];
+    return count;
+}
+
+/* Returns BEYOND for the errors with which torch refuses a kind of tensor, and clears them. */
+static outcome beyond_unless_fatal(void)
+{
+    if (PyErr_ExceptionMatches(PyExc_Exception)) {
+        PyErr_Clear();
+        return BEYOND;
+    }
+    return FAILED; /* Such as KeyboardInterrupt. */
+}
+
+static outcome describe(PyObject *tensor, described *into)
+{
+    int is_true;
+    PyTypeObject *type = Py_TYPE(tensor);
+    into->flags = 0;
+    if ((PyObject *)type == library.parameter_type)
+        into->flags = PARAMETER;
+    else if ((PyObject *)type != library.tensor_type)
+        return BEYOND;
+    PyObject *layout = PyObject_GetAttr(tensor, name_layout);
+    if (layout == NULL)
+        return beyond_unless_fatal();
+    bool is_strided = layout == library.strided_layout;
+    Py_DECREF(layout);
+    if (!is_strided)
+        return BEYOND;
+    if (library.dlpack->borrow(tensor, &into->view))
+        return beyond_unless_fatal();
+    const dlpack_tensor *view = &into->view;
+    const int64_t *shape = view->shape, *strides = view->strides;
+    int ndim = view->ndim;
+    if (view->device.type != DLPACK_CPU || ndim > MOST_DIMENSIONS || view->dtype.lanes != 1 ||
+        view->dtype.code >= DLPACK_CODES || view->dtype.bits / 8 >= DLPACK_BYTES ||
+        view->dtype.bits % 8)
+        return BEYOND;
+    into->number = numbers[view->dtype.code][view->dtype.bits / 8];
+    if (into->number == 0xFF)
+        return BEYOND;
+    const dtype_entry *dtype = &dtypes[into->number];
+    if (dtype->is_differentiable) {
+        if ((is_true = method_is_true(tensor, name_is_neg)) != 0)
+            return is_true < 0 ? beyond_unless_fatal() : BEYOND;
+        if (dtype->is_complex && (is_true = method_is_true(tensor, name_is_conj)) != 0)
+            return is_true < 0 ? beyond_unless_fatal() : BEYOND;
+        if ((is_true = attribute_is_true(tensor, name_requires_grad)) < 0)
+            return beyond_unless_fatal();
+        if (is_true) {
+            into->flags |= REQUIRES_GRAD;
+            if ((is_true = attribute_is_true(tensor, name_is_leaf)) < 0)
+                return beyond_unless_fatal();
+            if (!is_true)
+                into->flags |= COMPUTED;
+        }
+    }
+    int64_t count = element_count(shape, ndim);
+    if (count <= 0) {
+        into->size_bytes = 0;
+        return count < 0 ? BEYOND : DONE;
+    }
+    if ((uintptr_t)view->data + view->byte_offset < USUAL_ADDRESS)
+        return BEYOND;
+    if (!is_contiguous(shape, strides, ndim)) {
+        int64_t length = extent(shape, strides, ndim);
+        if (length < 0 || length > MESSAGE_LIMIT_BYTES)
+            return BEYOND;
+        if (length * dtype->item_bytes > SMALL_EXTENT_BYTES &&
+            length > distinct_count(shape, strides, ndim))
+            return BEYOND;
+        into->flags |= STRIDED;
+        count = length;
+    }
+    if (count > MESSAGE_LIMIT_BYTES)
+        return BEYOND;
+    into->size_bytes = (size_t)count * dtype->item_bytes;
+    return DONE;
+}
+
+static const unsigned char *memory_of(const described *each)
+{
+    return (const unsigned char *)each->view.data + each->view.byte_offset;
+}
+
+static size_t described_bytes(const described *each)
+{
+    size_t places = (size_t)each->view.ndim * (each->flags & STRIDED ? 2 : 1);
+    return HEAD_BYTES + 8 * places + each->size_bytes;
+}
+
+static int add_tensor(buffer *into, const described *each)
+{
+    const dlpack_tensor *view = &each->view;
+    uint32_t size_bytes = (uint32_t)each->size_bytes;
+    size_t sizes_bytes = 8 * (size_t)view->ndim;
+    unsigned char *at = buffer_extend(into, described_bytes(each));
+    if (at == NULL)
+        return -1;
+    at[0] = each->number;
+    at[1] = each->flags;
+    at[2] = (unsigned char)view->ndim;
+    memcpy(at + 3, &size_bytes, 4);
+    at += HEAD_BYTES;
+    if (sizes_bytes) {
+        memcpy(at, view->shape, sizes_bytes);
+        at += sizes_bytes;
+        if (each->flags & STRIDED) {
+            memcpy(at, view->strides, sizes_bytes);
+            at += sizes_bytes;
+        }
+    }
+    if (size_bytes)
+        memcpy(at, memory_of(each), size_bytes);
+    return 0;
+}
+
+static int by_memory(const void *first, const void *second)
+{
+    const described *const *left = first, *const *right = second;
+    const unsigned char *a = memory_of(*left), *b = memory_of(*right);
+    return (a > b) - (a < b);
+}
+
+/* Returns whether some tensors overlap in memory, by the bytes that travel; -1 on failure. */
+static int some_overlap(const described *all, size_t count)
+{
+    const described *few[STACK_TENSORS], **sorted = few;
+    int is_so = 0;
+    if (count > STACK_TENSORS) {
+        sorted = PyMem_Malloc(count * sizeof *sorted);
+        if (sorted == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+    }
+    size_t used = 0;
+    for (size_t index = 0; index < count; index++)
+        if (all[index].size_bytes)
+            sorted[used++] = &all[index];
+    qsort(sorted, used, sizeof *sorted, by_memory);
+    for (size_t index = 1; index < used && !is_so; index++)
+        is_so = memory_of(sorted[index]) < memory_of(sorted[index - 1]) + sorted[index - 1]->size_bytes;
+    if (sorted != few)
+        PyMem_Free(sorted);
+    return is_so;
+}
+
+/* encode_tensors(tensors) -> (bytes, some require grad), or None for the plain twin. */
+PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
+{
+    described few[STACK_TENSORS], *all = few;
+    PyObject *made = NULL;
+    buffer content;
+    buffer_init(&content);
+    PyObject *fast = PySequence_Fast(tensors, "tensors is no sequence");
+    if (fast == NULL)
+        return NULL;
+    size_t count = (size_t)PySequence_Fast_GET_SIZE(fast);
+    size_t total = 0, limit = LIMIT_BYTES + (count ? count - 1 : 0) * FURTHER_BYTES;
+    bool requires_grad = false;
+    if (limit > MESSAGE_LIMIT_BYTES)
+        limit = MESSAGE_LIMIT_BYTES;
+    if (count > MESSAGE_LIMIT_BYTES / HEAD_BYTES)
+        goto beyond;
+    if (count > STACK_TENSORS) {
+        all = PyMem_Malloc(count * sizeof *all);
+        if (all == NULL) {
+            PyErr_NoMemory();
+            goto end;
+        }
+    }
+    for (size_t index = 0; index < count; index++) {
+        outcome found = describe(PySequence_Fast_GET_ITEM(fast, index), &all[index]);
+        if (found == FAILED)
+            goto end;
+        if (found == BEYOND)
+            goto beyond;
+        total += described_bytes(&all[index]);
+        if (total > limit)
+            goto beyond;
+        requires_grad = requires_grad || all[index].flags & REQUIRES_GRAD;
+    }
+    if (count > 1) {
+        int overlap = some_overlap(all, count);
+        if (overlap < 0)
+            goto end;
+        if (overlap)
+            goto beyond;
+    }
+    for (size_t index = 0; index < count; index++)
+        if (add_tensor(&content, &all[index]))
+            goto end;
+    made = Py_BuildValue("y#O", (char *)content.data, (Py_ssize_t)content.size,
+                         requires_grad ? Py_True : Py_False);
+    goto end;
+beyond:
+    made = Py_NewRef(Py_None);
+end:
+    if (all != few)
+        PyMem_Free(all);
+    buffer_free(&content);
+    Py_DECREF(fast);
+    return made;
+}
+
+/* A tensor's memory and its description in one block. */
+typedef struct {
+    dlpack_managed managed;
+    int64_t sizes[2 * MOST_DIMENSIONS];
+} owned;
+
+static void free_owned(dlpack_managed *managed)
+{
+    free(managed->context);
+}
+
+/* Makes a tensor with memory of its own; `size_bytes` of `memory` are copied. */
+static PyObject *new_tensor(const dtype_entry *dtype, int ndim, const int64_t *shape,
+                            const int64_t *strides, const unsigned char *memory, size_t size_bytes)
+{
+    /* The memory stands in front, so that it is aligned. */
+    size_t rounded = (size_bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    void *block = NULL, *object = NULL;
+    if (posix_memalign(&block, ALIGNMENT, rounded + sizeof(owned)))
+        return PyErr_NoMemory();
+    owned *made = (owned *)((unsigned char *)block + rounded);
+    if (size_bytes)
+        memcpy(block, memory, size_bytes);
+    memcpy(made->sizes, shape, 8 * (size_t)ndim);
+    memcpy(made->sizes + ndim, strides, 8 * (size_t)ndim);
+    made->managed = (dlpack_managed){
+        .version = {1, 0},
+        .context = block,
+        .deleter = free_owned,
+        .tensor = {.data = block,
+                   .device = {DLPACK_CPU, 0},
+                   .ndim = ndim,
+                   .dtype = dtype->dtype,
+                   .shape = made->sizes,
+                   .strides = made->sizes + ndim},
+    };
+    if (library.dlpack->to_object(&made->managed, &object)) {
+        free(block);
+        return NULL;
+    }
+    return object;
+}
+
+static PyObject *malformed(const char *text)
+{
+    PyErr_Format(library.protocol_error, "the tensors of a message are malformed: %s", text);
+    return NULL;
+}
+
+/* The head of one tensor, as it was received. */
+typedef struct {
+    uint8_t number, flags, ndim;
+    uint32_t size_bytes;
+    int64_t shape[MOST_DIMENSIONS], strides[MOST_DIMENSIONS];
+} head;
+
+/* Reads `ndim` sizes or strides, none of which exceeds 63 bits. */
+static int read_sizes(reader *from, int64_t *into, int ndim)
+{
+    if (reader_take(from, into, 8 * (size_t)ndim))
+        return -1;
+    for (int index = 0; index < ndim; index++)
+        if (into[index] < 0)
+            return -1;
+    return 0;
+}
+
+/* Reads what stands before the strides; returns 0, or -1 with an exception. */
+static int read_head(reader *from, head *into)
+{
+    unsigned char bytes[HEAD_BYTES];
+    if (reader_take(from, bytes, HEAD_BYTES)) {
+        malformed("a head is cut short");
+        return -1;
+    }
+    into->number = bytes[0];
+    into->flags = bytes[1];
+    into->ndim = bytes[2];
+    memcpy(&into->size_bytes, bytes + 3, 4);
+    if (into->ndim > MOST_DIMENSIONS) {
+        malformed("it has too many dimensions");
+        return -1;
+    }
+    if (read_sizes(from, into->shape, into->ndim)) {
+        malformed("its shape is cut short, or too large");
+        return -1;
+    }
+    const dtype_entry *dtype = &dtypes[into->number];
+    bool has_grad = into->flags & REQUIRES_GRAD;
+    if (into->flags & ~ALL_FLAGS || (into->flags & SHARED && !(into->flags & STRIDED)) ||
+        (into->flags & COMPUTED && !has_grad) ||
+        (has_grad && dtype->is_known && !dtype->is_differentiable)) {
+        malformed("its flags are impossible");
+        return -1;
+    }
+    return 0;
+}
+
+/* Makes a tensor of which no other one of the message shares the memory. */
+static PyObject *read_alone(reader *from, head *each)
+{
+    const dtype_entry *dtype = &dtypes[each->number];
+    int64_t count = element_count(each->shape, each->ndim), length = count;
+    if (count < 0)
+        return malformed("its shape is too large");
+    if (each->flags & STRIDED) {
+        if (read_sizes(from, each->strides, each->ndim))
+            return malformed("its strides are cut short, or too large");
+        length = count ? extent(each->shape, each->strides, each->ndim) : -1;
+        if (length < 0)
+            return malformed("its strides fit no memory");
+    } else {
+        int64_t step = 1;
+        for (int index = each->ndim - 1; index >= 0; index--) {
+            each->strides[index] = step;
+            if (each->shape[index] > 1 && __builtin_mul_overflow(step, each->shape[index], &step))
+                return malformed("its shape is too large");
+        }
+    }
+    if (length > UINT32_MAX || (uint64_t)length * dtype->item_bytes != each->size_bytes)
+        return malformed("its shape does not fit its size in bytes");
+    if (reader_left(from) < each->size_bytes)
+        return malformed("its memory is cut short");
+    PyObject *made = new_tensor(dtype, each->ndim, each->shape, each->strides, from->at,
+                                each->size_bytes);
+    from->at += each->size_bytes;
+    return made;
+}
+
+/* Notes the flags of a tensor; the list stays empty until some tensor needs a closer look. */
+static int note_flags(PyObject *all, Py_ssize_t index, uint8_t flags)
+{
+    if (!(flags & (REQUIRES_GRAD | PARAMETER)) && !PyList_GET_SIZE(all))
+        return 0;
+    while (PyList_GET_SIZE(all) <= index) {
+        long value = PyList_GET_SIZE(all) == index ? flags & ~STRIDED : 0;
+        PyObject *number = PyLong_FromLong(value);
+        if (number == NULL)
+            return -1;
+        int is_failed = PyList_Append(all, number);
+        Py_DECREF(number);
+        if (is_failed)
+            return -1;
+    }
+    return 0;
+}
+
+/* decode_tensors(data, position) -> (tensors, flags), or None for the plain twin. */
+PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
+{
+    Py_buffer data;
+    PyObject *tensors = NULL, *flags = NULL, *made = NULL;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "decode_tensors takes two arguments");
+        return NULL;
+    }
+    Py_ssize_t position = PyLong_AsSsize_t(arguments[1]);
+    if (position == -1 && PyErr_Occurred())
+        return NULL;
+    if (PyObject_GetBuffer(arguments[0], &data, PyBUF_SIMPLE))
+        return NULL;
+    if (position < 0 || position > data.len) {
+        malformed("they begin behind the end");
+        goto end;
+    }
+    const unsigned char *begin = data.buf;
+    reader from = {begin + position, begin + data.len};
+    if (reader_left(&from) > MESSAGE_LIMIT_BYTES) {
+        malformed("they have too many bytes");
+        goto end;
+    }
+    tensors = PyList_New(0);
+    flags = PyList_New(0);
+    if (tensors == NULL || flags == NULL)
+        goto end;
+    while (from.at < from.end) {
+        head each;
+        if (read_head(&from, &each))
+            goto end;
+        if (each.flags & SHARED || !dtypes[each.number].is_known) {
+            made = Py_NewRef(Py_None);
+            goto end;
+        }
+        PyObject *tensor = read_alone(&from, &each);
+        if (tensor == NULL)
+            goto end;
+        Py_ssize_t index = PyList_GET_SIZE(tensors);
+        int is_failed = PyList_Append(tensors, tensor);
+        Py_DECREF(tensor);
+        if (is_failed || note_flags(flags, index, each.flags))
+            goto end;
+    }
+    made = PyTuple_Pack(2, tensors, flags);
+end:
+    Py_XDECREF(tensors);
+    Py_XDECREF(flags);
+    PyBuffer_Release(&data);
+    return made;
+}
