@@ -36,6 +36,8 @@ help:
 	@echo "make matrix  the quick tests on each Python and torch that there are (tests/matrix.py)"
 	@echo "make conformance      PyTorch's own RPC tests, all of them, on Weft"
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
+	@echo "make test-plain       tests on the twin in Python of what is also there in C"
+	@echo "make sanitize         tests and made-up bytes on the twin in C, which stops at its first fault"
 	@echo "make fuzz    made-up bytes on everything that decodes some"
 	@echo "make bench   Weft and torch.distributed.rpc side by side, in about seven minutes"
 	@echo "make gate    the CPU time of calls beside that of an earlier commit; fails when they are slower"
@@ -83,6 +85,31 @@ else
 	@$(PYTEST) tests/unit tests/simulation
 	@$(PYTEST) tests/processes
 endif
+
+# `make test` runs the twin that this machine has. The unit tests of the codec run both.
+PLAIN := tests/unit/rpc tests/unit/autograd $(addprefix tests/processes/test_,$(addsuffix .py,\
+    calls references autograd remote_module optimizer by_value strict tensors_in_messages))
+
+.PHONY: test-plain
+test-plain: $(VENV)/.installed-test
+	@WEFT_NATIVE=0 $(PYTEST) $(or $(ARGS),$(PLAIN))
+
+# AddressSanitizer and UBSan end the process at the first fault. Python and torch are not built with
+# them, so they have to be loaded first, and cannot tell leaks: tests/unit/test_native.py does.
+SANITIZED := build/sanitized
+SANITIZERS = $(shell gcc -print-file-name=libasan.so) $(shell gcc -print-file-name=libubsan.so)
+WITH_SANITIZERS = LD_PRELOAD='$(SANITIZERS)' ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+    WEFT_NATIVE=1 PYTHONPATH=$(SANITIZED)/lib:.
+
+.PHONY: sanitize
+sanitize: $(VENV)/.installed-fuzz
+	@rm -rf $(SANITIZED)
+	@CC=gcc CFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1' \
+	    $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
+	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
+	    tests/unit/serialize/test_values.py tests/unit/serialize/test_inline.py
+	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline --engine mutational \
+	    $(or $(ARGS),--frames 20000)
 
 # The tests that tests/thorough.py shortens.
 THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
@@ -150,7 +177,7 @@ format: $(VENV)/.installed-dev
 # Cheapest first. Tries more seeds and examples than `make test` alone, see tests/thorough.py.
 .PHONY: check
 check: export WEFT_TEST_SHARE := 10
-check: lint types layers test end-to-end docs
+check: lint types layers test test-plain sanitize end-to-end docs
 	@echo "all checks passed"
 
 .PHONY: lint
@@ -217,7 +244,7 @@ EXTRAS_fuzz := $(EXTRAS_test)
 EXTRAS_dev := $(EXTRAS_test)
 GROUPS := conformance test launchers fuzz docs dev
 
-$(VENV)/.installed-%: pyproject.toml $(VENV)/.torch
+$(VENV)/.installed-%: pyproject.toml setup.py $(wildcard native/*) $(VENV)/.torch
 	@echo "setting up $(VENV): torchweft$(if $(filter-out core,$*), and what '$*' needs)"
 	@$(INSTALL) --editable '.$(EXTRAS_$*)' $(if $(filter $*,$(GROUPS)),--group $*)
 	@touch $@

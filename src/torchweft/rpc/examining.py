@@ -24,6 +24,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.protocol.membership.registration import HOST, NETWORK
+from torchweft.native import native, reason
 from torchweft.protocol.observing.clocks import Reading, lead_of
 from torchweft.protocol.observing.facts import HostFacts, PairFacts, WorkerFacts, encode_facts
 from torchweft.rpc.api import rpc_sync
@@ -98,6 +99,7 @@ def gather(sys: str = "/sys", shm: str = "/dev/shm", *, is_resolved: bool = True
         devices.has_infiniband,
         devices.has_ip_over_infiniband,
         is_resolved,
+        "" if native is not None else reason,
     )
 
 

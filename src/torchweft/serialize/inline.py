@@ -327,7 +327,10 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
                 tensor, position = _strided(data, position, code, shape, size_bytes)
             else:
                 memory = bytearray(data[position : position + size_bytes])
-                tensor, position = _contiguous(code, shape, size_bytes, memory), position + size_bytes
+                tensor, position = (
+                    _contiguous(code, shape, size_bytes, memory),
+                    position + size_bytes,
+                )
             tensors.append(tensor)
             all_flags.append(flags & ~STRIDED)
     except WeftError:
@@ -408,9 +411,7 @@ def _dtype_of(code: int) -> torch.dtype:
     return dtype
 
 
-def _contiguous(
-    code: int, shape: tuple[int, ...], size_bytes: int, memory: bytearray
-) -> Tensor:
+def _contiguous(code: int, shape: tuple[int, ...], size_bytes: int, memory: bytearray) -> Tensor:
     dtype = _dtype_of(code)
     if prod(shape) * dtype.itemsize != size_bytes or len(memory) != size_bytes:
         raise ProtocolError(f"a tensor of shape {shape} comes with {len(memory)} bytes")

@@ -40,7 +40,6 @@ from torchweft.serialize import values as tags
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.reading import make_reader
 
-
 pytestmark = pytest.mark.usefixtures("twin")
 
 

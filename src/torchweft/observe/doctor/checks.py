@@ -23,6 +23,7 @@ def diagnose(facts: Sequence[HostFacts], pairs: Sequence[PairFacts]) -> Iterator
     """Yields the findings of all checks; pure."""
     if facts:
         yield from check_versions(facts)
+        yield from check_twins(facts)
         yield from check_mtu(facts)
         yield from check_backend(facts)
     for each in facts:
@@ -55,6 +56,27 @@ def check_versions(facts: Sequence[HostFacts]) -> Iterator[Finding]:
 def _compared(name: str, version: str) -> str:
     """Returns the part of a version that must be equal: of Python and torch, without the patch."""
     return version if name == "weft" else ".".join(version.split(".")[:2])
+
+
+def check_twins(facts: Sequence[HostFacts]) -> Iterator[Finding]:
+    """Yields which workers run the hot path in C, and why others do not."""
+    native = [each.worker for each in facts if not each.plain_because]
+    if native:
+        where = "all workers" if len(native) == len(facts) else ", ".join(native)
+        yield Finding(Level.GOOD, "twin", where, "native: values and small tensors in C")
+    for each in facts:
+        if each.plain_because:
+            text = f"plain, so small calls take longer: {each.plain_because}"
+            yield Finding(Level.NOTE, "twin", each.worker, text, _twin_fix(each.plain_because))
+
+
+def _twin_fix(reason: str) -> str:
+    """Returns what brings the native twin, where that is known."""
+    if "compiler" in reason:
+        return "install gcc and the headers of Python, then torchweft again"
+    if "DLPack" in reason:
+        return "pip install 'torch>=2.10'"
+    return "unset WEFT_NATIVE" if "WEFT_NATIVE" in reason else ""
 
 
 def check_backend(facts: Sequence[HostFacts]) -> Iterator[Finding]:

@@ -36,6 +36,7 @@ class HostFacts:
         has_infiniband: Whether a port of InfiniBand is active.
         has_ip_over_infiniband: Whether a network interface runs over InfiniBand.
         is_resolved: Whether its own host name was asked for.
+        plain_because: Why its calls go by the twin in Python; empty where they go by the one in C.
     """
 
     worker: str
@@ -54,6 +55,7 @@ class HostFacts:
     has_infiniband: bool = False
     has_ip_over_infiniband: bool = False
     is_resolved: bool = True
+    plain_because: str = ""
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,21 @@ def found(*facts: HostFacts, pairs: Any = (PAIR,)) -> Diagnosis:
     return Diagnosis(tuple(diagnose(facts, pairs)))
 
 
+def test_the_twin_of_each_worker_is_told_and_what_brings_the_native_one() -> None:
+    (told,) = [each for each in found(WELL, OTHER).findings if each.check == "twin"]
+    assert (told.level, told.where) == (Level.GOOD, "all workers")
+    plain = replace(OTHER, plain_because="torch 2.6.0 has no table of DLPack functions; 2.10 has")
+    told = [each for each in found(WELL, plain).findings if each.check == "twin"]
+    assert [(each.level, each.where) for each in told] == [
+        (Level.GOOD, "worker0"),
+        (Level.NOTE, "worker1"),
+    ]
+    assert "torch 2.6.0" in told[1].text
+    assert told[1].fix == "pip install 'torch>=2.10'"
+    unbuilt = replace(WELL, plain_because="it was not built, as there was no C compiler")
+    assert "gcc" in next(each for each in found(unbuilt).findings if each.check == "twin").fix
+
+
 def test_a_group_that_is_well_has_no_error() -> None:
     diagnosis = found(WELL, replace(OTHER, python="3.11.2", torch="2.13.1+cu126"))
     assert diagnosis.is_well

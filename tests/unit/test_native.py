@@ -1,0 +1,194 @@
+"""Which twin runs, and that the one in C leaks nothing and survives a failing program."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import tracemalloc
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchweft.native as loading
+from torchweft import knobs
+from torchweft.errors import ConfigurationError, ProtocolError
+from torchweft.serialize import inline, values
+
+native = loading.native
+needs_native = pytest.mark.skipif(native is None, reason=loading.reason)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(("setting", "word"), [("0", "turns"), ("yes", "none of")])
+def test_a_setting_chooses_or_is_refused(setting: str, word: str) -> None:
+    with knobs.NATIVE.override(setting):
+        if setting == "0":
+            module, reason = loading._find()
+            assert module is None
+            assert word in reason
+        else:
+            with pytest.raises(ConfigurationError, match=f"WEFT_NATIVE=yes is {word}"):
+                loading._find()
+
+
+def test_a_demanded_twin_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchweft._native", None)
+    monkeypatch.delattr("torchweft._native", raising=False)
+    with knobs.NATIVE.override("auto"):
+        assert loading._find()[0] is None
+    with (
+        knobs.NATIVE.override("1"),
+        pytest.raises(ConfigurationError, match="demands the native twin, but it was not built"),
+    ):
+        loading._find()
+
+
+def test_an_old_torch_has_the_plain_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    if hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    with knobs.NATIVE.override("auto"):
+        module, reason = loading._find()
+    assert module is None
+    assert "DLPack" in reason or "free-threaded" in reason
+
+
+def test_the_package_is_built_without_a_compiler(tmp_path: Path) -> None:
+    environment = {**os.environ, "CC": str(tmp_path / "none"), "PYTHONPATH": ""}
+    pytest.importorskip("setuptools")
+    command = [sys.executable, "setup.py", "-q", "build", "--build-base", str(tmp_path / "made")]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("torchweft: the native twin is left out: ") == 1
+    assert [*tmp_path.rglob("torchweft/native.py")]
+    assert not [*tmp_path.rglob("_native*.so")]
+
+
+def _rounds(run: Callable[[], object]) -> int:
+    """Returns how many bytes more are allocated after many rounds than after some."""
+    for _ in range(50):
+        run()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        run()
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(300):
+            run()
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+
+
+def _every_kind() -> Any:
+    shared = [1, 2]
+    return (
+        None, True, -5, 1 << 200, 2.5, 1 + 2j, "text" * 20, b"bytes" * 20, "\ud800",
+        [shared, shared], {1, "a"}, frozenset((2, 3)), {"key": {"inner": (1, 2)}},
+        OrderedDict(a=1, b=[2]), torch.float32, torch.device("cpu"), torch.Size([2]), len,
+        [torch.ones(2) for _ in range(40)], [[index] for index in range(40)],
+    )  # fmt: skip
+
+
+@needs_native
+def test_encoding_and_decoding_leak_nothing() -> None:
+    value = _every_kind()
+
+    def run() -> None:
+        tensors: list[torch.Tensor] = []
+        payload = values.encode(value, tensors, True)
+        content = inline.encode(tensors)
+        assert payload is not None
+        assert content is not None
+        values.decode(payload, inline.decode(content[0], 0)[0], ())
+
+    assert _rounds(run) < 2000
+
+
+@needs_native
+def test_every_cut_leaks_nothing() -> None:
+    value = _every_kind()
+    tensors: list[torch.Tensor] = []
+    payload = values.encode(value, tensors, True)
+    content = inline.encode([*tensors, torch.ones(3, requires_grad=True)])
+    assert payload is not None
+    assert content is not None
+
+    def run() -> None:
+        for end in range(0, len(payload), 7):
+            with pytest.raises(ProtocolError):
+                values.decode(payload[:end], tensors, ())
+        for end in range(1, len(content[0]), 7):
+            try:
+                inline.decode(content[0][:end], 0)
+            except ProtocolError:
+                pass
+
+    for _ in range(3):
+        run()
+    gc.collect()
+    before = sys.getallocatedblocks()
+    for _ in range(10):
+        run()
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 200
+
+
+@needs_native
+def test_giving_up_and_failing_leak_nothing() -> None:
+    class Unknown:
+        """An object that only pickle can carry."""
+
+    def fail(_: object) -> None:
+        raise RuntimeError("this program fails")
+
+    inner = [torch.ones(1), {"key": [1, 2, "text" * 20]}, Unknown()]
+
+    def run() -> None:
+        assert values.encode(inner, [], True) is None
+        with pytest.raises(RuntimeError, match="this program fails"):
+            values.encode(inner, [], True, fail)
+
+    assert _rounds(run) < 2000
+
+
+@needs_native
+def test_tensors_hold_their_memory_and_nothing_else() -> None:
+    content = inline.encode([torch.arange(1000.0), torch.arange(1000.0).view(10, 100)[:, :99]])
+    assert content is not None
+    (whole, part), _ = inline.decode(content[0], 0)
+    del content
+    row = part[3]
+    del part
+    gc.collect()
+    torch.empty(5000).fill_(7.0)
+    assert torch.equal(whole, torch.arange(1000.0))
+    assert torch.equal(row, torch.arange(300.0, 399.0))
+    row += 1
+    assert whole.data_ptr() % 64 == 0
+
+
+@needs_native
+def test_a_list_that_changes_meanwhile_is_left_to_pickle() -> None:
+    shrinking: list[Any] = [object(), 1, 2, 3]
+    growing: dict[Any, Any] = {"a": object()}
+
+    def shrink(_: object) -> Any:
+        shrinking.clear()
+        return (1, 2, 3)
+
+    def grow(_: object) -> Any:
+        growing.update({str(number): number for number in range(100)})
+        return (1, 2, 3)
+
+    assert values.encode(shrinking, [], True, shrink) is None
+    assert values.encode(growing, [], True, grow) is None
