@@ -180,7 +180,7 @@ def seeds() -> list[bytes]:
     fetched = encode_table(1, [BufferEntry(ChannelKind.CMA, 64, 0x7000)])
     given = (torch.ones(2), "text", torch.ones(2, 3, requires_grad=True).t(), None, 2.5, len)
     tensors: list[torch.Tensor] = []
-    simple = values.encode_simple(given, tensors, True)
+    simple = values.encode(given, tensors, True)
     encoder = values.Encoder(True, ())
     payload = encoder.encode(([given[0], {"key": 1}], {"a": given[2]}))
     inlined = inline.encode(tensors)
