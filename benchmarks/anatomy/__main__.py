@@ -34,7 +34,7 @@ from torchweft.runtime.fair_queue import FairQueue
 from torchweft.runtime.reactor import Reactor
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
-from torchweft.serialize.values import decode, encode_simple
+from torchweft.serialize.values import decode, encode
 from torchweft.wire.frames import FrameParser
 from torchweft.wire.messages import Kind, encode_reply
 
@@ -125,7 +125,7 @@ def _requests(
         Part("caller", "find the worker and the name of the function", 0, lambda: (
             current(), agent.find("worker0"), name_of(echo, True))),
         Part("caller", "arguments to bytes", 0, lambda: (
-            encode_simple((tensor,), [], True), inline.encode([tensor]))),
+            encode((tensor,), [], True), inline.encode([tensor]))),
         Part("caller", "head and frame", 0, lambda: request.message(1)),
         Part("caller", "open the call, and close it again", 0, open_and_close),
     ]  # fmt: skip
@@ -230,7 +230,7 @@ def _nothing(*_: object) -> None:
 
 def _decoding(tensor: torch.Tensor) -> Callable[[], object]:
     inlined = inline.encode([tensor])
-    payload = encode_simple((tensor,), [], True)
+    payload = encode((tensor,), [], True)
     assert inlined is not None
     assert payload is not None
     inside = inlined[0]

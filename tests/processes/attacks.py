@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from tests.free_encoder import pack_freely
 from torchweft import rpc, weights
 from torchweft.agent.current import current
-from torchweft.rpc import calls
+from torchweft.rpc import calls, encoding
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import Packed, pack
 
@@ -107,9 +107,12 @@ def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
     before = worker.encoder._packers[peer.id]
     worker.encoder._packers[peer.id] = lambda value, codes=None: packer(value)
+    encode = encoding.encode
+    encoding.encode = lambda *_: None  # Leaves every value to the packer.
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:
+        encoding.encode = encode
         worker.encoder._packers[peer.id] = before
 
 

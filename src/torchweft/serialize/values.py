@@ -1,9 +1,9 @@
 """The format of values: bytes of a closed list of kinds, which decoding makes and nothing else.
 
 The payload of a message is such a value, or a pickle. Its first byte says which: every pickle
-begins with 0x80. Arguments that are simple go by ``encode_simple``, one quick loop. Everything
-else goes by C pickle, which is faster at containers. A strict worker reads no pickles: for it the
-``Encoder`` writes every value in this format. No class defines how it is read, and a NAME is looked
+begins with 0x80. ``encode`` writes exact types of Python and their containers; everything else
+goes by pickle. A strict worker reads no pickles: for it the ``StrictEncoder`` writes every value in
+this format. ``encode`` and ``decode`` have a twin in C, which makes the same bytes. No class defines how it is read, and a NAME is looked
 up by the rules of the worker, as for a call. Tensors and references stay outside, as they do for a
 pickle, and a number replaces each. Tensors are dense; a sparse tensor of coordinates is MADE of
 dense tensors, and checked. An attribute never hides a member of its class: the code that uses the
