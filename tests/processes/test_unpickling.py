@@ -101,7 +101,7 @@ def test_nothing_of_a_stranger_is_unpickled(watched: None) -> None:
 
     # A member's pickle is noticed, so the worker has been watching.
     with pytest.raises(Exception, match="something was unpickled"):
-        rpc.rpc_sync(WORKER, functions.identity, args=({1, 2},))
+        rpc.rpc_sync(WORKER, functions.identity, args=(bytearray(b"x"),))
     assert len(rpc.rpc_sync(WORKER, unpickling.seen)) == 1
 
 
