@@ -6,6 +6,8 @@ them: a larger module that contains a remote module still reaches it in ``train`
 or ``modules``.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import warnings
@@ -17,7 +19,9 @@ import torch
 from torch import nn
 
 import torchweft.nn
+from torchweft.compat import rpc
 from torchweft.compat.rpc import api
+from torchweft.compat.rpc.internal import _internal_rpc_pickler
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn.remote_module import Chain, refuse
 from torchweft.rpc import RRef, get_worker_info
