@@ -60,7 +60,8 @@ class DistributedOptimizer(Optimizer):
     Args:
         optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.
         params_rref: References to the parameters, on this and other workers: a list, or a list
-            of groups like ``{"params": [rrefs], "lr": 0.1}``.
+            of groups like ``{"params": [rrefs], "lr": 0.1}``. Those of a lazy module may be passed
+            before its first forward pass.
         args: The optimizer's further positional arguments, after the parameters.
         kwargs: Its keyword arguments.
 
@@ -94,7 +95,7 @@ class DistributedOptimizer(Optimizer):
         groups = read_groups(params_rref)
         self._recipe = (optimizer_class, args, kwargs)
         self._locals: dict[int, RRef[local.LocalOptimizer]] = {}
-        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._shapes: dict[int, tuple[int, ...] | None] = {}
         self._told: list[Options] = []  # the hyper-parameters that the owners have
         self._has_warned = False
         self._is_base_ready = False
@@ -245,6 +246,7 @@ class DistributedOptimizer(Optimizer):
             OptimizerError: Some owners could not return their state.
             WorkerLost: An owner is lost.
         """
+        self._learn_shapes()
         changes = self._changes()
         arguments = {owner: (address, changes) for owner, address in self._addresses().items()}
         answers, failures = run_on_owners(local.save, arguments)
@@ -273,6 +275,7 @@ class DistributedOptimizer(Optimizer):
             OptimizerError: Some owners could not load it.
             WorkerLost: An owner is lost.
         """
+        self._learn_shapes()
         shapes = [parameter.shape for parameter in self._parameters()]
         check_fits(state_dict, self._group_sizes(), shapes)
         options = read_options(state_dict)
@@ -298,6 +301,18 @@ class DistributedOptimizer(Optimizer):
         references = enumerate(self._references())
         foreign = {number for number, reference in references if reference.id.owner != owner}
         return {key: value for key, value in state.items() if key not in foreign}
+
+    def _learn_shapes(self) -> None:
+        """Asks the owners for the shapes of lazy parameters, which may be known by now."""
+        references = enumerate(self._references())
+        lazy = {reference.id.owner for n, reference in references if self._shapes[n] is None}
+        if lazy:
+            # Adds no group.
+            arguments = {owner: (self._locals[owner], *self._recipe, []) for owner in lazy}
+            answers, failures = run_on_owners(local.place, arguments)
+            raise_failures("reading the shapes of lazy parameters", failures)
+            for placed in answers.values():
+                self._shapes.update(placed.shapes)
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.param_groups]

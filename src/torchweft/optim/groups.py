@@ -194,10 +194,10 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class Parameter(NamedTuple):
-    """The name of a parameter's owner, and its shape."""
+    """The name of a parameter's owner, and its shape; None while a lazy module lacks it."""
 
     owner: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
 
 
 def as_state_dict(
@@ -235,14 +235,14 @@ def read_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def check_fits(
-    state_dict: Any, group_sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
+    state_dict: Any, group_sizes: Sequence[int], shapes: Sequence[tuple[int, ...] | None]
 ) -> None:
     """Raises ConfigurationError, naming the difference, if a ``state_dict`` does not fit.
 
     Args:
         state_dict: The ``state_dict`` to load.
         group_sizes: How many parameters each group of the optimizer has.
-        shapes: The shapes of all parameters, in order.
+        shapes: The shapes of all parameters, in order; None for one that has no shape yet.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ConfigurationError(
@@ -255,9 +255,9 @@ def check_fits(
         if saved != mine:
             raise _misfit(f"{saved} parameters in group {group}, the optimizer {mine}")
     for number, parameter in enumerate(state_dict.get("parameters", ())):
-        shape = tuple(parameter["shape"])
-        if shape != shapes[number]:
-            raise _misfit(f"shape {shape} for parameter {number}, the optimizer {shapes[number]}")
+        shape, own = parameter["shape"], shapes[number]
+        if shape is not None and own is not None and tuple(shape) != own:
+            raise _misfit(f"shape {tuple(shape)} for parameter {number}, the optimizer {own}")
 
 
 def _misfit(difference: str) -> ConfigurationError:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchweft.agent.agent import Slot
@@ -40,13 +41,14 @@ class Placed(NamedTuple):
         optimizer: A reference to its local optimizer.
         defaults: The default hyper-parameters of groups.
         options: The hyper-parameters of each group, by its number.
-        shapes: The shapes of the parameters, by their numbers.
+        shapes: The shapes of the parameters, by their numbers; None before the first forward pass
+            of a lazy module.
     """
 
     optimizer: RRef[LocalOptimizer]
     defaults: Options
     options: dict[int, Options]
-    shapes: dict[int, tuple[int, ...]]
+    shapes: dict[int, tuple[int, ...] | None]
 
 
 @rebuilds_plain
@@ -115,7 +117,10 @@ class LocalOptimizer:
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
-        shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
+        shapes = {
+            number: None if is_lazy(tensor) else tuple(tensor.shape)
+            for tensor, number in self._numbers.items()
+        }
         return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
 
     def _options(self) -> dict[int, Options]:
