@@ -46,7 +46,7 @@ class _LocalOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        references = list(local_params_rref)
+        references: list[Any] = list(local_params_rref)
         part = GroupPart(0, {}, list(range(len(references))), references)
 
         def make(groups: list[dict[str, Any]]) -> Optimizer:

@@ -332,7 +332,7 @@ def convert(module: RRef[nn.Module], function: Callable[[Tensor], Tensor], recur
                     "around it: move the local parts alone, and name the device of the other "
                     f"when it is made, as in RemoteModule('worker/{device}', ...)"
                 )
-    target._apply(function, recurse)
+    target._apply(function, recurse)  # type: ignore[no-untyped-call]
 
 
 @remotely_callable

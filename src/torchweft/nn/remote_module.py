@@ -453,7 +453,9 @@ class RemoteModule(nn.Module):
         # ``torch.compile`` looks for the parameters that it holds, and no others; it makes no call.
         if TracingContext.try_get() is None:
             _raise_unsupported(self, "named_modules", _LEFT_OUT)
-        return super().named_modules(memo, prefix, remove_duplicate)
+        found: Iterator[tuple[str, nn.Module]]
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        return found
 
     def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
         """Freezes the module on its owner, or has it learn again. Blocks.
@@ -536,12 +538,7 @@ class RemoteModule(nn.Module):
         error_msgs += [error] if error else []
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteModule:
-        """Converts the tensors on the owner; a containing module calls this in ``to`` or ``half``.
-
-        Raises:
-            ConfigurationError: ``fn`` moves them to another device.
-            SerializationError: The owner is strict.
-        """
+        """Converts the tensors on the owner; a containing module calls this in ``to`` or ``half``."""
         try:
             self._ask(owner.convert, fn, recurse)
         except SerializationError as error:

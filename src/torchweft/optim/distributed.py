@@ -308,7 +308,9 @@ class DistributedOptimizer(Optimizer):
         lazy = {reference.id.owner for n, reference in references if self._shapes[n] is None}
         if lazy:
             # Adds no group.
-            arguments = {owner: (self._locals[owner], *self._recipe, []) for owner in lazy}
+            arguments: dict[int, tuple[Any, ...]] = {
+                owner: (self._locals[owner], *self._recipe, []) for owner in lazy
+            }
             answers, failures = run_on_owners(local.place, arguments)
             raise_failures("reading the shapes of lazy parameters", failures)
             for placed in answers.values():

@@ -58,7 +58,7 @@ def begin(mode: RPCExecMode, here: str, peer: Peer, function: Any) -> record_fun
     elif getattr(function, "has_no_event", False):
         return None
     event = record_function(build_key(mode, name_of(function), here, peer.name))
-    event.__enter__()
+    event.__enter__()  # type: ignore[no-untyped-call]
     return event
 
 
