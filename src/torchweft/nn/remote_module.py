@@ -538,7 +538,7 @@ class RemoteModule(nn.Module):
         error_msgs += [error] if error else []
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteModule:
-        """Converts the tensors on the owner; a containing module calls this in ``to`` or ``half``."""
+        """Converts the tensors on the owner; a module around this one calls it in ``to``."""
         try:
             self._ask(owner.convert, fn, recurse)
         except SerializationError as error:
