@@ -34,11 +34,11 @@ class context(torchweft.autograd.context):
         return super().__enter__()
 
 
-def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+def backward(contextId: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Does what ``torchweft.autograd.backward`` does, but refuses leaves as roots.
 
     Args:
-        context_id: The context in which the roots were computed.
+        contextId: The context in which the roots were computed. Programs may pass it by this name.
         roots: Scalar tensors of this worker that require grad.
         retain_graph: Whether to keep the graphs for another pass over the same context.
 
@@ -54,7 +54,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
                     f"root {place} does not have a valid gradient function: it is a leaf, "
                     "there is nothing to go back through"
                 )
-    torchweft.autograd.backward(context_id, roots, retain_graph)
+    torchweft.autograd.backward(contextId, roots, retain_graph)
 
 
 def _init(worker_id: int) -> None:

@@ -29,7 +29,7 @@ from torchweft.compat.rpc.internal import (
     _internal_rpc_pickler,
     pickled_call,
 )
-from torchweft.compat.rpc.references import PyRRef, RRef, _rref_typeof_on_owner
+from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
 from torchweft.errors import (
     CallError,
@@ -184,7 +184,7 @@ def get_rpc_timeout() -> float:
 def _set_rpc_timeout(timeout: float) -> None:
     if timeout < 0:
         raise ConfigurationError(f"a timeout of {timeout} s cannot work; pass 0 for no limit")
-    current_agent.current().default_timeout_s = timeout or math.inf
+    current_agent.current().default_timeout_s = float(timeout) or math.inf
 
 
 @_require_initialized
@@ -201,6 +201,11 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 def _get_should_profile() -> bool:
     """Returns whether a profiler of PyTorch runs."""
     return profiler._is_profiler_enabled
+
+
+def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
+    """Returns the type of the value behind a reference of this worker; see ``RRef._get_type``."""
+    return rref._get_type(blocking=blocking)
 
 
 def _rref_typeof_on_user(

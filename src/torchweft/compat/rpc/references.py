@@ -317,12 +317,7 @@ when_made.has_no_event = True  # type: ignore[attr-defined]  # a step of ``remot
 
 
 @remotely_callable_unless_strict
-def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any], blocking: bool = True) -> Any:
-    """Returns the type of a value of this worker, when the value has been made.
-
-    Args:
-        reference: A reference to the value.
-        blocking: Accepted for compatibility.
-    """
+def _rref_typeof_on_owner(reference: torchweft.rpc.RRef[Any]) -> Any:
+    """Returns the type of a value of this worker, when the value has been made."""
     owned = current_worker().references.value_of(reference.id)
     return WhenReady(owned, lambda value: (_rref_typeof_on_owner, type(value)), reference)
