@@ -35,7 +35,7 @@ from torchweft.autograd.listening import Listener
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState
-from torchweft.errors import AutogradError, NotInitialized, WeftError, WorkerLost
+from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WeftError, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
@@ -225,9 +225,24 @@ class Engine:
         ]
 
     def _awaited(self, led: LedPassState) -> str:
+        return f"in a backward pass for {names_of(self._names_awaited(led))}"
+
+    def _names_awaited(self, led: LedPassState) -> tuple[str, ...]:
         workers = sorted(led.driver.awaited_workers() - {self._me})
-        names = [self._agent.peers[each].name for each in workers]
-        return f"in a backward pass for {names_of(names)}"
+        return tuple([self._agent.peers[each].name for each in workers])
+
+    def _timeout_error(self, led: LedPassState) -> BackwardTimeout:
+        missing = self._names_awaited(led)
+        whom = "another thread of this worker"
+        if missing:
+            whom = f"{names_of(missing)}, or for workers that were called from there,"
+        return BackwardTimeout(
+            f"a backward pass has waited {self._timeout_s:g} s (WEFT_BACKWARD_TIMEOUT_S) for "
+            f"{whom} and has ended; raise the variable if a pass may take longer",
+            worker=missing[0] if missing else "",
+            operation="waiting for the pass",
+            missing=missing,
+        )
 
     # Leading
 
@@ -286,7 +301,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise NotInitialized("this worker shut down before a backward pass had ended")
                 if time.monotonic() > led.deadline_s():
-                    raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+                    raise self._timeout_error(led)
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()
