@@ -28,7 +28,7 @@ class Future(OrderedFuture[T]):
     """The result of a remote call, which may still be running.
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
-    callbacks run on a thread of the worker. Thread-safe.
+    callbacks run on a thread of the worker. Works with ``await`` and ``asyncio.wait``. Thread-safe.
     """
 
     # Thousands may wait at a time: a dictionary in each would make garbage collection long.
@@ -137,7 +137,7 @@ class Future(OrderedFuture[T]):
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
         """Calls ``callback`` with this future when it is done."""
         self._watch()
-        torch._C.Future.add_done_callback(self, callback)
+        OrderedFuture.add_done_callback(self, callback)
 
     def cancel(self) -> bool:
         """Cancels the call: the future fails with ``CallCancelled``, and the callee is told.
