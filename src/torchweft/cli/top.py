@@ -115,9 +115,6 @@ def run_top(options: argparse.Namespace) -> int:
         return FAILURE_STATUS
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # As of a program whose output goes to ``head``.
-        sys.stdout = None  # Python would complain at exit.
-        return 0
 
 
 def _check_together(options: argparse.Namespace) -> None:
