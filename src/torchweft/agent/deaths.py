@@ -46,6 +46,11 @@ def own_facts() -> dict[str, str]:
     return {FACT: _name(os.path.dirname(path), os.getpid())}
 
 
+def are_told_by_launcher() -> bool:
+    """Whether this process is a launcher or has one, whose output tells of workers that end."""
+    return bool(_folder or own_facts())
+
+
 def leave_note(folder: str, pid: int, text: str) -> None:
     """Writes how a worker process ended, as the end of a sentence; called by its parent."""
     path = os.path.join(folder, str(pid))
