@@ -39,6 +39,17 @@ def exit_in_peace() -> None:
     sys.exit(0)
 
 
+class Mute(Exception):
+    """An exception without a text."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def raise_mute() -> None:
+    raise Mute
+
+
 def join_and_end(index: int, path: str, end: Callable[[], None]) -> None:
     join("a", path)
     rpc.barrier(["a", "b"])
@@ -80,6 +91,7 @@ def loss_of(way: str, path: str, end: Callable[[], None]) -> str:
 ENDINGS: tuple[tuple[Callable[[], None], str], ...] = (
     (raise_error, ": its program raised KeyError: 'the cause'; its process ended without"),
     (exit_after_error, ": its program raised KeyError: 'the cause'; its process ended without"),
+    (raise_mute, ": its program raised Mute; its process ended without"),
     (exit_with_status, ": its program called sys.exit(3); its process ended without"),
     (exit_in_peace, ": its process ended without shutdown()"),
 )

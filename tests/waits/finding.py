@@ -22,8 +22,9 @@ METHODS = frozenset(
 
 FUNCTIONS = frozenset(
     """
-    all_gather_object all_reduce all_gather barrier broadcast broadcast_object_list
-    create_connection flock getaddrinfo init_process_group lockf new_group sleep urlopen waitpid
+    all_gather_object all_reduce all_gather barrier broadcast broadcast_object_list collect_all
+    create_connection flock getaddrinfo init_process_group lockf new_group sleep urlopen wait_all
+    waitpid FileStore TCPStore ThreadPoolExecutor
     """.split()
 )
 """Functions and methods that wait, whose first argument is of no matter."""
@@ -60,7 +61,9 @@ def _wait_of(call: ast.Call) -> str:
     """Returns the name of a call that may block, or nothing."""
     function = call.func
     if isinstance(function, ast.Name):
-        return function.id if function.id in FUNCTIONS else ""
+        # ``acquire`` of ``runtime.interrupts`` is a function.
+        is_wait = function.id in FUNCTIONS or function.id == "acquire"
+        return function.id if is_wait and not _does_not_block(function.id, call) else ""
     if not isinstance(function, ast.Attribute):
         return ""
     name, on = function.attr, _last_name(function.value)
@@ -105,7 +108,8 @@ def _does_not_block(name: str, call: ast.Call) -> bool:
     values = [*call.args, *(keyword.value for keyword in call.keywords)]
     first = values[0] if values else None
     if name == "acquire":
-        return isinstance(first, ast.Constant) and first.value is False
+        blocking = [each.value for each in call.keywords if each.arg == "blocking"] or [first]
+        return isinstance(blocking[0], ast.Constant) and blocking[0].value is False
     if name == "poll":
         # ``Popen.poll()`` does not block, ``select.poll().poll()`` would for ever.
         return first is None or (isinstance(first, ast.Constant) and first.value == 0)

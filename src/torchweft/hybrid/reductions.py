@@ -157,7 +157,7 @@ class Reductions:
             self._wait("the broadcast of buffers in a forward pass", began_s)
             future.wait()
             if distributed.get_rank() != source:
-                parts = joined.split([each.numel() for each in tensors])
+                parts = torch.split(joined, [each.numel() for each in tensors])
                 for tensor, part in zip(tensors, parts, strict=True):
                     tensor.copy_(part.view_as(tensor))
 

@@ -23,6 +23,7 @@ ASK_S = 2.0
 """Seconds between questions to SLURM, whose controller serves all users."""
 
 _ASK_LIMIT_S = 30.0
+_SUBMIT_LIMIT_S = 120.0
 _READ_BYTES = 1 << 16
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _CANCEL_S = 15.0
@@ -96,7 +97,20 @@ class BatchJob:
             *("sbatch", "--parsable", "--requeue", "--open-mode=append", "--job-name=torchweft"),
             *("--output=torchweft-%j.out", "--error=torchweft-%j.err", *options),
         ]
-        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command,
+                input=script,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SUBMIT_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"sbatch has not answered within {_SUBMIT_LIMIT_S:g} s; 'scontrol ping' tells "
+                "whether SLURM's controller is up, and 'squeue --me' whether it has the job"
+            ) from None
         if done.returncode:
             said = " / ".join(done.stderr.split("\n")).strip(" /")
             raise LaunchError(f"SLURM refuses the job: {said}", exit_code=done.returncode)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts_launcher import HostsLauncher
 
@@ -21,6 +21,8 @@ _ALIVE_S = 10
 _ALIVE_COUNT = 3
 _ANSWER_S = 20.0
 """Seconds for the login and the interpreter's start, after the connection."""
+_CONFIGURATION_LIMIT_S = 20.0
+"""Seconds for ``ssh`` to read its own configuration, which may run commands."""
 
 _ENTRY = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?")
 
@@ -133,9 +135,20 @@ class Ssh(HostsLauncher):
 
     def _address_of(self, name: str) -> str:
         """Returns the address that ``ssh`` itself would connect to, which may be another name's."""
-        asked = subprocess.run(
-            [*self._ssh, "-G", name], capture_output=True, text=True, check=False
-        )
+        try:
+            asked = subprocess.run(
+                [*self._ssh, "-G", name],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_CONFIGURATION_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise HostError(
+                f"host {name!r}: 'ssh -G' has not read its configuration within "
+                f"{_CONFIGURATION_LIMIT_S:g} s; a command in it ('Match exec') hangs",
+                host=name,
+            ) from None
         lines = [line.split(None, 1) for line in asked.stdout.splitlines()]
         found = [line[1] for line in lines if line[0] == "hostname" and len(line) == 2]
         return found[0] if found else name.rpartition("@")[2]

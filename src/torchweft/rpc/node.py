@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -237,7 +238,9 @@ def _program_end() -> str:
         error = error.__context__  # So ``torch.multiprocessing`` ends a target that has raised.
     if error is None:
         return ""
-    raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
+    raised = type(error).__name__
+    with contextlib.suppress(Exception):  # The text of an exception is code of the program.
+        raised = f"{raised}: {error}".splitlines()[0][:_SHOWN_LENGTH].removesuffix(": ")
     return f"its program raised {raised}; "
 
 

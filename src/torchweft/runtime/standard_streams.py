@@ -37,7 +37,7 @@ def open_missing() -> None:
         if getattr(sys, name) is None:
             mode = "r" if number == 0 else "w"
             raw = io.FileIO(number, mode, closefd=False)
-            opened = io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)  # type: ignore[type-var]
+            opened = io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
             setattr(sys, name, opened)
             setattr(sys, f"__{name}__", opened)
 

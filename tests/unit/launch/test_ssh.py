@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch import ssh
 from torchweft.launch.hosts_launcher import forwarded, local_places, place
 from torchweft.launch.ssh import Ssh
@@ -17,6 +19,9 @@ from torchweft.launch.ssh import Ssh
 def no_ssh_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
     monkeypatch.setattr(Ssh, "_address_of", lambda self, name: f"address of {name}")
+
+
+_address_of = Ssh._address_of
 
 
 def workers(text: str, count: int) -> list[tuple[str, int]]:
@@ -98,3 +103,16 @@ def test_variables_that_go_along() -> None:
         "HOME": "/root",
     }
     assert forwarded(variables) == {"WEFT_RPC_TIMEOUT_S": "5", "PYTHONUNBUFFERED": "1"}
+
+
+def test_a_configuration_that_hangs_is_told_with_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hanging = tmp_path / "ssh"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(ssh, "_CONFIGURATION_LIMIT_S", 0.1)
+    with pytest.raises(HostError, match="host 'a': 'ssh -G' has not read") as caught:
+        _address_of(Ssh("a"), "a")
+    assert caught.value.host == "a"
