@@ -133,7 +133,6 @@ class SendRecord:
     Attributes:
         message_id: Number of the message in the group.
         to_worker: The receiver, which will send the gradients.
-        edges: Where in the graph the gradients go.
         metas: Shape, type and device of each gradient.
         gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
             alive, which an edge to a Python node does not.
@@ -142,10 +141,18 @@ class SendRecord:
 
     message_id: int
     to_worker: int
-    edges: tuple[GradientEdge, ...]
     metas: tuple[TensorMeta, ...]
     gates: tuple[Node, ...]
     is_back: bool = False
+    _edges: tuple[GradientEdge, ...] | None = None
+
+    @property
+    def edges(self) -> tuple[GradientEdge, ...]:
+        """Where in the graph the gradients go."""
+        edges = self._edges
+        if edges is None:  # A message that no pass looks at needs none.
+            edges = self._edges = edges_behind(self.gates)
+        return edges
 
 
 @dataclass(slots=True)
@@ -355,9 +362,7 @@ def send_record(
     message_id: int, to_worker: int, tensors: Sequence[Tensor], is_back: bool = False
 ) -> SendRecord:
     """Returns the record of a message with ``tensors``, which require grad."""
-    gates = gates_of(tensors)
-    edges = edges_behind(gates)
-    return SendRecord(message_id, to_worker, edges, metas_of(tensors), gates, is_back)
+    return SendRecord(message_id, to_worker, metas_of(tensors), gates_of(tensors), is_back)
 
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
