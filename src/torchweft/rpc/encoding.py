@@ -160,7 +160,7 @@ class Encoder:
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
-            context_id = 0 if peer.is_self else self._arrivals.no_grad_id
+            context_id = 0 if peer.is_self else NO_GRAD
         elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self.record_send(context_id, tensors, peer)
         handed: Sequence[HandedReference] = ()
