@@ -1,8 +1,9 @@
 """The PyTorch modes of a thread: modes that one call leaves behind must not affect the next.
 
 Recording of gradients, inference mode, autocast, modes for torch functions, hooks for saved
-tensors, a default device and some switches of autograd belong to a thread. The threads of a worker serve one call after the
-other, so each of them is *untouched* when a task begins, and each coroutine has its own modes.
+tensors, a default device and some switches of autograd belong to a thread. The threads of a worker
+serve one call after the other, so each of them is *untouched* when a task begins, and each
+coroutine has its own modes.
 
 Settings of the process are left to the program: the default dtype, deterministic algorithms,
 anomaly detection. The number of threads that operations use is one as well, but PyTorch keeps it
@@ -13,12 +14,15 @@ number when another thread sets one. ``Threads`` makes it a setting of the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from torchweft.errors import SerializationError
 from torchweft.runtime.interrupts import call
 
 _native: Any = torch._C
@@ -135,16 +139,49 @@ class Modes:
         functions, dispatchers, hooks = self._stacks
         for pack, unpack in reversed(hooks):
             _native._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        for mode in reversed(functions):
-            _native._push_on_torch_function_stack(mode)
-        for mode in reversed(dispatchers):
-            _native._push_on_torch_dispatch_stack(mode)
+        _put_modes(functions, dispatchers)
         _put_default_device(self._device)
 
 
 def take_away() -> Modes | None:
     """Removes and returns the modes of this thread; None if it is untouched."""
     return None if tuple(map(call, READERS)) == UNTOUCHED else Modes()
+
+
+has_dispatch_modes: Callable[[], int] = _native._len_torch_dispatch_stack
+has_function_modes: Callable[[], int] = _native._len_torch_function_stack
+transform_level: Callable[[], int | None] = _native._functorch.maybe_current_level
+"""Whether operations on tensors do what they say on this thread: all three are 0 or None there.
+
+Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory, and record
+instead of compute; within ``torch.func`` they may return wrappers of tensors. So the code that
+turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` where one is not."""
+
+
+def check_untraced() -> None:
+    """Raises SerializationError if a trace of PyTorch records this thread's operations.
+
+    The result of a call would be a constant in it.
+    """
+    traces = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if traces is not None and traces.get_proxy_mode() is not None:
+        raise SerializationError(
+            "PyTorch traces the code around a call, as make_fx and torch.export do, and would "
+            "record its result as a constant: trace what the remote function runs, on its worker"
+        )
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Suspends torch's modes and transforms on this thread within a ``with`` block."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    functions, dispatchers = _take_modes()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        _put_modes(functions, dispatchers)
 
 
 def _without_inference() -> Any:
@@ -170,15 +207,28 @@ def _put_default_device(context: Any) -> None:
 
 def _take_stacks() -> tuple[list[Any], list[Any], list[Any]]:
     """Empties the stacks of modes and hooks; returns their entries, the last first."""
-    functions, dispatchers, hooks = [], [], []
-    while _native._len_torch_function_stack():
-        functions.append(_native._pop_torch_function_stack())
-    while _native._len_torch_dispatch_stack():
-        dispatchers.append(_native._pop_torch_dispatch_stack(None))
+    functions, dispatchers = _take_modes()
+    hooks = []
     while (top := _top_hooks()) is not None:
         _native._autograd._pop_saved_tensors_default_hooks()
         hooks.append(top)
     return functions, dispatchers, hooks
+
+
+def _take_modes() -> tuple[list[Any], list[Any]]:
+    functions, dispatchers = [], []
+    while has_function_modes():
+        functions.append(_native._pop_torch_function_stack())
+    while has_dispatch_modes():
+        dispatchers.append(_native._pop_torch_dispatch_stack(None))
+    return functions, dispatchers
+
+
+def _put_modes(functions: Sequence[Any], dispatchers: Sequence[Any]) -> None:
+    for mode in reversed(functions):
+        _native._push_on_torch_function_stack(mode)
+    for mode in reversed(dispatchers):
+        _native._push_on_torch_dispatch_stack(mode)
 
 
 def _autocast_settings() -> tuple[bool, dict[str, torch.dtype]]:

@@ -529,6 +529,13 @@ def _path(kind: str, text: str) -> pathlib.PurePath:
     return made
 
 
+def _refuse_proxy(_: object) -> Reduced:
+    raise SerializationError(
+        "torch.fx.symbolic_trace records the code around a call, whose arguments have no values "
+        "yet: call the remote function outside of the traced module"
+    )
+
+
 _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     np.ndarray: _reduce_array,
     **dict.fromkeys(
@@ -539,6 +546,7 @@ _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     torch.TypedStorage: _reduce_typed_storage,
     torch.memory_format: _reduce_memory_format,
     torch.layout: _reduce_memory_format,
+    torch.fx.Proxy: _refuse_proxy,
     torch.finfo: _reduce_number_info,
     torch.iinfo: _reduce_number_info,
     torch.jit.ScriptFunction: _reduce_script_function,
