@@ -183,7 +183,7 @@ class Context:
     def __init__(self, context_id: int, worker: int, counter: Iterator[int] | None = None) -> None:
         self.id = context_id
         self.worker = worker
-        self.gradients = Gradients()
+        self.gradients = Gradients(calls_hooks=False)
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []

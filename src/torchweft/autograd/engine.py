@@ -174,6 +174,7 @@ class Engine:
             inputs: The tensors, which require grad.
             mode: How the passes are run; has ``for_inputs``.
         """
+        plain_passes.check_inside(self, roots.edges, inputs)
         input_gradients = InputGradients(self.contexts.get(context_id), inputs)
         self.run_all(context_id, roots, mode, input_gradients)
         return input_gradients.results()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.contexts import Contexts, SendRecord
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.errors import AutogradError
 
@@ -77,27 +77,54 @@ class _Watching(_Engine):  # type: ignore[misc]
 def _check(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
     for recorder in list(_watched):
         contexts = [each for each in recorder.contexts.all() if each.has_both_ways()]
-        sent = [node for record in recorder.outside.sends() for node in _nodes(record.edges)]
-        if not contexts and not sent:
+        if not contexts and not recorder.outside.sends():
             continue
         reached = _behind(_nodes(roots))
         wanted = set(_nodes(inputs))
         for context in contexts:
-            records = [
-                record for node, record in list(context.receive_of.items()) if node in reached
-            ]
+            records = [each for node, each in list(context.receive_of.items()) if node in reached]
             if records:
                 latest = max(records, key=lambda record: record.sends_before)
                 before = context.sends()[: latest.sends_before]
-                leading = [node for record in before for node in _nodes(record.edges)]
-                if not wanted.isdisjoint(_behind([*sent, *leading])):
+                if not wanted.isdisjoint(_behind(_sent(before))):
                     raise _left_out(recorder.name_of(latest.from_worker))
-        if sent and not wanted.isdisjoint(_behind(sent)):
-            ends = recorder.outside.ends_beside({}, lambda _: None)
-            for node in reached:
-                end = ends.get(node)
-                if end is not None:
-                    raise _left_out(recorder.name_of(end.from_worker))
+        name = _led_outside(recorder, reached, wanted)
+        if name is not None:
+            raise _left_out(name)
+
+
+def check_inside(recorder: Recorder, roots: Sequence[GradientEdge], inputs: Sequence[Any]) -> None:
+    """Raises AutogradError if gradients may lead over calls that were made outside of contexts.
+
+    Args:
+        recorder: The worker.
+        roots: Where the pass begins.
+        inputs: The tensors whose gradients a pass in a context is to return.
+    """
+    if not recorder.outside.sends():
+        return
+    name = _led_outside(recorder, _behind(_nodes(roots)), set(_nodes(inputs)))
+    if name is not None:
+        raise AutogradError(
+            f"the outputs lead to a tensor that worker {name!r} computed in a call outside of "
+            "autograd contexts, perhaps from the inputs: make the call within the context, or "
+            "call torchweft.autograd.backward(loss)",
+            worker=name,
+        )
+
+
+def _led_outside(recorder: Recorder, reached: set[Node], wanted: set[Node]) -> str | None:
+    """Returns the worker that computed, outside of contexts, a tensor perhaps from the inputs."""
+    sends = recorder.outside.sends()
+    if not sends or wanted.isdisjoint(_behind(_sent(sends))):
+        return None
+    ends = recorder.outside.ends_beside({}, lambda _: None)
+    found = [end for node in reached if (end := ends.get(node)) is not None]
+    return recorder.name_of(found[0].from_worker) if found else None
+
+
+def _sent(records: Iterable[SendRecord]) -> list[Node]:
+    return [node for record in records for node in _nodes(record.edges)]
 
 
 def _left_out(name: str) -> AutogradError:
