@@ -8,7 +8,7 @@ process* must return the same everywhere, a row *error* must raise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -162,6 +162,19 @@ class Section:
 def leaf(values: Tensor = X) -> Tensor:
     """Returns a new leaf that requires grad."""
     return values.clone().requires_grad_()
+
+
+def refuse_all(ways: Iterable[Callable[[], object]], *texts: str) -> None:
+    """Calls functions, all of which must raise an error with one of the texts; then raises."""
+    for number, way in enumerate(ways):
+        try:
+            way()
+        except Exception as error:
+            if not any(text in str(error) for text in texts):
+                raise
+        else:
+            raise AssertionError(f"number {number} raises nothing")
+    raise RuntimeError("all are refused")
 
 
 # Functions that rows call.

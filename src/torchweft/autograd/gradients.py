@@ -145,7 +145,7 @@ class Gradients:
                 is a gradient that occurs for several tensors.
         """
         pairs = list(pairs)
-        if not self._calls_hooks and any([leaf._post_accumulate_grad_hooks for leaf, _ in pairs]):
+        if not self._calls_hooks and any(leaf._post_accumulate_grad_hooks for leaf, _ in pairs):
             raise AutogradError(_NOTHING_ACCUMULATED)
         used = _used_elsewhere(pairs, borrowed)
         with self._lock, self._order:

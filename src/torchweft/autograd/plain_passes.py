@@ -51,6 +51,7 @@ def watch(recorder: Recorder) -> None:
         _variable._execution_engine = _Watching()
 
 
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _Engine: Any = object if _engine is None else type(_engine)
 
 
@@ -139,12 +140,15 @@ def _left_out(name: str) -> AutogradError:
 
 
 def _nodes(edges: Iterable[Any]) -> list[Node]:
-    """Returns the nodes of tensors and edges; of a leaf, the node that accumulates there."""
+    """Returns the nodes of tensors and edges; of a leaf, the node that accumulates there.
+
+    Tensors of ``torch.func`` are left out: they have graphs of their own, and cannot be sent.
+    """
     nodes = []
     for edge in edges:
         if isinstance(edge, GradientEdge):
             nodes.append(edge.node)
-        elif isinstance(edge, Tensor) and edge.requires_grad:
+        elif isinstance(edge, Tensor) and edge.requires_grad and not _is_wrapped(edge):
             nodes.append(get_gradient_edge(edge).node)
     return nodes
 
