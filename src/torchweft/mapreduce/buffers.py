@@ -90,8 +90,10 @@ class Buffers:
 
 def original(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the program's function behind the one that ``Buffers.watched`` returned."""
-    is_watched = isinstance(function, partial) and function.func is _run
-    return function.args[0] if is_watched else function
+    if isinstance(function, partial) and function.func is _run:
+        watched: Callable[..., Any] = function.args[0]
+        return watched
+    return function
 
 
 def _run(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

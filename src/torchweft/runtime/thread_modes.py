@@ -39,7 +39,7 @@ _EXPECTED: dict[str, object] = {
 }
 _AUTOCAST_DTYPES = {"cpu": torch.bfloat16}
 """What autocast computes in, by kind of device, on a thread that has not been told otherwise."""
-if torch.backends.cuda.is_built():
+if torch.version.cuda is not None:
     _AUTOCAST_DTYPES["cuda"] = torch.float16
 # Older versions of torch do not report hooks for saved tensors, so there the hooks stay.
 _top_hooks: Callable[[], Any] = partial(

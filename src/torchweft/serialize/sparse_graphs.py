@@ -78,13 +78,14 @@ class _WithValues(torch.autograd.Function):
 
 def _rebuilt(pattern: Tensor, values: Tensor) -> Tensor:
     """Returns a tensor with the pattern of another one, whose indices have been checked."""
-    places = indices_of(pattern)
+    places: Any = indices_of(pattern)
     if pattern.layout is torch.sparse_coo:
         return torch.sparse_coo_tensor(
-            *places, values, pattern.shape, is_coalesced=True, check_invariants=False
+            places[0], values, pattern.shape, is_coalesced=True, check_invariants=False
         )
+    compressed, plain = places
     return torch.sparse_compressed_tensor(
-        *places, values, pattern.shape, layout=pattern.layout, check_invariants=False
+        compressed, plain, values, pattern.shape, layout=pattern.layout, check_invariants=False
     )
 
 

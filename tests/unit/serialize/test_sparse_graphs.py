@@ -47,8 +47,8 @@ def orders(make: Step, trip: Step, use: Step) -> list[Tensor]:
         try:
             (gradient,) = torch.autograd.grad(value, x, create_graph=True)
         except RuntimeError as error:  # PyTorch lacks the derivatives of some operations.
-            assert "not implemented" in str(error), error
-            assert order > 1
+            if order == 1 or "not implemented" not in str(error):
+                raise
             break
         found.append(gradient.detach())
         value = gradient.pow(2).sum()
