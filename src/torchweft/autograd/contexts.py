@@ -194,7 +194,7 @@ class Context:
     def __init__(self, context_id: int, worker: int, counter: Iterator[int] | None = None) -> None:
         self.id = context_id
         self.worker = worker
-        self.gradients = Gradients()
+        self.gradients = Gradients(calls_hooks=False)
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []
@@ -339,6 +339,10 @@ class Context:
         with self._lock:
             return list(self._receives.values())
 
+    def has_both_ways(self) -> bool:
+        """Returns whether this worker both sent and received tensors with a graph."""
+        return bool(self._sends and self.receive_of)
+
     def leaves_behind_placeholders(self) -> set[Node | None]:
         """Returns the nodes of the hidden leaves behind the placeholders."""
         return {target for node in list(self.receive_of) for target, _ in node.next_functions}
@@ -435,6 +439,11 @@ class Contexts:
             return frozenset()
         context.clear()
         return context.known_workers
+
+    def all(self) -> list[Context]:
+        """Returns all contexts that are alive here."""
+        with self._lock:
+            return list(self._contexts.values())
 
     def ids(self) -> list[int]:
         """Returns the numbers of all contexts that are alive here."""

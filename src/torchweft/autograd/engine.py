@@ -23,6 +23,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.autograd import plain_passes
 from torchweft.autograd.codec import PassMode, PassName
 from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
@@ -97,6 +98,7 @@ class Engine:
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
+        plain_passes.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True)
@@ -106,6 +108,10 @@ class Engine:
         agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
 
     # For programs on this worker
+
+    def name_of(self, worker: int) -> str:
+        """Returns the name of a worker."""
+        return self._agent.peers[worker].name
 
     def backward(
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
@@ -170,6 +176,7 @@ class Engine:
             inputs: The tensors, which require grad.
             mode: How the passes are run; has ``for_inputs``.
         """
+        plain_passes.check_inside(self, roots.edges, inputs)
         input_gradients = InputGradients(self.contexts.get(context_id), inputs)
         self.run_all(context_id, roots, mode, input_gradients)
         return input_gradients.results()

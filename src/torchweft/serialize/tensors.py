@@ -62,6 +62,13 @@ HOST_DEVICE = (0, 0)
 """The numbers of the CPU in the entry of a simple tensor."""
 
 
+NO_MEMORY = (
+    "a tensor has no memory that could be sent; within torch.func.grad, vmap, jvp and "
+    "functionalize tensors stand for others: call these in the remote function, or, for gradients "
+    "through calls, use torchweft.autograd.grad"
+)
+
+
 def describe(
     tensors: Sequence[Tensor], place: Callable[[torch.device], torch.device] | None = None
 ) -> tuple[bytes, list[Tensor]]:
@@ -86,11 +93,7 @@ def describe(
         try:
             described = _describe_simple(tensors, place)
         except RuntimeError as error:  # A tensor has no address.
-            raise SerializationError(
-                "a tensor has no memory that could be sent; within torch.func.grad, vmap and jvp "
-                "tensors stand for several: call these in the remote function, or, for gradients "
-                "through calls, use torchweft.autograd.grad"
-            ) from error
+            raise SerializationError(NO_MEMORY) from error
         if described is not None:
             return described
     sources = [as_dense(tensor) for tensor in tensors]
