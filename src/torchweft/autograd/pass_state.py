@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from torchweft.agent.peers import Peer
@@ -111,6 +112,8 @@ class LedPassState(PassState):
     outcome: Complete | Fail | None = None
     waits_since_s = math.inf
     """When this worker first had to wait, by ``time.monotonic``."""
+    leading: Callable[[], object] = object
+    """Returns None once the function that leads the pass has ended."""
     _signal: threading.Event | None = None
     _deadline_s: float | None = None
 
