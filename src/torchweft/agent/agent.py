@@ -395,6 +395,11 @@ class Agent:
         for listener in self._listeners:
             listener.close()
         self.links.abandon()
+        for peer in list(self.peers.values()):
+            if peer.data is not None:
+                peer.data.abandon()
+        self.timers.abandon()
+        self.reactor.abandon()
 
     def close(self, limit_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Shuts down at once: ends connections and threads. Open calls fail with an error.

@@ -86,6 +86,13 @@ class _PeerData:
         """The highest number of a broken set of the peer's connections."""
         self.is_closed = False
 
+    def abandon(self) -> None:
+        """Frees the descriptors in a forked process; takes no lock."""
+        sending = self.sending
+        connections = [] if sending is None else list(sending.connections)
+        for connection in (*connections, *[each.connection for each in self.receiving]):
+            connection.abandon()
+
 
 class DataConnections:
     """The data connections of one worker. Thread-safe.

@@ -79,6 +79,12 @@ class Timers:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wake_fd, 1)
 
+    def abandon(self) -> None:
+        """Frees the descriptor in a forked process, which has no such thread."""
+        self._is_closing = True
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
+
     def close(self) -> None:
         """Ends the thread. Not from within a job."""
         self._is_closing = True
