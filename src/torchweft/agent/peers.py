@@ -74,6 +74,8 @@ class Peer:
         self.accept_data: Callable[[socket.socket, int], None] | None = None
         self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
+        self.looked_s = 0.0
+        """When this worker last looked whether the peer is there, without a connection to it."""
         self.data: Any = None
         """The data connections with the peer, once there are any; of ``DataConnections``."""
         self.stage: Stage = no_slab
