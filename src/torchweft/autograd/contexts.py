@@ -23,7 +23,7 @@ from torchweft.autograd.gates import edges_behind, gates_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id
+from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
@@ -381,12 +381,21 @@ class Contexts:
         worker: This worker.
         remembered: How many released contexts are remembered, so that their late messages do
             not recreate them.
+        is_lost: Whether a worker, given by id, is lost: nobody would release its contexts.
     """
 
-    def __init__(self, worker: int, remembered: int = 4096) -> None:
+    def __init__(
+        self,
+        worker: int,
+        remembered: int = 4096,
+        is_lost: Callable[[int], bool] = lambda worker: False,
+    ) -> None:
         self.worker = worker
+        self._is_lost = is_lost
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
+        self._releasing: dict[int, Context] = {}
+        """Contexts that are released here while not all other workers may have been told."""
         self._released = Tombstones(remembered)
         self._context_counter = shared_count(1)
         self.message_counter = shared_count(1)
@@ -394,22 +403,26 @@ class Contexts:
 
     def open(self) -> int:
         """Makes a context and returns its number, which is new in the group."""
-        context_id = scoped_id(self.worker, next(self._context_counter))
+        context_id = self.new_id()
         self.get_or_create(context_id)
         return context_id
+
+    def new_id(self) -> int:
+        """Returns the number of a context that is yet to be made; it is new in the group."""
+        return scoped_id(self.worker, next(self._context_counter))
 
     def get_or_create(self, context_id: int) -> Context:
         """Returns a context that this or another worker opened; creates it here if missing.
 
         Raises:
-            AutogradError: If it has been released here.
+            AutogradError: If it has been released here, or the worker that opened it is lost.
         """
         # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
         if context is not None:
             return context
         with self._lock:
-            if context_id in self._released:
+            if context_id in self._released or self._is_lost(worker_of(context_id)):
                 raise _released_error(context_id)
             return self._contexts.setdefault(
                 context_id, Context(context_id, self.worker, self.message_counter)
@@ -430,10 +443,14 @@ class Contexts:
         """Releases a context permanently.
 
         Returns:
-            The workers to notify; none if it was released before or never known here.
+            The workers to notify, again until ``notified`` is called; none if that was called, or
+            the context was never known here.
         """
         with self._lock:
-            context = self._contexts.pop(context_id, None)
+            context = self._contexts.get(context_id) or self._releasing.get(context_id)
+            if context is not None:
+                self._releasing[context_id] = context
+            self._contexts.pop(context_id, None)
             self._released.add(context_id)
         if context is None:
             return frozenset()
@@ -444,6 +461,14 @@ class Contexts:
         """Returns all contexts that are alive here."""
         with self._lock:
             return list(self._contexts.values())
+
+    def notified(self, context_id: int) -> None:
+        """Forgets a released context: the other workers have been told."""
+        self._releasing.pop(context_id, None)
+
+    def opened_by(self, worker: int) -> list[int]:
+        """Returns the numbers of the contexts that are alive here and that a worker opened."""
+        return [context_id for context_id in self.ids() if worker_of(context_id) == worker]
 
     def ids(self) -> list[int]:
         """Returns the numbers of all contexts that are alive here."""

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -16,7 +17,7 @@ from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
 import torchweft.rpc
 from torchweft import knobs
-from torchweft.agent.rendezvous import check_answers, why_not_open
+from torchweft.agent.rendezvous import check_answers, open_store, why_not_open
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import api, backend_registry
 from torchweft.compat.rpc.options import RpcBackendOptions
@@ -116,6 +117,8 @@ def _open_store(options: Any, rank: int, world_size: int | None) -> Store:
         if world_size:
             rendezvous_iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
             store, _, _ = next(rendezvous_iterator)
+        elif urlsplit(options.init_method).scheme == "file":
+            store = open_store(options.init_method, rank, None, knobs.INIT_TIMEOUT_S.get())
         else:
             store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     except DistError as error:
