@@ -73,7 +73,8 @@ def write_whole(path: str, write: Callable[[HashingFile], object]) -> Written:
     """
     unfinished = path + UNFINISHED
     try:
-        with open(unfinished, "wb") as file:
+        remove_file(unfinished)  # What a process that was killed has left.
+        with open(unfinished, "xb") as file:  # Follows no link.
             hashing = HashingFile(file)
             write(hashing)
             written = hashing.check()

@@ -3,18 +3,24 @@
 Each page that is opened starts the command once more, as on a terminal. A page is shown only to a
 browser that has the token: it comes in the address that the command prints, and stays as a cookie
 that scripts and other sites cannot use.
+
+A browser sends the cookie to all servers of the host, whatever their port, and lets pages of these
+servers open connections to this one. So a request of another page is refused by its ``Origin``. A
+page of a foreign name that was made to lead here (DNS rebinding) is refused by its ``Host``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import secrets
 import shlex
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 from aiohttp import web
 from textual_serve.server import Server
@@ -49,16 +55,22 @@ def serve(arguments: Sequence[str], host: str, port: int, say: Callable[[str], o
             "--port, or leave --port out for a free one"
         ) from error
     with listener:
-        server = _Server(arguments)
+        server = _Server(arguments, host)
         shown = f"[{host}]" if family is socket.AF_INET6 else host
         say(f"http://{shown}:{listener.getsockname()[1]}/?{TOKEN}={server.token}")
         asyncio.run(server.run(listener))
 
 
 class _Server(Server):
-    """Textual's server, for those who have the token."""
+    """Textual's server, for those who have the token.
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    Args:
+        arguments: The command line of ``torchweft`` that draws the display.
+        host: The address to listen at, as it was given.
+    """
+
+    def __init__(self, arguments: Sequence[str], host: str) -> None:
+        self._names = frozenset({"localhost", host, socket.gethostname(), socket.getfqdn()})
         command = shlex.join([sys.executable, "-m", "torchweft", *arguments])
         super().__init__(command, title="torchweft top")
         self.token = secrets.token_urlsafe(_TOKEN_BYTES)
@@ -85,6 +97,12 @@ class _Server(Server):
     def _checked(self) -> Any:
         @web.middleware
         async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if not self._is_own(request):
+                return web.Response(
+                    status=403,
+                    text="open the address that torchweft top printed, or that of a tunnel to it; "
+                    "other pages, and other names of this host, are refused\n",
+                )
             if self._is_token(request.query.get(TOKEN, "")):
                 # The token leaves the address bar.
                 answer = web.Response(status=302, headers={"Location": request.path})
@@ -100,5 +118,24 @@ class _Server(Server):
 
         return checked
 
+    def _is_own(self, request: web.Request) -> bool:
+        """Whether a request comes from a page of this server, or from the address bar."""
+        origin = request.headers.get("Origin")
+        if origin is not None and origin != f"{request.scheme}://{request.host}":
+            return False
+        try:
+            name = urlsplit(f"//{request.host}").hostname or ""
+        except ValueError:
+            return False
+        return name in self._names or _is_address(name)
+
     def _is_token(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.token.encode())
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweft.columns import LAYOUT, printable
 from torchweft.errors import RemoteError, WeftError
 from torchweft.serialize import values
 from torchweft.serialize.bounds import limit_of_repetition
@@ -355,7 +356,7 @@ class _Rebuilder:
         try:
             value = self._open(blob)
             if name == _NOTES:
-                value = [with_lines_from_here(note) for note in value]
+                value = [with_lines_from_here(printable(note, LAYOUT)) for note in value]
         except Exception:
             return
         try:

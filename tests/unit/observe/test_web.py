@@ -23,7 +23,7 @@ def browse(visit: Callable[[Session, str, str], Awaitable[None]]) -> None:
 
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = _Server(["top", "cafe"])
+            server = _Server(["top", "cafe"], "127.0.0.1")
             serving = asyncio.ensure_future(server.run(listener))
             try:
                 jar = aiohttp.CookieJar(unsafe=True)  # Cookies of an IP address.
@@ -61,6 +61,41 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_have() -
         assert token not in page
         # The page connects to the address at which it was opened, as through a tunnel.
         assert f"ws{address.removeprefix('http')}/ws" in page
+
+    browse(visit)
+
+
+def test_pages_of_other_origins_and_foreign_names_are_refused_with_the_cookie() -> None:
+    async def visit(session: Session, address: str, token: str) -> None:
+        async with session.get(f"{address}/?token={token}") as answer:
+            assert answer.status == 200
+        port = address.rpartition(":")[2]
+        refused: list[dict[str, str]] = [
+            {"Origin": "http://evil.example"},
+            {"Origin": "http://127.0.0.1:1"},
+            {"Origin": f"https://127.0.0.1:{port}"},
+            {"Origin": "null"},
+            {"Host": "evil.example"},
+            {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"},
+            {"Host": "127.0.0.1.evil.example"},
+            {"Host": "[::1"},
+        ]
+        # A tunnel has another port, and maybe another address.
+        accepted: list[dict[str, str]] = [
+            {},
+            {"Origin": address},
+            {"Host": "localhost:9000", "Origin": "http://localhost:9000"},
+            {"Host": "[::1]:9000"},
+            {"Host": "10.1.2.3"},
+        ]
+        cookies = {"torchweft-top": token}
+        for path in ("/", "/ws", f"/?token={token}"):
+            for headers in refused:
+                async with session.get(address + path, headers=headers, cookies=cookies) as answer:
+                    assert answer.status in (400, 403), (path, headers)
+        for headers in accepted:
+            async with session.get(address, headers=headers, cookies=cookies) as answer:
+                assert answer.status == 200, headers
 
     browse(visit)
 
