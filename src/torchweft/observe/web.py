@@ -12,6 +12,7 @@ page of a foreign name that was made to lead here (DNS rebinding) is refused by 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import ipaddress
 import secrets
@@ -28,6 +29,10 @@ from textual_serve.server import Server
 from torchweft.errors import ConfigurationError
 
 TOKEN = "token"
+_MOST_CONNECTIONS = 64
+"""Connections without the token that may be open; beyond it, the oldest one is closed."""
+_SILENCE_S = 10.0
+"""Seconds within which a connection sends its first request with the token."""
 _COOKIE = "torchweft-top"
 _TOKEN_BYTES = 32
 
@@ -74,16 +79,36 @@ class _Server(Server):
         command = shlex.join([sys.executable, "-m", "torchweft", *arguments])
         super().__init__(command, title="torchweft top")
         self.token = secrets.token_urlsafe(_TOKEN_BYTES)
+        self._strangers: dict[asyncio.Transport, None] = {}
 
     async def run(self, listener: socket.socket) -> None:
         """Serves until it is cancelled."""
         runner = web.AppRunner(await self._make_app(), handle_signals=False, access_log=None)
         await runner.setup()
+        listener.setblocking(False)
+        loop = asyncio.get_running_loop()
         try:
-            await web.SockSite(runner, listener).start()
-            await asyncio.Event().wait()
+            while True:
+                connection, _ = await loop.sock_accept(listener)
+                make: Any = runner.server
+                with contextlib.suppress(OSError):
+                    self._admit((await loop.connect_accepted_socket(make, connection))[0])
         finally:
             await runner.cleanup()
+
+    def _admit(self, transport: asyncio.Transport) -> None:
+        """Closes a new connection if it does not show the token soon; makes place for it."""
+        for each in [each for each in self._strangers if each.is_closing()]:
+            del self._strangers[each]
+        if len(self._strangers) >= _MOST_CONNECTIONS:
+            self._end_stranger(next(iter(self._strangers)))
+        self._strangers[transport] = None
+        asyncio.get_running_loop().call_later(_SILENCE_S, self._end_stranger, transport)
+
+    def _end_stranger(self, transport: asyncio.Transport) -> None:
+        if transport in self._strangers:
+            del self._strangers[transport]
+            transport.abort()
 
     async def on_startup(self, app: web.Application) -> None:
         """Says nothing: the command has said the address."""
@@ -112,6 +137,8 @@ class _Server(Server):
                 return web.Response(
                     status=403, text="open the address that torchweft top printed\n"
                 )
+            if request.transport is not None:
+                self._strangers.pop(request.transport, None)
             # A page may be opened through a tunnel, at another address than that of the server.
             self.public_url = f"{request.scheme}://{request.host}"
             return await handler(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -12,6 +13,7 @@ pytest.importorskip("textual_serve")
 aiohttp = pytest.importorskip("aiohttp")
 
 from torchweft.errors import ConfigurationError  # noqa: E402
+from torchweft.observe import web  # noqa: E402
 from torchweft.observe.web import _Server, serve  # noqa: E402
 
 LIMIT_S = 30.0
@@ -96,6 +98,26 @@ def test_pages_of_other_origins_and_foreign_names_are_refused_with_the_cookie() 
         for headers in accepted:
             async with session.get(address, headers=headers, cookies=cookies) as answer:
                 assert answer.status == 200, headers
+
+    browse(visit)
+
+
+def test_connections_without_the_token_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(web, "_SILENCE_S", 0.5)
+
+    async def visit(session: Session, address: str, token: str) -> None:
+        port = int(address.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        for _, writer in silent:
+            writer.write(b"GET / HTTP/1.1\r\nHost: 127")
+        # The first ones are closed at once, the others when their time is up.
+        for reader, writer in silent:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        async with session.get(f"{address}/?token={token}") as answer:
+            assert answer.status == 200
 
     browse(visit)
 

@@ -312,7 +312,7 @@ def test_hostile_files_are_refused_in_a_moment(tmp_path: Path) -> None:
         good.replace('"traceEvents": [', '"traceEvents": [3, '),
         good.replace('"workers": [', '"workers": 3, "x": ['),
         good.replace('"dropped"', '"x"'),
-        good.replace('"clock_error_us": ', '"clock_error_us": [], "x": '),
+        good.replace('"clock_error_us": ', '"clock_error_us": "y", "x": '),
     ):
         path.write_text(text)
         with pytest.raises(ObserveError, match=r"is no trace|is damaged"):
