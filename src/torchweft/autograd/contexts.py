@@ -25,6 +25,7 @@ from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
+from torchweft.serialize.extents import separated
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
 # Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
@@ -261,7 +262,7 @@ class Context:
                 # Each placeholder has its own graph, so it needs its own memory: an in-place
                 # change of one tensor would not appear in the graph of the other.
                 if flags[place] & SHARED:
-                    result[place] = result[place].clone()
+                    result[place] = separated(result[place])
             self.place_received(message_id, from_worker, result, places, is_answer, is_back)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
