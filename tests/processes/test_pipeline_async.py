@@ -352,13 +352,26 @@ def test_a_stage_that_fails_is_named_and_the_next_run_works(number: int) -> None
         assert len(list(pipe.run(good))) == 10
 
 
+class Grumpy(torch.optim.SGD):
+    """Fails in every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ArithmeticError("not today")
+
+
 def test_an_optimizer_that_fails_is_named() -> None:
-    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1)
+    text = "failed in the update of minibatch 0: ArithmeticError"
     with (
-        Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), mse, optimizer=lbfgs) as pipe,
-        pytest.raises(PipelineError, match="failed in the update of minibatch 0: TypeError"),
+        Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), mse, optimizer=Grumpy) as pipe,
+        pytest.raises(PipelineError, match=text),
     ):
         list(pipe.run(regression(6)))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(ConfigurationError, match="LBFGS evaluates the model anew within a step"):
+        Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), mse, optimizer=lbfgs)
 
 
 def test_a_stage_that_takes_too_long_is_named() -> None:

@@ -15,10 +15,9 @@ from torchweft.autograd import get_gradients
 from torchweft.embedding import TablesOptimizer
 from torchweft.embedding.pulled import Pulled
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.hybrid.clipping import check_norms, coefficient_of
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.errors import PlacementError
-from torchweft.optim.clipping import norm, norm_of, on_host
+from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
 
 DenseFactory = Callable[[list[nn.Parameter]], Optimizer]
 MeasureRows = Callable[[Sequence[tuple[Pulled, Tensor]], float], list[Tensor]]

@@ -18,7 +18,7 @@ from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim import eager
+from torchweft.optim import eager, states
 from torchweft.optim.groups import GroupPart, Options
 from torchweft.optim.owners import Address, value_at
 from torchweft.rpc import RRef
@@ -194,7 +194,7 @@ class LocalOptimizer:
                 {**_placed_as(saved.options[number], group), "params": group["params"]}
                 for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
             ]
-            eager.call(self._optimizer, "load_state_dict", content)
+            states.load(self._optimizer, content)
 
     def _numbers_in_order(self) -> list[int]:
         """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
