@@ -453,3 +453,37 @@ def test_steps_and_runs_are_not_confused() -> None:
         pytest.raises(ConfigurationError, match="no loss function"),
     ):
         pipe.run([(batch, target)])
+
+
+class Weighed(nn.Linear):
+    """Doubles the gradient of its weight, and counts how often that is complete."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(()))
+        self.weight.register_hook(lambda gradient: 2 * gradient)
+        self.weight.register_post_accumulate_grad_hook(self._count)
+
+    def _count(self, _: Tensor) -> None:
+        self.count += 1
+
+
+def weighed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, WIDTH).double(), Weighed())
+
+
+def test_hooks_of_weights_run_for_each_minibatch() -> None:
+    """With one stage, it is the training of one process."""
+    alone, batches = weighed(), regression(8)
+    own = torch.optim.SGD(alone.parameters(), lr=0.05)
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    with Pipe([weighed], WORKERS[:1], SchedulePipeDream(), mse, optimizer=sgd) as pipe:
+        list(pipe.run(batches))
+        state = pipe.state_dict()
+    for inputs, target in batches:
+        own.zero_grad()
+        mse(alone(inputs), target).backward()
+        own.step()
+    for name, value in alone.state_dict().items():
+        assert torch.allclose(state[f"0.{name}"], value, atol=1e-12), name

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,10 +24,13 @@ from torchweft.pipeline import (
     ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleavedZeroBubble,
+    SchedulePipeDream,
     ScheduleZBH1,
     ScheduleZBVZeroBubble,
+    broadcast,
     cut_sequential,
 )
+from torchweft.pipeline.elastic import ElasticPipe
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -405,3 +410,103 @@ def test_what_the_driver_gets_does_not_change_with_its_own_stages() -> None:
         pipe.step(*batch(1))
         optimizer.step()
         torch.testing.assert_close((weights, gradients, state["state"]), kept, rtol=0, atol=0)
+
+
+def test_an_optimizer_of_the_parameters_that_the_driver_has_is_refused() -> None:
+    """The workers train copies of them."""
+    model = layers(3)
+    before = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Pipe(model, WORKERS, Schedule1F1B(4), mse) as pipe:
+        after = torch.optim.Adam(model.parameters(), lr=0.1)
+        pipe.optimizer(torch.optim.SGD, lr=0.1)
+        pipe.step(*batch(0))
+        for each in (before, after):
+            with pytest.raises(ConfigurationError, match=r"are trained elsewhere.*pipe\.optimizer"):
+                each.step()
+        other = nn.Linear(2, 2)
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+        inputs, target = batch(0)
+        mse(model(inputs), target).backward()  # The program trains its own copy, too.
+        before.step()
+    model.zero_grad()
+    before.step()
+    after.step()
+
+
+class Masked(nn.Module):
+    """Mixes the rows of each sample by a mask of the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4).double()
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return mask @ self.linear(x), mask
+
+
+def masked_loss(output: tuple[Tensor, Tensor], target: tuple[Tensor, Tensor]) -> Tensor:
+    wanted, factors = target
+    return ((output[0] - wanted) * factors).square().mean()
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_value_that_is_marked_reaches_each_microbatch_whole(rows: int) -> None:
+    """Also where it has as many rows as the batch."""
+    torch.manual_seed(0)
+    stages = [Masked(), Masked()]
+    x, wanted = (torch.randn(rows, 4, 4, dtype=torch.float64) for _ in range(2))
+    mask = torch.tril(torch.ones(4, 4, dtype=torch.float64))
+    factors = torch.arange(4.0, dtype=torch.float64)
+    expected = masked_loss(stages[1](*stages[0](x, mask)), (wanted, factors))
+    given = {"loss": masked_loss, "example": (x, broadcast(mask))}
+    with Pipe(stages, WORKERS, Schedule1F1B(4), **given) as pipe:
+        loss = pipe.step((x, broadcast(mask)), (wanted, broadcast(factors)))
+        assert loss.item() == pytest.approx(expected.item())
+        if rows == 8:
+            with pytest.raises(ConfigurationError, match=r"torchweft.pipeline.broadcast\(tensor\)"):
+                pipe.step((x, mask), wanted)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    schedule = SchedulePipeDream()
+    with Pipe(stages, WORKERS, schedule, masked_loss, optimizer=sgd) as pipe:
+        (loss,) = pipe.run([((x, broadcast(mask)), (wanted, factors))])
+        assert loss.item() == pytest.approx(expected.item())
+
+
+def test_weights_that_train_again_come_back_into_their_groups(tmp_path: Path) -> None:
+    model = layers(5)
+    alone = copy.deepcopy(model)
+    own = in_two_groups(alone.parameters(), lr=0.1)
+    schedule = functools.partial(Schedule1F1B, 4)
+
+    def train(pipe: ElasticPipe, optimizer: Any, seed: int) -> None:
+        optimizer.zero_grad()
+        pipe.step(*batch(seed))
+        optimizer.step()
+
+    def names(optimizer: Any) -> list[set[str]]:
+        return [{each.name for each in group["params"]} for group in optimizer.param_groups]
+
+    with ElasticPipe(model, WORKERS, schedule, mse) as pipe:
+        optimizer = pipe.optimizer(in_two_groups, lr=0.1)
+        held = optimizer.param_groups[1]
+        optimizer.param_groups[1]["lr"] = own.param_groups[1]["lr"] = 0.03
+        train(pipe, optimizer, 0)
+        before = names(optimizer)
+        pipe.save(tmp_path, step=1)
+        pipe.freeze(2)
+        assert names(optimizer) == [
+            {each for each in group if each[0] not in "01"} for group in before
+        ]
+        assert optimizer.param_groups[1] is held
+        optimizer.param_groups[1]["lr"] = 0.5
+        train(pipe, optimizer, 1)
+        pipe.resume(tmp_path)
+        assert names(optimizer) == before
+        assert held["lr"] == 0.03
+        train(pipe, optimizer, 2)
+        for seed in (0, 2):
+            own.zero_grad()
+            inputs, target = batch(seed)
+            mse(alone(inputs), target).backward()
+            own.step()
+        assert_same(pipe.pipe, alone)

@@ -282,7 +282,8 @@ def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
     if kind == OBJECT and own is not None:
         return Differences([], [], own(path, state))
     if kind == OBJECT and isinstance(value, Optimizer):
-        return Differences([], [], _misfits(path, value, state))
+        found = states.differences(value, states.lineage(type(value)), state)
+        return Differences([], [], [f"{path}: {text}" for text in found])
     if kind == TENSOR:
         return Differences([], [], _of_tensors(path, state, value))
     if kind != MODULE:
@@ -353,32 +354,6 @@ def _on_devices_of(present: Any, saved: Any) -> Any:
         pairs = itertools.zip_longest(present[: len(saved)], saved)
         return type(saved)(_on_devices_of(*pair) for pair in pairs)
     return saved
-
-
-def _misfits(path: str, optimizer: Optimizer, state: Any) -> list[str]:
-    """Returns how a saved optimizer differs from an optimizer of this worker.
-
-    Optimizers with a ``load_state_dict`` of their own may take other states.
-    """
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return []
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    present = [len(group["params"]) for group in optimizer.param_groups]
-    if saved != present:
-        return [
-            f"{path} has groups of {', '.join(map(str, saved))} parameters in the snapshot and of "
-            f"{', '.join(map(str, present))} here"
-        ]
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    return [
-        f"{path}: {text}"
-        for number, weight in zip(numbers, weights, strict=True)
-        if number in state["state"]
-        for text in states.misfits(
-            f"parameter {number}", weight.shape, state["state"][number], type(optimizer)
-        )
-    ]
 
 
 def _of_tensors(path: str, saved: Any, present: Any) -> list[str]:

@@ -40,13 +40,13 @@ class Placed(NamedTuple):
         optimizer: A reference to its local optimizer.
         defaults: The default hyper-parameters of groups.
         options: The hyper-parameters of each group, by its number.
-        shapes: The shapes of the parameters, by their numbers.
+        parameters: The shape of each parameter and the name of its type, by its number.
     """
 
     optimizer: RRef[LocalOptimizer]
     defaults: Options
     options: dict[int, Options]
-    shapes: dict[int, tuple[int, ...]]
+    parameters: dict[int, tuple[tuple[int, ...], str]]
 
 
 @rebuilds_plain
@@ -115,8 +115,11 @@ class LocalOptimizer:
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
-        shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
-        return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
+        parameters = {
+            number: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for tensor, number in self._numbers.items()
+        }
+        return Placed(reference, dict(self._optimizer.defaults), self._options(), parameters)
 
     def _options(self) -> dict[int, Options]:
         groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)

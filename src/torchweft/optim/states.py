@@ -9,13 +9,15 @@ their types.
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from torchweft.errors import ConfigurationError
 from torchweft.optim import eager
 
 StateDict = dict[str, Any]
@@ -121,6 +123,50 @@ def _shapes(name: str, key: object, saved: Sequence[int], present: Sequence[int]
     return f"{key!r} of {name} has shape {list(saved)} there and {list(present)} here"
 
 
+def differences(
+    optimizer: Optimizer, classes: Sequence[str], state: Any, saved_classes: Sequence[str] = ()
+) -> list[str]:
+    """Returns why an optimizer of this process cannot have a saved state.
+
+    Optimizers with a ``load_state_dict`` of their own may take other states.
+
+    Args:
+        optimizer: The optimizer.
+        classes: The lineage of its class.
+        state: The ``state_dict``.
+        saved_classes: The lineage of the saved optimizer's class, as far as it is known.
+    """
+    if not fits_class(saved_classes, classes):
+        return [f"it is of the class {saved_classes[0]} there and {classes[0]} here"]
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return []
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    present = [len(group["params"]) for group in optimizer.param_groups]
+    if saved != present:
+        return [f"groups of {_listed(saved)} parameters there and of {_listed(present)} here"]
+    pairs = enumerate(zip(state["param_groups"], optimizer.param_groups, strict=True))
+    renamed = [
+        f"group {number} has parameters of the names {theirs} there and {mine} here"
+        for number, (saved_group, group) in pairs
+        if (theirs := saved_group.get("param_names")) and (mine := group.get("param_names"))
+        if list(theirs) != list(mine)
+    ]
+    numbers = (number for group in state["param_groups"] for number in group["params"])
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    return renamed + [
+        text
+        for number, weight in zip(numbers, weights, strict=True)
+        if number in state["state"]
+        for text in misfits(
+            f"parameter {number}", weight.shape, state["state"][number], type(optimizer)
+        )
+    ]
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 # Loading
 
 
@@ -186,6 +232,19 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(each, device) for each in value)
     return value
+
+
+def elsewhere(where: str) -> defaultdict[Any, Any]:
+    """Returns the ``state`` of an optimizer that has none here: it raises, and says where it is.
+
+    Args:
+        where: Where it is, and how it is read.
+    """
+
+    def refuse() -> NoReturn:
+        raise ConfigurationError(f"the state of this parameter is {where}")
+
+    return defaultdict(refuse)
 
 
 # Hooks of ``state_dict`` and ``load_state_dict``

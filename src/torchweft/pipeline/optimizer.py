@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -69,12 +68,6 @@ class PipeWeight:
         return f"PipeWeight({self.name!r}, {self.shape})"
 
 
-def _no_state() -> NoReturn:
-    raise ConfigurationError(
-        "the state of a weight is on the worker of its stage; read it by state_dict()"
-    )
-
-
 class PipeOptimizer(Optimizer):
     """The optimizers of a pipeline's workers, one for the weights of each; ``Pipe.optimizer``.
 
@@ -104,7 +97,7 @@ class PipeOptimizer(Optimizer):
         self._is_base_ready = False
         super().__init__([{"params": []}], {})
         self._is_base_ready = True
-        self.state = defaultdict(_no_state)
+        self.state = states.elsewhere("on the worker of its stage; read it by state_dict()")
         made = self._make(deployment())
         first = next((each for each in made if each is not None), None)
         self.classes: list[str] = [] if first is None else first.classes
@@ -161,13 +154,12 @@ class PipeOptimizer(Optimizer):
             self._made.append(copied_options(group.options))
         self._groups = list(found)
         self._told = [copied_options(each.options) for each in found]
-        self.param_groups[:] = [
-            {
-                "params": [PipeWeight(each) for each in group.weights],
-                **copied_options(group.options),
-            }
-            for group in found
-        ]
+        present = [*self.param_groups, *({} for _ in found)]
+        self.param_groups[:] = present[: len(found)]  # The program may hold these dicts.
+        for shown, group in zip(self.param_groups, found, strict=True):
+            options = copied_options(group.options)
+            shown.clear()
+            shown.update({"params": [PipeWeight(each) for each in group.weights]}, **options)
 
     def restore(self, deployment: Deployment, found: Sequence[Group]) -> None:
         """Takes over groups, and tells the workers."""
@@ -268,20 +260,28 @@ class PipeOptimizer(Optimizer):
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         placed, present = self._placed(), self.groups()
         saved, state = _read(state_dict)
-        self._check(state_dict, saved, state, present)
+        problems = self._problems(state_dict, saved, state, present)
+        if not problems:
+            of_workers = placed.call_named(stepping.misfits, state)
+            problems = [text for each in of_workers for text in each]
+        if problems:
+            raise _misfit(problems)
         found = grouping.restored_groups(saved, present)
-        problems = [text for each in placed.call_named(stepping.misfits, state) for text in each]
-        _raise_for(problems)
         placed.call_named(stepping.load, _as_arranged(found), state)
         self.adopt(found)
 
-    def _check(
+    def weft_differences(self, path: str, state: Any) -> list[str]:
+        """Returns why this optimizer cannot have a saved state; for ``torchweft.checkpoint``."""
+        saved, found = _read(state)
+        return [f"{path}: {text}" for text in self._problems(state, saved, found, self.groups())]
+
+    def _problems(
         self,
         state_dict: Mapping[str, Any],
         saved: Sequence[Mapping[str, Any]],
         state: Mapping[str, Any],
         present: Sequence[Group],
-    ) -> None:
+    ) -> list[str]:
         problems = []
         classes = list(state_dict.get("classes", ()))
         if not states.fits_class(classes, self.classes):
@@ -302,7 +302,7 @@ class PipeOptimizer(Optimizer):
                     f"{name} is {there[1]}{list(there[0])} there and "
                     f"{here.dtype}{list(here.shape)} here"
                 )
-        _raise_for(problems)
+        return problems
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
@@ -373,11 +373,10 @@ _NAMED = 4
 """How many differences a message names."""
 
 
-def _raise_for(problems: Sequence[str]) -> None:
-    if problems:
-        more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
-        raise ConfigurationError(
-            f"the optimizer's state is of another pipeline: {'; '.join(problems[:_NAMED])}{more}. "
-            "Nothing was loaded; load what the state_dict() of an optimizer of the same class and "
-            "model returned"
-        )
+def _misfit(problems: Sequence[str]) -> ConfigurationError:
+    more = f"; and {len(problems) - _NAMED} more" if len(problems) > _NAMED else ""
+    return ConfigurationError(
+        f"the optimizer's state is of another pipeline: {'; '.join(problems[:_NAMED])}{more}. "
+        "Nothing was loaded; load what the state_dict() of an optimizer of the same class and "
+        "model returned"
+    )

@@ -18,6 +18,7 @@ from torchweft.arguments import limit_of, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
+from torchweft.optim.moved import Moved
 from torchweft.pipeline import host, moving, stepping, stream_host, weights
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
@@ -124,6 +125,11 @@ class Pipe(Closing):
         self._dropping = Dropping()
         self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
         self._optimizer: PipeOptimizer | None = None
+        self._moved = Moved(
+            "the workers of a pipeline have copies of its weights: step the optimizer that "
+            "pipe.optimizer(torch.optim.SGD, lr=...) returns (an asynchronous schedule takes "
+            "Pipe(..., optimizer=)), and read the weights by pipe.state_dict()"
+        )
         self._deployment = self._deploy(stages, workers, schedule, wiring, ties, example)
 
     def _deploy(
@@ -139,7 +145,10 @@ class Pipe(Closing):
         found = stages_of(stages, layout.table.n_stages, wiring, ties)
         if example is not None:
             check_stages(found, example, layout.table.n_microbatches)
-        return Deployment(layout, found, self._settings)
+        deployment = Deployment(layout, found, self._settings)
+        modules = [each for each in found.sources if isinstance(each, nn.Module)]
+        self._moved.add(weight for each in modules for weight in each.parameters())
+        return deployment
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -165,7 +174,8 @@ class Pipe(Closing):
 
         Args:
             batch: A tensor, or a tuple, list or dict of tensors, with the samples along dimension
-                0; cut evenly into the schedule's micro-batches. Other objects go to each of them.
+                0; cut evenly into the schedule's micro-batches. Other objects go to each of them,
+                and tensors that are marked by ``broadcast``.
             target: The same for the loss function; cut in the same way.
 
         Returns:
@@ -364,12 +374,13 @@ class Pipe(Closing):
         """Sets the weights and buffers of all stages.
 
         Raises:
-            ConfigurationError: Keys are missing, or there are others.
+            ConfigurationError: Keys are missing, or there are others; or a value is of another
+                shape or type.
         """
         self._check_idle()
         placed = self._deployment
-        shapes = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
-        moving.check_same(shapes, moving.shapes(placed))
+        given = {name: weights.Form.of(value) for name, value in state.items()}
+        moving.check_same(given, moving.forms(placed))
         placed.call_named(weights.set_values, dict(state))
 
     # Moving and saving
@@ -622,6 +633,7 @@ class Pipe(Closing):
         losses = self._losses() if self._losses else None
         if losses is not None:
             losses.close()
+        self._moved.close()
         self._deployment.close()
 
 

@@ -60,12 +60,11 @@ class WeightPart:
         edges: list[Any] = []
         arrived: list[Tensor] = []
         for fork, captured in forks:
-            pairs = [
-                pair for pair in zip(fork.outputs, captured, strict=True) if pair[1] is not None
-            ]
-            if not pairs:
+            pairs = zip(fork.outputs, captured, strict=True)
+            given = {edge: gradient for edge, gradient in pairs if gradient is not None}
+            if not given:
                 continue
-            for edge, gradient in _run(fork, dict(pairs)):
+            for edge, gradient in _run(fork, given):
                 edges.append(edge)
                 arrived.append(gradient)
         if edges:

@@ -62,9 +62,23 @@ def _named(where: Where) -> dict[str, Any]:
     }
 
 
-def shapes(where: Where) -> dict[str, tuple[int, ...]]:
-    """Returns the names of this worker's weights and buffers, and their shapes."""
-    return {name: tuple(getattr(value, "shape", ())) for name, value in _named(where).items()}
+class Form(NamedTuple):
+    """The shape of a weight or buffer, and the name of its type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        """Returns the form of a tensor; that of other state is always the same."""
+        if not isinstance(value, Tensor):
+            return cls((), "")
+        return cls(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def forms(where: Where) -> dict[str, Form]:
+    """Returns the names of this worker's weights and buffers, and their forms."""
+    return {name: Form.of(value) for name, value in _named(where).items()}
 
 
 def values(where: Where) -> dict[str, Any]:
