@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Sparse invariant checks"),  # from Adagrad itself
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
 ]
-COUNTS = {"pipeline": 1800, "owners": 1200, "servers": 600}
+COUNTS = {"pipeline": 600, "owners": 300, "servers": 300}
 
 
 @pytest.fixture(scope="module", autouse=True)

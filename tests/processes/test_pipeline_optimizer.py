@@ -510,3 +510,69 @@ def test_weights_that_train_again_come_back_into_their_groups(tmp_path: Path) ->
             mse(alone(inputs), target).backward()
             own.step()
         assert_same(pipe.pipe, alone)
+
+
+def test_freezing_the_modules_of_the_driver_warns() -> None:
+    model = layers(4)
+    with Pipe(model, WORKERS, Schedule1F1B(4), mse) as pipe:
+        pipe.step(*batch(0))
+        model[:2].requires_grad_(False)
+        with pytest.warns(
+            RuntimeWarning, match=r"of 8 parameters has changed here.*repartition\(model"
+        ):
+            pipe.step(*batch(0))
+        pipe.repartition(model)
+        pipe.step(*batch(0))
+        assert pipe.gradients()["0.weight"] is None
+        assert pipe.gradients()["3.inner.weight"] is not None
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups, and steps less each time."""
+
+    def __init__(self, params: Any, lr: float, by_worker: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            group["k"] = 0
+        self._by_worker = by_worker
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        before = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["k"] += len(group["params"]) if self._by_worker else 1
+            group["lr"] /= group["k"]
+        super().step()
+        for group, lr in zip(self.param_groups, before, strict=True):
+            group["lr"] = lr
+
+
+def test_what_an_optimizer_notes_in_its_groups_is_saved_and_moved(tmp_path: Path) -> None:
+    model = layers(4)
+    alone = copy.deepcopy(model)
+    own = Counting(alone.parameters(), lr=0.1)
+    with Pipe(model, WORKERS, Schedule1F1B(4), mse) as pipe:
+        optimizer = pipe.optimizer(Counting, lr=0.1)
+        for seed in range(4):
+            if seed == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+            if seed == 2:
+                pipe.repartition(model, workers=["worker2", "worker0"])
+            if seed == 3:
+                pipe.save(tmp_path, step=3)
+                pipe.restore(tmp_path)
+                optimizer.param_groups[0]["lr"] = own.param_groups[0]["lr"] = 0.05
+            own.zero_grad()
+            optimizer.zero_grad()
+            pipe.step(*batch(seed))
+            inputs, target = batch(seed)
+            mse(alone(inputs), target).backward()
+            own.step()
+            optimizer.step()
+        assert_same(pipe, alone)
+        assert optimizer.state_dict()["param_groups"][0]["k"] == 4
+    with Pipe(layers(5), WORKERS, Schedule1F1B(4), mse) as pipe:
+        optimizer = pipe.optimizer(Counting, lr=0.1, by_worker=True)
+        pipe.step(*batch(0))
+        optimizer.step()
+        with pytest.raises(ConfigurationError, match="'worker0' and 'worker1' have changed 'k' of"):
+            optimizer.state_dict()

@@ -7,6 +7,7 @@ first step of each optimizer looks for such parameters.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -28,19 +29,42 @@ class Moved:
     def __init__(self, instead: str) -> None:
         self.instead = instead
         self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._trained: dict[int, bool] = {}
         _moved.add(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Adds parameters."""
-        found = {id(each): weakref.ref(each) for each in parameters}
-        if found:
-            self._parameters = self._parameters | found
+        own = list(parameters)
+        if own:
+            self._parameters = self._parameters | {id(each): weakref.ref(each) for each in own}
+            self._trained |= {id(each): each.requires_grad for each in own}
             _stepped.clear()
             _watch()
 
     def __contains__(self, parameter: object) -> bool:
         known = self._parameters.get(id(parameter))
         return known is not None and known() is parameter
+
+    def warn_of_changes(self, fix: str) -> None:
+        """Warns once if the program has frozen parameters here, for the caller of its caller.
+
+        Args:
+            fix: What to do, for the message.
+        """
+        present = [
+            (key, parameter.requires_grad)
+            for key, known in self._parameters.items()
+            if (parameter := known()) is not None
+        ]
+        count = sum([self._trained[key] != is_trained for key, is_trained in present])
+        if count:
+            self._trained |= present  # Each change is told once.
+            warnings.warn(
+                f"requires_grad of {count} parameters has changed here, and not where they are "
+                f"trained; {fix}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def close(self) -> None:
         """Lets optimizers step the parameters again."""

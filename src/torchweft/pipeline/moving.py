@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline import weights
 from torchweft.pipeline.deployment import Deployment
+from torchweft.pipeline.groups import Group
+from torchweft.pipeline.optimizer import SavedGroups
 
 Places = dict[str, list[str]]
 """By worker, the names whose state is asked of it."""
@@ -134,3 +136,20 @@ def references(deployment: Deployment) -> dict[str, Any]:
         tree["weights"].update(each.values)
         tree["optimizer"].update(each.optimizer)
     return {key: entries for key, entries in tree.items() if entries}
+
+
+def tree(
+    deployment: Deployment, groups: list[Group] | None, state: dict[str, Any] | None
+) -> tuple[dict[str, Any], SavedGroups]:
+    """Returns all that a snapshot holds; and of that, the optimizer's groups.
+
+    Args:
+        deployment: The stages.
+        groups: The groups of the optimizer; None if there is none.
+        state: Further state of the program.
+    """
+    saved = SavedGroups(groups or [])
+    found: dict[str, Any] = {"pipe": references(deployment)}
+    if groups is not None:
+        found["groups"] = saved
+    return {**found, "program": {} if state is None else state}, saved

@@ -140,6 +140,34 @@ class PipeOptimizer(Optimizer):
         pairs = zip(self.param_groups, self._groups, strict=True)
         return [Group(_without_weights(group), known.weights) for group, known in pairs]
 
+    def follow(self) -> list[Group]:
+        """Takes over hyper-parameters that the workers' optimizers changed; returns the groups.
+
+        Some classes count steps in their groups, or estimate a learning rate there.
+
+        Raises:
+            ConfigurationError: Workers have come to different values.
+        """
+        changed: dict[tuple[int, str], tuple[str, Any]] = {}
+        placed = self._placed()
+        for worker, found in zip(placed.workers, placed.call_all(stepping.options), strict=True):
+            for number, options in found.items():
+                for key, value in changed_options(options, self._told[number]).items():
+                    first, other = changed.setdefault((number, key), (worker, value))
+                    if not grouping.is_same({key: other}, {key: value}):
+                        raise ConfigurationError(
+                            f"the optimizers of {first!r} and {worker!r} have changed {key!r} of "
+                            f"parameter group {number}, each in another way: {other!r} and "
+                            f"{value!r}; use a class that keeps what it learns of a weight in the "
+                            "weight's state"
+                        )
+        mine = self._changes()
+        for (number, key), (_, value) in changed.items():
+            self._told[number][key] = value
+            if key not in mine.get(number, {}):
+                self.param_groups[number].update(copied_options({key: value}))
+        return self.groups()
+
     # Moves
 
     def move(self, deployment: Deployment) -> list[Group]:
@@ -234,7 +262,7 @@ class PipeOptimizer(Optimizer):
 
     def _state_dict(self) -> dict[str, Any]:
         state = self._placed().gathered(weights.optimizer_state)
-        groups = self.groups()
+        groups = self.follow()
         return {
             "state": state,
             "param_groups": grouping.saved_groups(groups),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torchweft import checkpoint as snapshots
 from torchweft.agent.current import current
-from torchweft.arguments import limit_of, wrong_type
+from torchweft.arguments import check_callable, check_choice, limit_of, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
@@ -25,12 +25,15 @@ from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
 from torchweft.pipeline.deployment import WAIT_S, Deployment, Layout, Schedules, Settings
 from torchweft.pipeline.groups import Group
-from torchweft.pipeline.optimizer import Dropping, PipeOptimizer, SavedGroups
+from torchweft.pipeline.optimizer import Dropping, PipeOptimizer
 from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.schedules import Table
 from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
+from torchweft.pipeline.values import joined
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
+
+_ON_WORKERS = "pass a function or class, which is called on workers"
 
 
 class Pipe(Closing):
@@ -111,10 +114,10 @@ class Pipe(Closing):
         check_finite: bool = False,
         share_memory: bool = False,
     ) -> None:
-        _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
-        _check_choice("reduction", reduction, ("mean", "sum"))
-        _check_callable("loss", loss)
-        _check_callable("optimizer", optimizer)
+        check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
+        check_choice("reduction", reduction, ("mean", "sum"))
+        check_callable("loss", loss, _ON_WORKERS)
+        check_callable("optimizer", optimizer, _ON_WORKERS)
         limit_s = limit_of(timeout, WAIT_S)
         self._settings = Settings(
             loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
@@ -191,6 +194,7 @@ class Pipe(Closing):
         self._check_loss()
         self._check_synchronous("step")
         self._check_idle()
+        self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
         zero_grad = self._dropping.take()
         try:
             losses = self._deployment.run_once(True, zero_grad, batch, target)
@@ -270,7 +274,7 @@ class Pipe(Closing):
         self._check_idle()
         results = self._deployment.run_once(False, None, batch, None)
         parts = sorted(pair for pair in itertools.chain(*results))
-        return _joined([output for _, output in parts])
+        return joined([output for _, output in parts])
 
     # Weights
 
@@ -417,11 +421,13 @@ class Pipe(Closing):
             WorkerLost: A worker was lost.
         """
         old, schedule = self._deployment, schedule or self._schedule
+        if self._optimizer is not None:
+            self._optimizer.follow()
         new = self._replacement(stages, workers or old.workers, schedule, wiring, ties, example)
         with self._placed(new) as groups:
             moving.move(old, new, self._settings.answer_s)
         self._deployment, self._schedule = new, schedule
-        if self._optimizer is not None:
+        if self._optimizer is not None and groups is not None:
             self._optimizer.adopt(groups)
         old.close()
 
@@ -473,13 +479,13 @@ class Pipe(Closing):
         return self._deploy(*given)
 
     @contextlib.contextmanager
-    def _placed(self, new: Deployment) -> Iterator[list[Group]]:
+    def _placed(self, new: Deployment) -> Iterator[list[Group] | None]:
         """Prepares stages that are to take the place of the present ones; closes them on errors.
 
         Yields the optimizer's groups there.
         """
         try:
-            groups = [] if self._optimizer is None else self._optimizer.move(new)
+            groups = None if self._optimizer is None else self._optimizer.move(new)
             if self._mode is not None:
                 new.call_all(host.set_mode, self._mode)
             yield groups
@@ -509,8 +515,9 @@ class Pipe(Closing):
             CheckpointError: A worker could not write its part.
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
-        groups = [] if self._optimizer is None else self._optimizer.groups()
-        tree, _ = self._tree(self._deployment, state, groups)
+        self._check_idle()
+        groups = None if self._optimizer is None else self._optimizer.follow()
+        tree, _ = moving.tree(self._deployment, groups, state)
         random_of = {*self.workers, current().me.name}
         return snapshots.save(directory, tree, step=step, keep=keep, random_states=random_of)
 
@@ -536,7 +543,8 @@ class Pipe(Closing):
             StateMismatch: It is of another model; lists the differences. Nothing is changed.
             WorkerLost: A worker was lost.
         """
-        groups = [] if self._optimizer is None else self._optimizer.groups()
+        self._check_idle()
+        groups = None if self._optimizer is None else self._optimizer.groups()
         return self._restored(self._deployment, directory, state, step, groups)
 
     def _restored(
@@ -545,25 +553,14 @@ class Pipe(Closing):
         directory: str | os.PathLike[str],
         state: dict[str, Any] | None,
         step: int | None,
-        groups: list[Group],
+        groups: list[Group] | None,
     ) -> snapshots.Snapshot:
-        tree, saved = self._tree(deployment, state, groups)
+        tree, saved = moving.tree(deployment, groups, state)
         snapshot = snapshots.restore(directory, tree, step=step)
         moving.spread(deployment, self._settings.answer_s)
         if self._optimizer is not None:
             self._optimizer.restore(deployment, saved.groups)
         return snapshot
-
-    def _tree(
-        self, deployment: Deployment, state: dict[str, Any] | None, groups: list[Group]
-    ) -> tuple[dict[str, Any], SavedGroups]:
-        """Returns what a snapshot holds; and of that, the optimizer's groups."""
-        self._check_idle()
-        saved = SavedGroups(groups)
-        tree: dict[str, Any] = {"pipe": moving.references(deployment)}
-        if self._optimizer is not None:
-            tree["groups"] = saved
-        return {**tree, "program": {} if state is None else state}, saved
 
     # Measuring
 
@@ -635,27 +632,3 @@ class Pipe(Closing):
             losses.close()
         self._moved.close()
         self._deployment.close()
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name} is {value!r}; pass one of {', '.join(map(repr, choices))}"
-        )
-
-
-def _check_callable(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise wrong_type(name, value, "pass a function or class, which is called on workers")
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    if isinstance(first, dict):
-        return {key: _joined([each[key] for each in outputs]) for key in first}
-    if isinstance(first, (tuple, list)):
-        columns = [_joined(column) for column in zip(*outputs, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    return list(outputs)

@@ -105,6 +105,15 @@ def arrange(where: Where, groups: Sequence[tuple[Options, Sequence[str]]]) -> No
     optimizer.param_groups[:] = arranged
 
 
+def options(pipe: int) -> dict[int, Options]:
+    """Returns the hyper-parameters of this worker's groups, by their number in the pipeline."""
+    runner = runner_of(pipe)
+    groups = [] if runner.optimizer is None else runner.optimizer.param_groups
+    return {
+        number: _options(group) for number, group in zip(runner.group_numbers, groups, strict=True)
+    }
+
+
 def step(pipe: int, changes: Mapping[int, Options], zero_grad: bool | None) -> None:
     """Steps this worker's optimizer, after changes of its hyper-parameters.
 

@@ -170,3 +170,16 @@ def cut_batch(batch: Any, count: int, name: str = "the batch") -> list[Any]:
         _pytree.tree_unflatten([column[number] for column in columns], structure)
         for number in range(count)
     ]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Returns the outputs of all micro-batches as one, joined along dimension 0."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, dict):
+        return {key: joined([each[key] for each in outputs]) for key in first}
+    if isinstance(first, (tuple, list)):
+        columns = [joined(column) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return list(outputs)

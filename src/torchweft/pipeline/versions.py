@@ -100,8 +100,8 @@ class WeightVersions:
 
 def _leaf_of(weight: Tensor) -> Tensor:
     """Returns a leaf with the memory of a weight, and its hooks on the gradient."""
-    leaf: Any = weight.data.requires_grad_()
+    leaf = weight.data.requires_grad_()
     hooked: Any = weight
     if hooked._backward_hooks:
-        leaf._backward_hooks = hooked._backward_hooks
+        setattr(leaf, "_backward_hooks", hooked._backward_hooks)  # noqa: B010
     return leaf
