@@ -28,6 +28,7 @@ from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
 from torchweft.hybrid.trainers import Trainers
+from torchweft.optim.moved import Moved
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -157,6 +158,9 @@ class HybridModel(nn.Module):
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
         self.tables: Tables | None = None
+        self._moved = Moved(
+            "their rows are on servers: make the optimizer by HybridModel.optimizer(rows, dense)"
+        )
         moved = self._to_servers(tables, timeout=timeout, cache=cache, **options)
         table_of = {id(each.table): each.name for each in moved}
         self._paths = {
@@ -186,6 +190,7 @@ class HybridModel(nn.Module):
         there = {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
         self._fill(self.tables, moved)
+        self._moved.add(each.table.weight for each in moved)
         return moved
 
     def _replicate(
@@ -449,6 +454,7 @@ class HybridModel(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self._moved.close()
         self.called = self.module
         self._replicas.clear()
         dissolve(self.module, self._replicas_at)
