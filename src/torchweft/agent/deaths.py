@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torchweft.files import replacing
+
 VARIABLE = "WEFT_DEATH_NOTE"
 """Environment variable by which a launcher tells a worker the path of its note."""
 
@@ -54,10 +56,9 @@ def are_told_by_launcher() -> bool:
 def leave_note(folder: str, pid: int, text: str) -> None:
     """Writes how a worker process ended, as the end of a sentence; called by its parent."""
     path = os.path.join(folder, str(pid))
-    with contextlib.suppress(OSError):  # The folder is gone, and so are all readers.
-        with open(path + ".new", "w") as file:
-            file.write(text)
-        os.rename(path + ".new", path)
+    # An error: the folder is gone, and so are all readers.
+    with contextlib.suppress(OSError), replacing(path, "w") as file:
+        file.write(text)
 
 
 def cause_of(facts: Mapping[str, Any], noticed: str) -> str:

@@ -126,6 +126,10 @@ def _check_together(options: argparse.Namespace) -> None:
         raise ConfigurationError("--waits is of all workers, and --worker of one: omit one")
     if not options.web and (options.host != LOOPBACK or options.port):
         raise ConfigurationError("--host and --port are for the page: add --web")
+    if not 0 <= options.port < 1 << 16:
+        raise ConfigurationError(
+            f"--port is {options.port}; it is a number up to 65535, or 0 for a free one"
+        )
 
 
 def run_explain(options: argparse.Namespace) -> int:

@@ -29,6 +29,7 @@ from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
 from torchweft.hybrid.trainers import Trainers
+from torchweft.optim.moved import Moved
 
 B = TypeVar("B")
 _WAIT_S = 60.0
@@ -163,6 +164,9 @@ class HybridModel(nn.Module):
         self._collective_s = limit_of(timeout, _COLLECTIVE_S)
         self._turns: Turns | None = None
         self.tables: Tables | None = None
+        self._moved = Moved(
+            "their rows are on servers: make the optimizer by HybridModel.optimizer(rows, dense)"
+        )
         moved = self._to_servers(tables, timeout=timeout, cache=cache, **options)
         table_of = {id(each.table): each.name for each in moved}
         self._paths = {
@@ -192,6 +196,7 @@ class HybridModel(nn.Module):
         there = {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
         self._fill(self.tables, moved)
+        self._moved.add(each.table.weight for each in moved)
         return moved
 
     def _replicate(
@@ -464,6 +469,7 @@ class HybridModel(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self._moved.close()
         self.called = self.module
         self._replicas.clear()
         if self._turns is not None:

@@ -59,6 +59,8 @@ class Ssh(HostsLauncher):
     ) -> None:
         self._entries = _parse(hosts)
         self.python = python
+        if python.startswith("-"):
+            raise ConfigurationError(f"the interpreter on the hosts is {python!r}; pass a path")
         if connect_timeout < 1:
             raise ConfigurationError(
                 f"the connect timeout is {connect_timeout}; it must be at least 1 second"
@@ -121,7 +123,7 @@ class Ssh(HostsLauncher):
                 entry.name,
                 self._address_of(entry.name),
                 share,
-                (*self._ssh, entry.name, self._remote_command()),
+                (*self._ssh, "--", entry.name, self._remote_command()),
                 self._timeout_s + _ANSWER_S,
             )
             for entry, share in zip(self._entries, shares, strict=True)
@@ -137,7 +139,7 @@ class Ssh(HostsLauncher):
         """Returns the address that ``ssh`` itself would connect to, which may be another name's."""
         try:
             asked = subprocess.run(
-                [*self._ssh, "-G", name],
+                [*self._ssh, "-G", "--", name],
                 capture_output=True,
                 text=True,
                 check=False,
@@ -154,16 +156,26 @@ class Ssh(HostsLauncher):
         return found[0] if found else name.rpartition("@")[2]
 
 
+_UNSAFE = frozenset("\"'`$;&<>|(){}*?!# ")
+
+
+def _is_host(name: str) -> bool:
+    """Whether ``ssh``, and a shell that its settings run, would take a name for a host."""
+    parts = name.rpartition("@")
+    is_option = any(part.startswith("-") for part in parts)
+    return bool(parts[2]) and not is_option and name.isprintable() and _UNSAFE.isdisjoint(name)
+
+
 def _parse(text: str) -> list[_Entry]:
     if not isinstance(text, str):
         raise ConfigurationError(f"hosts is {text!r}; pass a text like 'a,b:4'")
     entries: list[_Entry] = []
     for each in text.split(","):
         found = _ENTRY.fullmatch(each.strip())
-        if found is None or found[1].startswith("-"):
+        if found is None or not _is_host(found[1].strip("[]")):
             raise ConfigurationError(
                 f"the list of hosts {text!r} has {each!r}; write it like a,b:4, with the number of "
-                "workers after the colon"
+                "workers after the colon, and options in --ssh-options"
             )
         if found[2] is not None and int(found[2]) < 1:
             raise ConfigurationError(f"host {found[1]!r} is to have {found[2]} workers")

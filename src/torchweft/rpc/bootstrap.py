@@ -135,7 +135,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         admission = enter(signed, registration, options.init_timeout)
         members = _members(admission.me, (), options, is_open=True)
         agent = _make_agent(admission.token, members, listeners, options)
-        left = partial(note_left, place=admission.place)
+        left = partial(note_left, worker=admission.me.id, token=admission.token)
         node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:
@@ -144,7 +144,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         check_devices({each.name: each.devices for each in present}, is_open=True)
         check_versions(present)
     except BaseException:
-        note_left(store, admission.place)
+        note_left(store, admission.me.id, admission.token)
         node.end()
         raise
 
@@ -186,7 +186,7 @@ def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> No
         if isinstance(request, Introduce):
             return _meet_all(node, end_s, request)
         if isinstance(request, NoteLeft):
-            return note_left(store, request.place)
+            return note_left(node.store, request.worker, admission.token, is_over=request.is_over)
         if isinstance(request, Forget):
             return _forget(node.agent, request)
         return perform(store, request)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar, cast
 
 import torch
@@ -87,9 +88,22 @@ class OrderedFuture(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[Any], S]) -> torch.futures.Future[S]:
         """Calls ``callback`` with this future when it is done; returns a future of its result."""
-        if device_streams.HAS_CUDA:
-            return chained(self, callback)
-        return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
+        return chained(self, as_here(callback))
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls ``callback`` with this future when it is done."""
+        torch._C.Future.add_done_callback(self, as_here(callback))
+
+
+def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """Returns a callback that has this code's context variables and grad mode, on any thread."""
+    variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
+
+    def run(done: Any) -> S:
+        with torch.set_grad_enabled(is_grad_enabled):
+            return variables.run(callback, done)
+
+    return run
 
     # For ``asyncio.wait``, which asks these of the futures that it is given
 
@@ -178,16 +192,20 @@ def native_devices(numbers: Sequence[int]) -> list[torch.device]:
 
 
 def chained(future: OrderedFuture[Any], callback: Callable[[Any], S]) -> torch.futures.Future[S]:
-    """Does what ``then`` does, for results that PyTorch's own ``then`` may refuse."""
+    """Does what PyTorch's ``then`` does, with a child that is ordered and has our ``then``."""
     child: OrderedFuture[S] = OrderedFuture()
 
     def run(_: object) -> None:
         try:
             result = callback(future)
         except BaseException as error:
-            fail(child, error)
+            # The type and text of PyTorch's own futures.
+            text = f"Got the following error when running the callback: {type(error).__name__}: "
+            failure = RuntimeError(text + str(error))
+            failure.__cause__ = error
+            fail(child, failure)
             return
-        if not child._devices:
+        if device_streams.HAS_CUDA and not child._devices:
             # CUDA was initialized meanwhile, if at all. Readers of the child that know nothing of
             # marks need a result that is complete.
             device_streams.finish()

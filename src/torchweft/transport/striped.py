@@ -118,6 +118,10 @@ class _Connection:
         connection.setblocking(False)
         self.fd = connection.fileno()
 
+    def abandon(self) -> None:
+        """Frees the descriptor in a forked process; its parent keeps the connection."""
+        self._socket.close()
+
     def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
         """Ends the connection and frees its descriptor; drops the stripe that is being moved.
 

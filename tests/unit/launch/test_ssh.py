@@ -49,7 +49,14 @@ def test_the_list_says_how_many_workers_there_are() -> None:
         ("", "has ''; write it like a,b:4"),
         ("a,", "has ''; write it like a,b:4"),
         ("a:x", "has 'a:x'"),
-        ("-oProxyCommand=x", "write it like a,b:4"),
+        ("-oProxyCommand=x", "and options in --ssh-options"),
+        ("[-oProxyCommand=x]:2", "write it like a,b:4"),
+        ("me@-oProxyCommand=x", "write it like a,b:4"),
+        ("-l@a", "write it like a,b:4"),
+        ("a;touch x", "write it like a,b:4"),
+        ("$(touch x)", "write it like a,b:4"),
+        ("a\nb", "write it like a,b:4"),
+        ("me@", "write it like a,b:4"),
         ("a:0", "host 'a' is to have 0 workers"),
         ("a,b,a:2", "host 'a' is twice in the list; name it once, as a:2"),
     ],
@@ -80,7 +87,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     (host,) = Ssh("a", connect_timeout=3, options="-p 22 -i 'my key'").hosts(1)
     assert host.command[:4] == ("ssh", "-T", "-o", "BatchMode=yes")
     assert "ConnectTimeout=3" in host.command
-    assert host.command[-6:-2] == ("-p", "22", "-i", "my key")
+    assert host.command[-7:-2] == ("-p", "22", "-i", "my key", "--")
     agent = f"{sys.executable} -m torchweft.launch.host_agent"
     assert host.command[-2:] == ("a", f"exec env 'PYTHONPATH=/a folder' {agent}")
     assert host.address == "address of a"
