@@ -116,7 +116,7 @@ class Knob(_Tunable[Value]):
         """Returns the value that a text means; raises ConfigurationError if the text is invalid."""
         try:
             value = self._value_of(text)
-            if not isinstance(value, str) and value < 0 <= self.default:  # type: ignore[operator]
+            if not isinstance(value, str) and value < 0 <= self.default:
                 raise ValueError("a negative number has a meaning only where the default has one")
             return value
         except ValueError:

@@ -58,17 +58,12 @@ def gates_of(tensors: Iterable[Tensor]) -> tuple[Node, ...]:
     if not _is_grad_enabled() or _count_modes():
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             return gates_of(tensors)
-    return tuple(
-        [
-            # The index takes half the time of a function of Python.
-            (
-                tensor[...]
-                if type(tensor) in _PLAIN and tensor.layout is _STRIDED
-                else _alias_of(tensor)
-            ).grad_fn
-            for tensor in tensors
-        ]
-    )  # type: ignore[return-value]
+    # The index takes half the time of a function of Python.
+    aliases = [
+        tensor[...] if type(tensor) in _PLAIN and tensor.layout is _STRIDED else _alias_of(tensor)
+        for tensor in tensors
+    ]
+    return tuple([each.grad_fn for each in aliases])  # type: ignore[misc]
 
 
 _alias_of: Callable[[Tensor], Tensor] = _Alias.apply

@@ -34,6 +34,7 @@ from torchweft.errors import (
 )
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.membership.devices import check_devices
 from torchweft.protocol.membership.joining import (
     Admission,
@@ -45,9 +46,7 @@ from torchweft.protocol.membership.joining import (
 )
 from torchweft.protocol.membership.registration import (
     HAS_SECRET,
-    HOST,
     IS_FAR,
-    NETWORK,
     PYTHON,
     REFUSES_VERSIONS,
     STRICT,

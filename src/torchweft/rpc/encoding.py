@@ -209,7 +209,7 @@ class Encoder:
         """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
         is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         try:
-            tensors = self._packers[peer.id]((args, kwargs)).tensors
+            tensors = peer.pack((args, kwargs)).tensors
         except SerializationError:
             return  # The same error with a better text follows.
         if any(map(is_wrapped, tensors)):
