@@ -231,6 +231,7 @@ class _Ends(Mapping[Node, Any]):
                 nodes,
                 message.metas,
                 is_back=message.is_back,
+                is_outside=True,
             )
             self._records[message.message_id] = record
         record.nodes[place] = node

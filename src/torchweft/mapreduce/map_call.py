@@ -32,7 +32,8 @@ _LOOK_S = 0.5
 class MapFuture(OrderedFuture[T]):
     """The result of a map that may not be there yet.
 
-    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``.
+    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``, and
+    with ``await`` and ``asyncio.wait``.
 
     Args:
         reactor: Runs the tasks of this worker.

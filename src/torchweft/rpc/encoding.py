@@ -85,29 +85,27 @@ class Encoder:
         self._outside = outside
         self._arrivals = arrivals
         self._codes = codes
-        self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
-        self._packers: dict[int, Callable[..., Packed]] = {}
-        self._obstacles: dict[int, str] = {}
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         agent.members.on_joined(self._learn_to_encode)
 
     def _learn_to_encode(self, peer: Peer) -> None:
         by_name = peer.main_by_name
         if peer.registration.is_strict and not peer.is_self:
-            self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
+            peer.pack = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
-            self._obstacles[peer.id] = obstacle
+            peer.not_by_value = obstacle
             peer.keeps_code = not (obstacle or peer.is_self)
-            self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+            peer.pack = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+        owner = peer.id
 
         def home_of(value: Any) -> ReferenceId | None:
-            if not isinstance(value, Handle) or value.id.owner != peer.id:
+            if not isinstance(value, Handle) or value.id.owner != owner:
                 return None
             value.check_travels()
             return value.id
 
-        self._home_of[peer.id] = home_of
+        peer.home_of = home_of
 
     def request(
         self,
@@ -144,7 +142,7 @@ class Encoder:
             flags, values = NAMED, with_names(args, kwargs)
         if name is not None and values is not None and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
-            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            home_of = peer.home_of if creation == NO_CREATION else no_home
             payload = encode_simple(values, tensors, peer.main_by_name, home_of)
         if (tensors or payload is None) and (
             has_dispatch_modes() or has_function_modes() or transform_level()
@@ -211,7 +209,7 @@ class Encoder:
         """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
         is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         try:
-            tensors = self._packers[peer.id]((args, kwargs)).tensors
+            tensors = peer.pack((args, kwargs)).tensors
         except SerializationError:
             return  # The same error with a better text follows.
         if any(map(is_wrapped, tensors)):
@@ -227,9 +225,9 @@ class Encoder:
         creation: int,
     ) -> tuple[Packed, int, Sequence[SentCode]]:
         """Returns arguments that are not simple, the flags of the call, and the code it names."""
-        packer = self._packers[peer.id]
+        packer = peer.pack
         if name is None and peer.keeps_code:
-            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            home_of = peer.home_of if creation == NO_CREATION else no_home
             return pack_function(self._codes, peer, packer, function, args, kwargs, home_of)
         # A message without the name of a function is for a port, and names no code.
         codes: list[Code] | None = [] if name and peer.keeps_code else None
@@ -266,7 +264,7 @@ class Encoder:
         by_name = all(peer.main_by_name for peer in peers)
         if any(peer.registration.is_strict for peer in others):
             return pack_plain(value, main_by_name=by_name)
-        obstacle = next(filter(None, [self._obstacles[peer.id] for peer in others]), "")
+        obstacle = next(filter(None, [peer.not_by_value for peer in others]), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
     def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
@@ -284,7 +282,7 @@ class Encoder:
         """Returns the parts of ``Packed``, and the tensors if they stand in the message."""
         kind = type(result)
         if peer.is_self:
-            return (*self._packers[peer.id](result), None)
+            return (*peer.pack(result), None)
         if peer.device_maps.moves_host_of_answers:
             return self._packed_for_tables(peer, result)
         if kind is Tensor and not result.__dict__:
@@ -308,7 +306,7 @@ class Encoder:
                 inlined = inline.encode(tensors) if tensors else NO_TENSORS
                 if inlined is not None or all(map(is_dense, tensors)):
                     return payload, tensors, (), inlined
-        packed = self._packers[peer.id](result)
+        packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
 
@@ -319,7 +317,7 @@ class Encoder:
         if type(result) is EncodedValue:
             tensors, _ = inline.decode(result.content, 0)
             result = unpack(result.payload, tensors, ())
-        packed = self._packers[peer.id](result)
+        packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, None if packed.tensors else NO_TENSORS)
 

@@ -28,7 +28,7 @@ class Future(OrderedFuture[T]):
     """The result of a remote call, which may still be running.
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
-    callbacks run on a thread of the worker. Thread-safe.
+    callbacks run on a thread of the worker. Works with ``await`` and ``asyncio.wait``. Thread-safe.
     """
 
     # Thousands may wait at a time: a dictionary in each would make garbage collection long.

@@ -570,6 +570,16 @@ class Reactor:
             if self._running > self._limit + self._extra:
                 return  # Other tasks came back from a wait; this thread makes room.
 
+    def abandon(self) -> None:
+        """Frees the descriptors in a forked process; takes no lock, and runs no waiting task."""
+        self._is_closing = True
+        self.urgent.clear()
+        self.held.clear()
+        self._epoll.close()
+        for fd in (self._wake_fd, self._close_fd):
+            os.close(fd)
+        self._wake_fd = self._close_fd = _CLOSED
+
     def close(self, timeout_s: float) -> list[str]:
         """Ends all threads; returns the names of the threads that did not end in time.
 

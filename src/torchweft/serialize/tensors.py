@@ -393,6 +393,7 @@ class _ReceivedMemory:
         self._worker = worker
         self._bytes: dict[int, Tensor] = {}
         self._shared: dict[tuple[int, torch.device | None], Tensor] = {}
+        self._alone: set[int] = set()
 
     def tensor(self, entry: Entry, index: int) -> Tensor:
         """Makes the tensor ``index`` of the message, without grad."""
@@ -407,7 +408,12 @@ class _ReceivedMemory:
                 f"tensor {index} of the message needs {needed} bytes of a buffer of "
                 f"{memory.numel()} bytes"
             )
-        if entry.flags & SHARED:
+        if not entry.flags & SHARED:
+            # A tensor by itself may be copied: many with one buffer would multiply its memory.
+            if entry.buffer in self._alone:
+                raise ProtocolError(f"two tensors have buffer {entry.buffer} and do not share it")
+            self._alone.add(entry.buffer)
+        else:
             return _view(self._on_device(entry.buffer, memory, device), entry, dtype)
         flat = _aligned(memory.narrow(0, 0, needed), dtype).view(dtype)
         if device is not None:
