@@ -105,15 +105,13 @@ def send_freely(to: str, value: Any) -> Any:
 
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
-    before = worker.encoder._packers[peer.id]
-    worker.encoder._packers[peer.id] = lambda value, codes=None: packer(value)
-    encode = encoding.encode
+    before, encode = peer.pack, encoding.encode
+    peer.pack = lambda value, codes=None: packer(value)
     encoding.encode = lambda *_: None  # Leaves every value to the packer.
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:
-        encoding.encode = encode
-        worker.encoder._packers[peer.id] = before
+        peer.pack, encoding.encode = before, encode
 
 
 IDENTITY = b"tests.processes.functions:identity"

@@ -20,7 +20,6 @@ import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from math import prod
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -394,7 +393,9 @@ def _places(message: bytes, count: int) -> list[_Place] | None:
                 start, extended = start + 8 * ndim, extent(shape, strides)
             elif flags:
                 return None
-            if not size_bytes or extended * dtype.itemsize != size_bytes or not prod(shape):
+            if not size_bytes or extended * dtype.itemsize != size_bytes:
+                return None
+            if not 0 < prod(shape) * dtype.itemsize <= LIMIT_BYTES:  # Empty, or widely expanded.
                 return None
             position = start + size_bytes
             places.append((dtype, shape, strides, start, position))

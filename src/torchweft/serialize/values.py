@@ -1,13 +1,13 @@
 """The format of values: bytes of a closed list of kinds, which decoding makes and nothing else.
 
 The payload of a message is such a value, or a pickle. Its first byte says which: every pickle
-begins with 0x80. ``encode`` writes exact types of Python and their containers; everything else
-goes by pickle. A strict worker reads no pickles: for it the ``StrictEncoder`` writes every value in
-this format. ``encode`` and ``decode`` have a twin in C, which makes the same bytes. No class defines how it is read, and a NAME is looked
-up by the rules of the worker, as for a call. Tensors and references stay outside, as they do for a
-pickle, and a number replaces each. Tensors are dense; a sparse tensor of coordinates is MADE of
-dense tensors, and checked. An attribute never hides a member of its class: the code that uses the
-value would call it.
+begins with 0x80. ``encode`` writes exact types of Python and their containers; everything else goes
+by pickle. A strict worker reads no pickles: for it the ``StrictEncoder`` writes every value in this
+format. ``encode`` and ``decode`` have a twin in C, which makes the same bytes. No class defines how
+it is read, and a NAME is looked up by the rules of the worker, as for a call. Tensors and
+references stay outside, as they do for a pickle, and a number replaces each. Tensors are dense; a
+sparse tensor of coordinates is MADE of dense tensors, and checked. An attribute never hides a
+member of its class: the code that uses the value would call it.
 
 Layout, little-endian: a tag (u8) and what follows it::
 
@@ -46,7 +46,7 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.serialize import functions
+from torchweft.serialize import bounds, functions
 from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
 from torchweft.serialize.registry import rebuilds_plain
 
@@ -484,6 +484,7 @@ def decode(
     externals: Sequence[object],
     resolve: Callable[[bytes], Any] = functions.resolve,
     come_home: Callable[[ReferenceId], Any] = refuse_home,
+    limit_bytes: int | None = None,
 ) -> Any:
     """Returns the value that was encoded on another worker.
 
@@ -493,15 +494,18 @@ def decode(
         externals: The encoder's externals, as they arrived.
         resolve: Returns the function or class with a name, or raises.
         come_home: Returns the reference with an address whose value this worker owns, or raises.
+        limit_bytes: How large the value may be when it is unfolded; see ``bounds``. None for any
+            size.
 
     Raises:
         ProtocolError: The bytes are malformed.
+        SerializationError: The value is larger when it is unfolded, or keys collide.
         WeftError: A name does not exist here, or may not be followed.
     """
-    if native is not None:
+    if native is not None and limit_bytes is None:
         value: Any = native.decode_values(payload, tensors, externals, resolve, come_home)
         return value
-    decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home)
+    decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home, limit_bytes)
     try:
         value = decoder.read()
     except WeftError:
@@ -524,15 +528,25 @@ class _Decoder:
         externals: Sequence[object],
         resolve: Callable[[bytes], Any],
         come_home: Callable[[ReferenceId], Any],
+        limit_bytes: int | None,
     ) -> None:
         self._data = data
         self._tensors = tensors
         self._externals = externals
         self._resolve = resolve
         self._come_home = come_home
+        self._limit_bytes = limit_bytes
         self._containers: list[Any] = []
+        self._sizes: list[int] = []
+        self._folded_bytes = 0
         self._depth = 0
+        self._key_times: bounds.KeyTimes | None = None
         self.position = 0
+
+    @property
+    def unfolded_bytes(self) -> int:
+        """The unfolded size of what has been read."""
+        return self.position + self._folded_bytes
 
     def read(self) -> Any:
         """Returns the next value."""
@@ -582,19 +596,30 @@ class _Decoder:
         return tuple(self._values())
 
     def _frozenset(self) -> frozenset[Any]:
-        return frozenset(self._values())
+        return frozenset(self._with_keys(set(), self._values()))
 
     def _list(self) -> list[Any]:
         made: list[Any] = []
-        self._containers.append(made)  # Before its content, which may refer back to it.
+        number = self._begin(made)
         for _ in range(self._number()):
             made.append(self.read())
+        self._end(number)
         return made
 
     def _set(self) -> set[Any]:
         made: set[Any] = set()
-        self._containers.append(made)
-        made.update(self._values())
+        number = self._begin(made)
+        self._with_keys(made, self._values())
+        self._end(number)
+        return made
+
+    def _with_keys(self, made: set[Any], keys: list[Any]) -> set[Any]:
+        if len(keys) <= bounds.KEYS_AT_ONCE:
+            made.update(keys)
+        else:
+            self._times.add(
+                keys, lambda start, end: made.update(keys[start:end]), made.__contains__
+            )
         return made
 
     def _dictionary(self) -> dict[Any, Any]:
@@ -605,17 +630,61 @@ class _Decoder:
         return _with_attributes(made, self.read())  # type: ignore[no-any-return]
 
     def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
-        self._containers.append(made)
-        for _ in range(self._number()):
-            key = self.read()
-            made[key] = self.read()
+        number = self._begin(made)
+        count = self._number()
+        if count <= bounds.KEYS_AT_ONCE:
+            for _ in range(count):
+                key = self.read()
+                made[key] = self.read()
+        else:
+            keys, values = [], []
+            for _ in range(count):
+                keys.append(self.read())
+                values.append(self.read())
+            self._times.add(
+                keys,
+                lambda start, end: made.update(
+                    zip(keys[start:end], values[start:end], strict=True)
+                ),
+                made.__contains__,
+            )
+        self._end(number)
         return made
 
+    @property
+    def _times(self) -> bounds.KeyTimes:
+        if self._key_times is None:
+            self._key_times = bounds.KeyTimes(len(self._data))
+        return self._key_times
+
+    def _begin(self, made: object) -> int:
+        """Notes a container before its content, which may refer back to it; returns its number."""
+        self._containers.append(made)
+        self._sizes.append(-self.unfolded_bytes)
+        self._folded_bytes += bounds.CONTAINER_BYTES
+        return len(self._sizes) - 1
+
+    def _end(self, number: int) -> None:
+        self._sizes[number] += self.unfolded_bytes
+
     def _again(self) -> Any:
-        return self._containers[self._number()]
+        number = self._number()
+        if self._limit_bytes is not None:
+            # The size of a container that contains itself is not known yet: no walk of it ends.
+            self._fold(max(self._sizes[number], 0), self._limit_bytes)
+        return self._containers[number]
+
+    def _fold(self, size_bytes: int, limit_bytes: int) -> None:
+        """Counts what is not written out in the payload."""
+        self._folded_bytes += size_bytes
+        if self.unfolded_bytes > limit_bytes:
+            raise bounds.too_large(limit_bytes)
 
     def _tensor(self) -> Tensor:
-        return self._tensors[self._number()]
+        tensor = self._tensors[self._number()]
+        if self._limit_bytes is not None:
+            self._fold(tensor.numel() * tensor.itemsize, self._limit_bytes)
+        return tensor
 
     def _reference(self) -> object:
         return self._externals[self._number()]
