@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Final, Literal
 
 import torch
@@ -110,6 +111,7 @@ Sink = Callable[[Iterable[tuple[Tensor, Tensor]], Iterable[Tensor]], object]
 """Adds the gradients of leaves of one engine call; other code uses those of the second argument."""
 
 
+_hooks_of = attrgetter("_post_accumulate_grad_hooks")  # in C: it runs for each leaf of each pass
 _NOTHING_ACCUMULATED = (
     "a leaf has hooks of register_post_accumulate_grad_hook, but a pass in an autograd context "
     "accumulates nothing in .grad, so they would never be called: remove them, or call "
@@ -145,7 +147,7 @@ class Gradients:
                 is a gradient that occurs for several tensors.
         """
         pairs = list(pairs)
-        if not self._calls_hooks and any(leaf._post_accumulate_grad_hooks for leaf, _ in pairs):
+        if not self._calls_hooks and any(map(_hooks_of, map(itemgetter(0), pairs))):
             raise AutogradError(_NOTHING_ACCUMULATED)
         used = _used_elsewhere(pairs, borrowed)
         with self._lock, self._order:
