@@ -40,7 +40,7 @@ help:
 	@echo "make bench   Weft and torch.distributed.rpc side by side, in about seven minutes"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
 	@echo "make bench-gpu        tensors and gradients between two processes on one GPU"
-	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"
+	@echo "make bench-endurance  a million calls, 10,000 autograd contexts, 2,000 clients that come and go: does anything grow?"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove what the above made (distclean: .venv too)"
 
@@ -185,6 +185,7 @@ bench-gpu: $(VENV)/.installed-core
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.installed-core
 	@$(PY) -m benchmarks.endurance $(ARGS)
+	@$(PY) -m benchmarks.endurance.departures
 
 .PHONY: clean distclean
 clean:
