@@ -49,7 +49,8 @@ class Service:
     @functions.batched(longest_wait=0.001)
     def classify(self, states: Tensor) -> Tensor:
         with torch.no_grad():
-            return self.model(states)
+            result: Tensor = self.model(states)
+            return result
 
 
 _service: list[Service] = []
@@ -66,7 +67,8 @@ def service() -> rpc.RRef[Service]:
 
 
 def forward(value: Tensor) -> Tensor:
-    return _service[0].model(value)
+    result: Tensor = _service[0].model(value)
+    return result
 
 
 def double(value: Any) -> Any:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from torchweft.agent.agent import Agent
 from torchweft.errors import AlreadyInitialized, NotInitialized
+from torchweft.patching import check_unpatched
 from torchweft.runtime.forks import Children, end_when_back
 from torchweft.runtime.timers import Timer
 
@@ -50,7 +51,11 @@ def is_forked() -> bool:
 
 
 def check_unset() -> None:
-    """Raises AlreadyInitialized where this process is a worker already, and remains one."""
+    """Raises AlreadyInitialized where this process is a worker already, and remains one.
+
+    Raises ConfigurationError where it can be none; see ``patching``.
+    """
+    check_unpatched()
     if _current is not None and _make_way is not None:
         _make_way()
     if _current is not None:

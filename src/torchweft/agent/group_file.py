@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import Store
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from torchweft.errors import RendezvousError
 

@@ -121,6 +121,11 @@ class Peer:
         """Whether the peer is lost, or has left."""
         return self.lost is not None
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the peer left an open group before it ended, so that its end is no loss."""
+        return self.connecting.state is State.LEFT
+
     def depart(self) -> None:
         """Records that the peer leaves an open group, so that its end is not a loss."""
         with self.state_lock:
@@ -141,7 +146,7 @@ class Peer:
             since = time.time()
             clock = time.strftime("%H:%M:%S", time.localtime(since))
             who = f"worker {self.name!r} (rank {self.info.id})"
-            if connecting.state is State.LEFT:
+            if self.has_left:
                 text = f"{who} has left the group at {clock}"
             else:
                 text = f"{who} is lost since {clock}: {known}"

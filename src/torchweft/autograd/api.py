@@ -107,6 +107,8 @@ def backward(
         ConfigurationError: ``create_graph`` outside of any context.
         AutogradError: A root is invalid, or the pass failed; names the worker and the operation.
         BackwardLost: A worker was lost, which is also a ``WorkerLost``.
+        BackwardTimeout: The pass was not over after ``WEFT_BACKWARD_TIMEOUT_S``; names the workers
+            that it waited for.
     """
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
@@ -184,6 +186,8 @@ def grad(
         AutogradError: An argument is invalid, an input was not used, or the pass failed; names
             the worker and the operation.
         BackwardLost: A worker was lost, which is also a ``WorkerLost``.
+        BackwardTimeout: The pass was not over after ``WEFT_BACKWARD_TIMEOUT_S``; names the workers
+            that it waited for.
     """
     check_context_id(context_id)
     if isinstance(outputs, Tensor):

@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
+from torchweft.autograd.gates import edges_behind, gates_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
+from torchweft.serialize.extents import separated
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
 # Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
@@ -132,18 +134,26 @@ class SendRecord:
     Attributes:
         message_id: Number of the message in the group.
         to_worker: The receiver, which will send the gradients.
-        edges: Where in the graph the gradients go.
         metas: Shape, type and device of each gradient.
-        owners: Nodes that keep the graph behind ``edges`` alive.
+        gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
+            alive, which an edge to a Python node does not.
         is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
     """
 
     message_id: int
     to_worker: int
-    edges: tuple[GradientEdge, ...]
     metas: tuple[TensorMeta, ...]
-    owners: tuple[Node, ...]
+    gates: tuple[Node, ...]
     is_back: bool = False
+    _edges: tuple[GradientEdge, ...] | None = None
+
+    @property
+    def edges(self) -> tuple[GradientEdge, ...]:
+        """Where in the graph the gradients go."""
+        edges = self._edges
+        if edges is None:  # A message that no pass looks at needs none.
+            edges = self._edges = edges_behind(self.gates)
+        return edges
 
 
 @dataclass(slots=True)
@@ -160,6 +170,7 @@ class ReceiveRecord:
         is_answer: Whether it is the result of a call that this worker made.
         is_back: Whether its tensors were placed as those of an answer: those of an answer, and
             recorded gradients of the arguments of a call.
+        is_outside: Whether it belongs to no context.
     """
 
     message_id: int
@@ -169,6 +180,7 @@ class ReceiveRecord:
     sends_before: int = 0
     is_answer: bool = False
     is_back: bool = False
+    is_outside: bool = False
 
 
 class Context:
@@ -183,7 +195,7 @@ class Context:
     def __init__(self, context_id: int, worker: int, counter: Iterator[int] | None = None) -> None:
         self.id = context_id
         self.worker = worker
-        self.gradients = Gradients()
+        self.gradients = Gradients(calls_hooks=False)
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []
@@ -250,7 +262,7 @@ class Context:
                 # Each placeholder has its own graph, so it needs its own memory: an in-place
                 # change of one tensor would not appear in the graph of the other.
                 if flags[place] & SHARED:
-                    result[place] = result[place].clone()
+                    result[place] = separated(result[place])
             self.place_received(message_id, from_worker, result, places, is_answer, is_back)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
@@ -328,6 +340,10 @@ class Context:
         with self._lock:
             return list(self._receives.values())
 
+    def has_both_ways(self) -> bool:
+        """Returns whether this worker both sent and received tensors with a graph."""
+        return bool(self._sends and self.receive_of)
+
     def leaves_behind_placeholders(self) -> set[Node | None]:
         """Returns the nodes of the hidden leaves behind the placeholders."""
         return {target for node in list(self.receive_of) for target, _ in node.next_functions}
@@ -351,28 +367,7 @@ def send_record(
     message_id: int, to_worker: int, tensors: Sequence[Tensor], is_back: bool = False
 ) -> SendRecord:
     """Returns the record of a message with ``tensors``, which require grad."""
-    edges, owners = edges_of(tensors)
-    return SendRecord(message_id, to_worker, edges, metas_of(tensors), owners, is_back)
-
-
-def edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Node, ...]]:
-    """Returns the gradient edges of tensors, and nodes that keep the graph alive beside them."""
-    edges: list[GradientEdge] = []
-    owners: list[Node] = []
-    for tensor in tensors:
-        node = tensor.grad_fn
-        if node is not None and not isinstance(node, torch._C._FunctionBase):
-            edges.append(GradientEdge(node, tensor.output_nr))  # equals get_gradient_edge, faster
-            continue
-        edge = get_gradient_edge(tensor)
-        edges.append(edge)
-        # A Python node does not keep its graph alive. Newer torch adds an owner to the edge.
-        if isinstance(edge.node, torch._C._FunctionBase) and len(edge) == 2:
-            with torch.enable_grad():
-                owner = tensor.view_as(tensor).grad_fn
-            assert owner is not None
-            owners.append(owner)
-    return tuple(edges), tuple(owners)
+    return SendRecord(message_id, to_worker, metas_of(tensors), gates_of(tensors), is_back)
 
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
@@ -462,6 +457,11 @@ class Contexts:
             return frozenset()
         context.clear()
         return context.known_workers
+
+    def all(self) -> list[Context]:
+        """Returns all contexts that are alive here."""
+        with self._lock:
+            return list(self._contexts.values())
 
     def notified(self, context_id: int) -> None:
         """Forgets a released context: the other workers have been told."""

@@ -27,13 +27,20 @@ from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.by_value import pack_function
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request, TableRequest, names_of
+from torchweft.runtime.thread_modes import (
+    check_untraced,
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+    transform_level,
+)
 from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reducers import is_dense
-from torchweft.serialize.tensors import too_many
+from torchweft.serialize.tensors import NO_MEMORY, too_many
 from torchweft.serialize.values import ATOMS, encode_atom, encode_simple, no_home, with_names
 from torchweft.wire.messages import (
     NAMED,
@@ -137,10 +144,17 @@ class Encoder:
             # No caller waits for a remote() call or keeps its references: hand them on.
             home_of = peer.home_of if creation == NO_CREATION else no_home
             payload = encode_simple(values, tensors, peer.main_by_name, home_of)
-            if tensors and payload is not None:
-                inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
-                if inlined is None and not all(map(is_dense, tensors)):
-                    payload = None
+        if (tensors or payload is None) and (
+            has_dispatch_modes() or has_function_modes() or transform_level()
+        ):
+            check_untraced()
+            with plain_operations():
+                self._check_whole(peer, args, kwargs)
+                return self.request(peer, function, args, kwargs, timeout_s, creation)
+        if payload is not None and tensors:
+            inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
+            if inlined is None and not all(map(is_dense, tensors)):
+                payload = None
         if payload is None:
             (payload, tensors, externals), flags, entries = self._pack_arguments(
                 peer, name, args, kwargs, function, creation
@@ -158,7 +172,7 @@ class Encoder:
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
-            context_id = 0 if peer.is_self else self._arrivals.no_grad_id
+            context_id = 0 if peer.is_self else NO_GRAD
         elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self.record_send(context_id, tensors, peer)
         handed: Sequence[HandedReference] = ()
@@ -190,6 +204,16 @@ class Encoder:
         except BaseException:
             self.take_back(peer, handed, message_id)
             raise
+
+    def _check_whole(self, peer: Peer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        try:
+            tensors = peer.pack((args, kwargs)).tensors
+        except SerializationError:
+            return  # The same error with a better text follows.
+        if any(map(is_wrapped, tensors)):
+            raise SerializationError(NO_MEMORY)
 
     def _pack_arguments(
         self,

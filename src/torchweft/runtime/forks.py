@@ -26,9 +26,7 @@ import traceback
 from types import FrameType
 from typing import Any
 
-import torchweft
-
-_PACKAGE = os.path.dirname(torchweft.__file__) + os.sep
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _OF_PROGRAMS = tuple(_PACKAGE + each + os.sep for each in ("launch", "cli", "compat", "observe"))
 """Packages whose frames run whole programs, which may end in a child as in any process."""
 _MULTIPROCESSING = os.sep + os.path.join("multiprocessing", "popen_fork.py")

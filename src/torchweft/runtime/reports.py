@@ -17,9 +17,28 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torchweft import knobs
+from torchweft.columns import LAYOUT, printable
 from torchweft.free_threading import shared_count
 
 _log = logging.getLogger("torchweft")
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Escapes what others have put into a record to control a terminal; a filter of the log."""
+    with contextlib.suppress(Exception):  # An argument's own code raises: the handlers tell.
+        text = record.getMessage()
+        shown = printable(text, LAYOUT)
+        if shown != text:
+            record.msg, record.args = shown, ()
+        if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
+            text = logging.Formatter().formatException(record.exc_info)
+            shown = printable(text, LAYOUT)
+            if shown != text:
+                record.exc_text = shown
+    return True
+
+
+_log.addFilter(_escape)
 
 
 def log_exception(text: str, *values: object) -> None:

@@ -22,6 +22,7 @@ from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import api, backend_registry
 from torchweft.compat.rpc.options import RpcBackendOptions
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
+from torchweft.patching import check_unpatched
 
 _log = logging.getLogger("torchweft")
 
@@ -151,6 +152,7 @@ def _validate_rpc_args(
 
 
 def _check_unset() -> None:
+    check_unpatched()
     if api._is_current_rpc_agent_set():
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
 
