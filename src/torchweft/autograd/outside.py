@@ -153,7 +153,7 @@ class OutsideRecords:
             records = [self._sends.get(message_id) for message_id in message_ids]
             ended = [each for each in records if each is not None and each.to_worker == to_worker]
             for record in ended:
-                del self._sends[record.message_id]
+                self._sends.pop(record.message_id, None)  # A number may come twice.
         # The graphs are freed here, outside the lock: that may run any code.
 
     def worker_lost(self, worker: int) -> None:
