@@ -38,6 +38,7 @@ help:
 	@echo "make check   all that CI runs: format, lint, types, layers, tests, documentation"
 	@echo "make fuzz    made-up bytes on everything that decodes some"
 	@echo "make bench   Weft and torch.distributed.rpc side by side, in about seven minutes"
+	@echo "make gate    the CPU time of calls beside that of an earlier commit; fails when they are slower"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
 	@echo "make bench-gpu        tensors and gradients between two processes on one GPU"
 	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"
@@ -173,6 +174,10 @@ docs: $(VENV)/.installed-docs
 .PHONY: bench
 bench: $(VENV)/.installed-core
 	@$(PY) -m benchmarks $(ARGS)
+
+.PHONY: gate
+gate: $(VENV)/.installed-core
+	@$(PY) -m benchmarks.gate $(ARGS)
 
 .PHONY: bench-peers
 bench-peers: $(VENV)/.installed-core

@@ -23,8 +23,9 @@ from torchweft.autograd.gates import edges_behind, gates_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id
+from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
+from torchweft.serialize.extents import separated
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
 # Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
@@ -187,7 +188,7 @@ class Context:
     def __init__(self, context_id: int, worker: int, counter: Iterator[int] | None = None) -> None:
         self.id = context_id
         self.worker = worker
-        self.gradients = Gradients()
+        self.gradients = Gradients(calls_hooks=False)
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []
@@ -254,7 +255,7 @@ class Context:
                 # Each placeholder has its own graph, so it needs its own memory: an in-place
                 # change of one tensor would not appear in the graph of the other.
                 if flags[place] & SHARED:
-                    result[place] = result[place].clone()
+                    result[place] = separated(result[place])
             self.place_received(message_id, from_worker, result, places, is_answer, is_back)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
@@ -336,6 +337,10 @@ class Context:
         with self._lock:
             return list(self._receives.values())
 
+    def has_both_ways(self) -> bool:
+        """Returns whether this worker both sent and received tensors with a graph."""
+        return bool(self._sends and self.receive_of)
+
     def leaves_behind_placeholders(self) -> set[Node | None]:
         """Returns the nodes of the hidden leaves behind the placeholders."""
         return {target for node in list(self.receive_of) for target, _ in node.next_functions}
@@ -377,12 +382,21 @@ class Contexts:
         worker: This worker.
         remembered: How many released contexts are remembered, so that their late messages do
             not recreate them.
+        is_lost: Whether a worker, given by id, is lost: nobody would release its contexts.
     """
 
-    def __init__(self, worker: int, remembered: int = 4096) -> None:
+    def __init__(
+        self,
+        worker: int,
+        remembered: int = 4096,
+        is_lost: Callable[[int], bool] = lambda worker: False,
+    ) -> None:
         self.worker = worker
+        self._is_lost = is_lost
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
+        self._releasing: dict[int, Context] = {}
+        """Contexts that are released here while not all other workers may have been told."""
         self._released = Tombstones(remembered)
         self._context_counter = shared_count(1)
         self.message_counter = shared_count(1)
@@ -390,22 +404,26 @@ class Contexts:
 
     def open(self) -> int:
         """Makes a context and returns its number, which is new in the group."""
-        context_id = scoped_id(self.worker, next(self._context_counter))
+        context_id = self.new_id()
         self.get_or_create(context_id)
         return context_id
+
+    def new_id(self) -> int:
+        """Returns the number of a context that is yet to be made; it is new in the group."""
+        return scoped_id(self.worker, next(self._context_counter))
 
     def get_or_create(self, context_id: int) -> Context:
         """Returns a context that this or another worker opened; creates it here if missing.
 
         Raises:
-            AutogradError: If it has been released here.
+            AutogradError: If it has been released here, or the worker that opened it is lost.
         """
         # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
         if context is not None:
             return context
         with self._lock:
-            if context_id in self._released:
+            if context_id in self._released or self._is_lost(worker_of(context_id)):
                 raise _released_error(context_id)
             return self._contexts.setdefault(
                 context_id, Context(context_id, self.worker, self.message_counter)
@@ -426,15 +444,32 @@ class Contexts:
         """Releases a context permanently.
 
         Returns:
-            The workers to notify; none if it was released before or never known here.
+            The workers to notify, again until ``notified`` is called; none if that was called, or
+            the context was never known here.
         """
         with self._lock:
-            context = self._contexts.pop(context_id, None)
+            context = self._contexts.get(context_id) or self._releasing.get(context_id)
+            if context is not None:
+                self._releasing[context_id] = context
+            self._contexts.pop(context_id, None)
             self._released.add(context_id)
         if context is None:
             return frozenset()
         context.clear()
         return context.known_workers
+
+    def all(self) -> list[Context]:
+        """Returns all contexts that are alive here."""
+        with self._lock:
+            return list(self._contexts.values())
+
+    def notified(self, context_id: int) -> None:
+        """Forgets a released context: the other workers have been told."""
+        self._releasing.pop(context_id, None)
+
+    def opened_by(self, worker: int) -> list[int]:
+        """Returns the numbers of the contexts that are alive here and that a worker opened."""
+        return [context_id for context_id in self.ids() if worker_of(context_id) == worker]
 
     def ids(self) -> list[int]:
         """Returns the numbers of all contexts that are alive here."""

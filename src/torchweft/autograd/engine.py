@@ -12,9 +12,11 @@ import math
 import threading
 import time
 from _thread import get_ident
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.autograd import plain_passes
 from torchweft.autograd.codec import PassMode, PassName
 from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
@@ -35,7 +38,7 @@ from torchweft.autograd.local_engine import OF_TORCH, operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState
-from torchweft.errors import AutogradError, NotInitialized, WorkerLost
+from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
@@ -52,7 +55,7 @@ from torchweft.protocol.backward import (
 )
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime import device_streams, interrupts
-from torchweft.runtime.reports import OpenWait, names_of
+from torchweft.runtime.reports import OpenWait, log_exception, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
@@ -61,6 +64,10 @@ _REMEMBERED_PASSES = 4096
 
 _LOOK_S = 0.5
 """How often the thread that leads a pass checks whether the worker has shut down."""
+
+
+class _Leading:
+    """Lives as long as the function that leads a pass runs."""
 
 
 class Engine:
@@ -75,10 +82,12 @@ class Engine:
     def __init__(
         self, agent: Agent, tensor_messages: TensorMessages, reader: Reader = TRUSTING
     ) -> None:
-        self.contexts = Contexts(agent.me.id)
+        self.contexts = Contexts(agent.me.id, is_lost=self._is_lost)
         self.outside = OutsideRecords(agent.me.id, self.contexts.message_counter)
         self.outside.on_ended = self._release_soon
         self._release_due_s = math.inf
+        self._left: deque[int] = deque()
+        """Contexts whose blocks may have ended without a release; filled by finalizers."""
         self._timer = agent.timers.add(self.tick)
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
@@ -97,6 +106,7 @@ class Engine:
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
+        plain_passes.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True)
@@ -106,6 +116,10 @@ class Engine:
         agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
 
     # For programs on this worker
+
+    def name_of(self, worker: int) -> str:
+        """Returns the name of a worker."""
+        return self._agent.peers[worker].name
 
     def backward(
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
@@ -137,27 +151,30 @@ class Engine:
         here = mode._replace(retain_graph=True) if retains_here else mode
         local = self.pass_type(context, here, gradients, input_gradients, self.outside)
         local.start(roots)
-        led = self._begin_to_lead(context_id, mode, local)
-        others = [*map(self._agent.peers.__getitem__, context.known_workers)]
-        local.exchange = partial(self._exchange_leading, led, others)
+        leading = _Leading()  # Ends with this function, wherever the main thread is interrupted.
         try:
-            self._lead(led, others)
-        except BaseException as error:
-            self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
-            raise
+            led = self._begin_to_lead(context_id, mode, local, leading)
+            others = [*map(self._agent.peers.__getitem__, context.known_workers)]
+            local.exchange = partial(self._exchange_leading, led, others)
+            try:
+                self._lead(led, others)
+            except BaseException as error:
+                self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
+                raise
+            finally:
+                with self._lock:
+                    del self._led[led.pass_id], self._states[led.pass_id]
         finally:
-            with self._lock:
-                del self._led[led.pass_id], self._states[led.pass_id]
             local.close()
 
     def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
         """Runs a pass outside of contexts that adds to ``.grad`` of leaves on all workers."""
         # A context for this pass alone: releasing it removes the pass from all workers.
-        context_id = self.contexts.open()
+        context = OpenContext(self)
         try:
-            self.run(context_id, roots, mode._replace(into_grad=True))
+            self.run(context.id, roots, mode._replace(into_grad=True))
         finally:
-            self.release(context_id)
+            context.end()
 
     def gradients_of(
         self, context_id: int, roots: Roots, inputs: Sequence[Tensor], mode: PassMode
@@ -170,6 +187,7 @@ class Engine:
             inputs: The tensors, which require grad.
             mode: How the passes are run; has ``for_inputs``.
         """
+        plain_passes.check_inside(self, roots.edges, inputs)
         input_gradients = InputGradients(self.contexts.get(context_id), inputs)
         self.run_all(context_id, roots, mode, input_gradients)
         return input_gradients.results()
@@ -200,15 +218,39 @@ class Engine:
         """Releases a context here, and tells the other workers that know it, except ``told_by``."""
         for worker in self.contexts.release(context_id):
             if worker != told_by:
-                self._agent.sender.post_ints(
-                    self._agent.peers[worker], Kind.RELEASE_CONTEXT, context_id
-                )
+                self._post(worker, Kind.RELEASE_CONTEXT, context_id)
         with self._lock:
-            passes = self._passes_of.pop(context_id, ())
+            passes = [*self._passes_of.pop(context_id, ()), *self._abandoned()]
             states = [self._states.pop(pass_id, None) for pass_id in passes]
+            for pass_id in passes:
+                self._led.pop(pass_id, None)
         for state in states:
             if state is not None:
                 state.close()
+        self.contexts.notified(context_id)
+
+    def release_later(self, context_id: int) -> None:
+        """Releases a context soon, in another thread. For finalizers: it only enqueues."""
+        self._left.append(context_id)
+        self._release_soon()
+
+    def _abandoned(self) -> list[int]:
+        """Returns the led passes whose threads were interrupted before they had removed them."""
+        return [pass_id for pass_id, led in self._led.items() if led.leading() is None]
+
+    def _post(self, worker: int, kind: Kind, *numbers: int) -> None:
+        """Sends numbers to a worker that is there; a failure concerns that worker alone."""
+        peer = self._agent.peers.get(worker)
+        if peer is None or peer.lost is not None:
+            return
+        try:
+            self._agent.sender.post_ints(peer, kind, *numbers)
+        except Exception:
+            log_exception("worker %r could not be told what to release", peer.name)
+
+    def _is_lost(self, worker: int) -> bool:
+        peer = self._agent.peers.get(worker)
+        return peer is not None and peer.lost is not None
 
     def count_passes(self) -> int:
         """Returns how many backward passes are under way here, including those led elsewhere."""
@@ -233,13 +275,30 @@ class Engine:
             return state.driver.awaited_workers() - {self._me}
         return set() if state.awaited is None else {state.awaited}
 
+    def _names_awaited(self, state: PassState) -> tuple[str, ...]:
+        return tuple([self._agent.peers[each].name for each in sorted(self._awaited_in(state))])
+
     def _wait_of(self, state: PassState) -> str:
-        names = [self._agent.peers[each].name for each in sorted(self._awaited_in(state))]
-        return f"in a backward pass for {names_of(names)}"
+        return f"in a backward pass for {names_of(self._names_awaited(state))}"
+
+    def _timeout_error(self, state: PassState) -> BackwardTimeout:
+        missing = self._names_awaited(state)
+        whom = "another thread of this worker"
+        if missing:
+            whom = f"{names_of(missing)}, or for workers that were called from there,"
+        return BackwardTimeout(
+            f"a backward pass has waited {self._timeout_s:g} s (WEFT_BACKWARD_TIMEOUT_S) for "
+            f"{whom} and has ended; raise the variable if a pass may take longer",
+            worker=missing[0] if missing else "",
+            operation="waiting for the pass",
+            missing=missing,
+        )
 
     # Leading
 
-    def _begin_to_lead(self, context_id: int, mode: PassMode, local: LocalPass) -> LedPassState:
+    def _begin_to_lead(
+        self, context_id: int, mode: PassMode, local: LocalPass, leading: _Leading
+    ) -> LedPassState:
         with self._lock:
             pass_id = scoped_id(self._me, next(self._pass_numbers))
             oldest_id = pass_id
@@ -249,6 +308,7 @@ class Engine:
             name = PassName(context_id, pass_id, oldest_id, mode)
             local.pass_id = pass_id
             led = LedPassState(self._me, name, local, self._timeout_s)
+            led.leading = ref(leading)
             self._led[pass_id] = self._states[pass_id] = led
             return led
 
@@ -316,7 +376,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise NotInitialized("this worker shut down before a backward pass had ended")
                 if time.monotonic() > led.deadline_s():
-                    raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+                    raise self._timeout_error(led)
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()
@@ -396,7 +456,7 @@ class Engine:
         """Waits for an item in the inbox, which other threads fill, or for the end of the pass.
 
         Raises:
-            AutogradError: Nothing came in time.
+            BackwardTimeout: Nothing came in time; names the worker.
         """
         assert state.name is not None
         context = self.contexts.get(state.name.context_id)
@@ -409,9 +469,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise PassEnded
                 if time.monotonic() > state.waits_since_s + self._timeout_s:
-                    raise AutogradError(
-                        f"waited {self._wait_of(state)} longer than WEFT_BACKWARD_TIMEOUT_S"
-                    )
+                    raise self._timeout_error(state)
         finally:
             state.awaited = None
             if is_counted:
@@ -572,10 +630,14 @@ class Engine:
         # Reset first: a message that becomes unreachable concurrently must schedule another tick.
         self._release_due_s = math.inf
         for worker, message_ids in self.outside.take_ended().items():
-            peer = self._agent.peers.get(worker)
-            if peer is not None and peer.lost is None:
-                self._agent.sender.post_ints(peer, Kind.RELEASE_MESSAGES, *message_ids)
+            self._post(worker, Kind.RELEASE_MESSAGES, *message_ids)
+        while self._left:
+            # A task, since freeing a graph may run any code and take long.
+            self._agent.reactor.submit_task(self._release_left, self._left.popleft())
         return self._release_due_s
+
+    def _release_left(self, context_id: int, _: object) -> None:
+        self.release(context_id)
 
     def _on_release_messages(self, peer: Peer, frame: Frame) -> None:
         message_ids = decode_ints(frame.control)
@@ -593,6 +655,33 @@ class Engine:
             if state.put((peer, LOST)):
                 self._agent.reactor.submit_task(self._take_items, state)
         self.outside.worker_lost(peer.id)  # Freeing a graph may run any code.
+        # Nobody else would release them. The tasks follow those of the passes that it took part in.
+        for context_id in self.contexts.opened_by(peer.id):
+            self._agent.reactor.submit_task(self._release_left, context_id)
+
+
+class OpenContext:
+    """A context that this worker opens, and that is released with this object at the latest.
+
+    The main thread may be interrupted at any step, also between the end of a block and the release
+    of its context; see ``runtime.interrupts``.
+    """
+
+    id = 0
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.id = engine.contexts.new_id()
+        engine.contexts.get_or_create(self.id)
+
+    def end(self) -> None:
+        """Releases the context here and on the other workers that know it."""
+        self._engine.release(self.id)
+        self.id = 0
+
+    def __del__(self) -> None:
+        if self.id:
+            self._engine.release_later(self.id)
 
 
 ENGINE: Slot[Engine] = Slot()

@@ -68,19 +68,22 @@ def gradients_at(
     return captured
 
 
-def accumulate(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+def accumulate(
+    tensors: tuple[Any, ...], gradients: tuple[Tensor, ...], leaves: tuple[Tensor, ...] = ()
+) -> None:
     """Runs the graph behind tensors, and adds to ``.grad`` of its leaves. The graph is freed.
 
     Runs the hooks of the leaves and of the accumulating nodes; the latter wait for collectives.
 
     Args:
-        tensors: Tensors at which the run starts; a leaf gets its gradient itself.
+        tensors: Tensors or edges at which the run starts; a leaf gets its gradient itself.
         gradients: The gradients there, of the right shapes.
+        leaves: The leaves that get a gradient; all if empty.
     """
     if _engine is None:
-        torch.autograd.backward(tensors, gradients)
+        torch.autograd.backward(tensors, gradients, inputs=leaves or None)
         return
-    _engine.run_backward(tensors, gradients, False, False, (), True, accumulate_grad=True)
+    _engine.run_backward(tensors, gradients, False, False, leaves, True, accumulate_grad=True)
 
 
 def run_from(

@@ -287,12 +287,6 @@ class Arrivals:
         self._has_warned = False
 
     @property
-    def no_grad_id(self) -> int:
-        """The value that a call under ``torch.no_grad`` sends in place of its context's number."""
-        # As in ``torch.distributed.rpc``, results require grad whatever the caller's grad mode.
-        return 0 if self._warns else NO_GRAD
-
-    @property
     def keeps_graphs(self) -> bool:
         """Whether gradients outside of contexts go back to the senders."""
         return not self._warns

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from torchweft.agent.peers import Peer
@@ -137,6 +138,8 @@ class LedPassState(PassState):
     local: LocalPass
     inbox: deque[Item]  # type: ignore[assignment]
     outcome: Complete | Fail | None = None
+    leading: Callable[[], object] = object
+    """Returns None once the function that leads the pass has ended."""
     _deadline_s: float | None = None
 
     def __init__(self, worker: int, name: PassName, local: LocalPass, timeout_s: float) -> None:

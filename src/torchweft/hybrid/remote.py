@@ -20,11 +20,11 @@ from torchweft.arguments import kind_of
 from torchweft.autograd import get_gradients
 from torchweft.autograd.contexts import enter
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.hybrid.clipping import check_norms, coefficient_of
 from torchweft.hybrid.trainers import Trainers
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 from torchweft.optim import clipping as of_contexts
+from torchweft.optim.clipping import check_norms, coefficient_of
 from torchweft.optim.groups import by_owner
 from torchweft.optim.owners import address_of, raise_failures, run_on_owners
 from torchweft.rpc import RRef

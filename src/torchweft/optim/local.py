@@ -18,7 +18,7 @@ from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim import eager
+from torchweft.optim import eager, states
 from torchweft.optim.groups import GroupPart, Options
 from torchweft.optim.owners import Address, value_at
 from torchweft.rpc import RRef
@@ -40,13 +40,13 @@ class Placed(NamedTuple):
         optimizer: A reference to its local optimizer.
         defaults: The default hyper-parameters of groups.
         options: The hyper-parameters of each group, by its number.
-        shapes: The shapes of the parameters, by their numbers.
+        parameters: The shape of each parameter and the name of its type, by its number.
     """
 
     optimizer: RRef[LocalOptimizer]
     defaults: Options
     options: dict[int, Options]
-    shapes: dict[int, tuple[int, ...]]
+    parameters: dict[int, tuple[tuple[int, ...], str]]
 
 
 @rebuilds_plain
@@ -115,8 +115,11 @@ class LocalOptimizer:
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
-        shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
-        return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
+        parameters = {
+            number: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for tensor, number in self._numbers.items()
+        }
+        return Placed(reference, dict(self._optimizer.defaults), self._options(), parameters)
 
     def _options(self) -> dict[int, Options]:
         groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
@@ -194,7 +197,7 @@ class LocalOptimizer:
                 {**_placed_as(saved.options[number], group), "params": group["params"]}
                 for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
             ]
-            eager.call(self._optimizer, "load_state_dict", content)
+            states.load(self._optimizer, content)
 
     def _numbers_in_order(self) -> list[int]:
         """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""

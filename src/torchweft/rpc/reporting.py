@@ -19,7 +19,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import ServedCall as Served
-from torchweft.protocol.membership.registration import HOST
+from torchweft.protocol.connecting.reaching import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
 from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -81,6 +82,10 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 def _reset_current_rpc_agent() -> None:
     global _agent
     _agent = None
+
+
+if hasattr(os, "register_at_fork"):  # Only the parent is the worker.
+    os.register_at_fork(after_in_child=_reset_current_rpc_agent)
 
 
 def _init_rpc_states(agent: Any) -> None:
