@@ -32,6 +32,7 @@ from torchweft.autograd.contexts import (
     metas_of,
     send_record,
 )
+from torchweft.autograd.gates import edges_behind
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id
@@ -175,7 +176,11 @@ class OutsideRecords:
         if not self._sends:
             return []
         with self._lock:
-            return list(self._sends.values())
+            sends = list(self._sends.values())
+        for send in sends:
+            if not send.edges:
+                send.edges = edges_behind(send.gates)
+        return sends
 
     def count(self) -> tuple[int, int]:
         """Returns the number of sent and of received messages on record."""
