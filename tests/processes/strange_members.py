@@ -288,6 +288,8 @@ def use_entry_points(to: str, path: str) -> str:
     handle = rpc.rpc_sync(to, make_handle)
     return _all_raise(
         lambda: rpc.rpc_sync(to, owner.set_training, (handle, True)),
+        lambda: rpc.rpc_sync(to, owner.set_requires_grad, (handle, True)),
+        lambda: rpc.rpc_sync(to, owner.convert, (handle, functions.identity, True)),
         lambda: rpc.rpc_sync(to, owner.state, (handle, "")),
         lambda: rpc.rpc_sync(to, owner.parameters, (handle, True)),
         lambda: rpc.rpc_sync(to, owner.load_state, (handle, {})),

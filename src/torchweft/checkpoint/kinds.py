@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.errors import ArgumentTypeError
+from torchweft.nn.containers import local_modules
 from torchweft.optim import states
 from torchweft.serialize.reducers import has_memory
 
@@ -240,7 +241,7 @@ def check_whole(path: str, value: Any) -> None:
     Raises:
         ArgumentTypeError: It is such a module.
     """
-    for each in value.modules() if isinstance(value, nn.Module) else ():
+    for each in local_modules(value) if isinstance(value, nn.Module) else ():
         lacks = getattr(each, "weft_saved_by", "")
         if lacks:
             raise ArgumentTypeError(

@@ -60,7 +60,8 @@ class DistributedOptimizer(Optimizer):
     Args:
         optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.
         params_rref: References to the parameters, on this and other workers: a list, or a list
-            of groups like ``{"params": [rrefs], "lr": 0.1}``.
+            of groups like ``{"params": [rrefs], "lr": 0.1}``. Those of a lazy module may be passed
+            before its first forward pass.
         args: The optimizer's further positional arguments, after the parameters.
         kwargs: Its keyword arguments.
 
@@ -94,7 +95,7 @@ class DistributedOptimizer(Optimizer):
         groups = read_groups(params_rref)
         self._recipe = (optimizer_class, args, kwargs)
         self._locals: dict[int, RRef[local.LocalOptimizer]] = {}
-        self._described: dict[int, tuple[tuple[int, ...], str]] = {}
+        self._described: dict[int, tuple[tuple[int, ...] | None, str]] = {}
         self._told: list[Options] = []  # the hyper-parameters that the owners have
         self._has_warned = False
         self._is_base_ready = False
@@ -250,6 +251,7 @@ class DistributedOptimizer(Optimizer):
         return states.saved_with_hooks(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
+        self._describe_anew()
         changes = self._changes()
         arguments = {owner: (address, changes) for owner, address in self._addresses().items()}
         answers, failures = run_on_owners(local.save, arguments)
@@ -284,6 +286,7 @@ class DistributedOptimizer(Optimizer):
         states.loaded_with_hooks(self, state_dict, self._load_state_dict)
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._describe_anew()
         check_fits(state_dict, self._group_sizes(), self._parameters())
         options = read_options(state_dict)
         state = read_state(state_dict)
@@ -304,6 +307,8 @@ class DistributedOptimizer(Optimizer):
             raise misfit(f"the class {saved[0]}, the optimizer {kind.__qualname__}")
         other = "" if saved else states.classes_by_options(options, self._told)
         for number, (shape, _) in self._described.items():
+            if shape is None:
+                continue
             name = f"parameter {number}"
             problems = states.misfits(name, shape, state.get(number, {}), kind)
             other = other or next(problems, "")
@@ -323,6 +328,17 @@ class DistributedOptimizer(Optimizer):
         references = enumerate(self._references())
         foreign = {number for number, reference in references if reference.id.owner != owner}
         return {key: value for key, value in state.items() if key not in foreign}
+
+    def _describe_anew(self) -> None:
+        """Asks for shapes and types: lazy modules get a shape, and modules are converted."""
+        arguments: dict[int, tuple[Any, ...]] = {
+            owner: (optimizer, *self._recipe, [])  # Adds no group.
+            for owner, optimizer in self._locals.items()
+        }
+        answers, failures = run_on_owners(local.place, arguments)
+        raise_failures("reading the optimizer's state", failures)
+        for placed in answers.values():
+            self._described.update(placed.parameters)
 
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.param_groups]

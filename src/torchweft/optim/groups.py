@@ -195,10 +195,13 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class Parameter(NamedTuple):
-    """The name of a parameter's owner, its shape, and the name of its type."""
+    """The name of a parameter's owner, its shape, and the name of its type.
+
+    A lazy module's parameter has no shape before the first forward pass.
+    """
 
     owner: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     dtype: str
 
 
@@ -263,9 +266,11 @@ def check_fits(
         if saved != mine:
             raise misfit(f"{saved} parameters in group {group}, the optimizer {mine}")
     for number, parameter in enumerate(state_dict.get("parameters", ())):
-        shape, present = tuple(parameter["shape"]), parameters[number]
-        if shape != present.shape:
-            raise misfit(f"shape {shape} for parameter {number}, the optimizer {present.shape}")
+        shape, present = parameter["shape"], parameters[number]
+        if None not in (shape, present.shape) and tuple(shape) != present.shape:
+            raise misfit(
+                f"shape {tuple(shape)} for parameter {number}, the optimizer {present.shape}"
+            )
         dtype = parameter.get("dtype", present.dtype)
         if dtype != present.dtype:
             raise misfit(f"type {dtype} for parameter {number}, the optimizer {present.dtype}")

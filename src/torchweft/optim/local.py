@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchweft.agent.agent import Slot
@@ -40,13 +41,14 @@ class Placed(NamedTuple):
         optimizer: A reference to its local optimizer.
         defaults: The default hyper-parameters of groups.
         options: The hyper-parameters of each group, by its number.
-        parameters: The shape of each parameter and the name of its type, by its number.
+        parameters: The shape of each parameter and the name of its type, by its number. A lazy
+            module's have no shape before its first forward pass.
     """
 
     optimizer: RRef[LocalOptimizer]
     defaults: Options
     options: dict[int, Options]
-    parameters: dict[int, tuple[tuple[int, ...], str]]
+    parameters: dict[int, tuple[tuple[int, ...] | None, str]]
 
 
 @rebuilds_plain
@@ -115,10 +117,7 @@ class LocalOptimizer:
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
-        parameters = {
-            number: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for tensor, number in self._numbers.items()
-        }
+        parameters = {number: _described(tensor) for tensor, number in self._numbers.items()}
         return Placed(reference, dict(self._optimizer.defaults), self._options(), parameters)
 
     def _options(self) -> dict[int, Options]:
@@ -213,6 +212,11 @@ def _placed_as(options: Options, group: Mapping[str, Any]) -> Options:
         else value
         for name, value in options.items()
     }
+
+
+def _described(tensor: Tensor) -> tuple[tuple[int, ...] | None, str]:
+    shape = None if is_lazy(tensor) else tuple(tensor.shape)
+    return shape, str(tensor.dtype).removeprefix("torch.")
 
 
 # Functions that a distributed optimizer calls on owners, by name.

@@ -91,30 +91,6 @@ class OrderedFuture(torch.futures.Future[T]):
         """Calls ``callback`` with this future when it is done; returns a future of its result."""
         return chained(self, as_here(callback))
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls ``callback`` with this future when it is done."""
-        torch._C.Future.add_done_callback(self, as_here(callback))
-
-
-def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """Returns a callback that has this code's context variables and grad mode, on any thread.
-
-    Raises:
-        ArgumentTypeError: It is no function.
-    """
-    if not callable(callback):
-        raise ArgumentTypeError(
-            f"incompatible function arguments: the callback of a future is {kind_of(callback)}; "
-            "pass a function that takes the future"
-        )
-    variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
-
-    def run(done: Any) -> S:
-        with torch.set_grad_enabled(is_grad_enabled):
-            return variables.run(callback, done)
-
-    return run
-
     # For ``asyncio.wait``, which asks these of the futures that it is given
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -126,8 +102,9 @@ def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
         if loop is not None and str(getattr(callback, "__module__", "")).startswith("asyncio."):
             of_asyncio = _OnLoop(loop, callback)
             self.__dict__.setdefault("_on_loops", []).append(of_asyncio)
-            callback = of_asyncio
-        torch._C.Future.add_done_callback(self, callback)
+            torch._C.Future.add_done_callback(self, of_asyncio)
+        else:
+            torch._C.Future.add_done_callback(self, as_here(callback))
 
     def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
         """Takes back a callback of asyncio; returns how many there were. Others remain."""
@@ -155,6 +132,26 @@ def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
     def cancelled(self) -> bool:
         """Returns whether it ended because it was cancelled."""
         return self.done() and isinstance(self.exception(), CallCancelled)
+
+
+def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """Returns a callback that has this code's context variables and grad mode, on any thread.
+
+    Raises:
+        ArgumentTypeError: It is no function.
+    """
+    if not callable(callback):
+        raise ArgumentTypeError(
+            f"incompatible function arguments: the callback of a future is {kind_of(callback)}; "
+            "pass a function that takes the future"
+        )
+    variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
+
+    def run(done: Any) -> S:
+        with torch.set_grad_enabled(is_grad_enabled):
+            return variables.run(callback, done)
+
+    return run
 
 
 class _OnLoop:

@@ -105,6 +105,8 @@ def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
         "parameters": lambda it: owner.parameters(it, True),
         "duplicate": owner.duplicate,
         "training": lambda it: owner.set_training(it, True),
+        "freeze": lambda it: owner.set_requires_grad(it, False),
+        "convert": lambda it: owner.convert(it, program.identity, True),
         "apply": lambda it: owner.apply(it, program.identity),
         "load": lambda it: owner.load_state(it, {}),
         "state": lambda it: owner.state(it, ""),
