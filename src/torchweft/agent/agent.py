@@ -400,6 +400,7 @@ class Agent:
         if not is_news:
             return
         self.events.note("worker %r is lost: %s", peer.name, cause)
+        self.members.lose(peer)
         self.calls.fail_of_worker(peer)
         self._submit(self._when_lost, peer)
 

@@ -138,6 +138,7 @@ class SendRecord:
         gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
             alive, which an edge to a Python node does not.
         is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
+        edges: Where in the graph the gradients go; made by the first pass that looks at it.
     """
 
     message_id: int
@@ -145,15 +146,7 @@ class SendRecord:
     metas: tuple[TensorMeta, ...]
     gates: tuple[Node, ...]
     is_back: bool = False
-    _edges: tuple[GradientEdge, ...] | None = None
-
-    @property
-    def edges(self) -> tuple[GradientEdge, ...]:
-        """Where in the graph the gradients go."""
-        edges = self._edges
-        if edges is None:  # A message that no pass looks at needs none.
-            edges = self._edges = edges_behind(self.gates)
-        return edges
+    edges: tuple[GradientEdge, ...] = ()
 
 
 @dataclass(slots=True)
@@ -327,9 +320,13 @@ class Context:
         return self._sends.get(message_id)
 
     def sends(self) -> list[SendRecord]:
-        """Returns the records of all messages that this worker sent."""
+        """Returns the records of all messages that this worker sent, with their edges."""
         with self._lock:
-            return list(self._sends.values())
+            sends = list(self._sends.values())
+        for send in sends:
+            if not send.edges:
+                send.edges = edges_behind(send.gates)
+        return sends
 
     def receive(self, message_id: int) -> ReceiveRecord | None:
         """Returns the record of a message that this worker received."""
@@ -372,7 +369,10 @@ def send_record(
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
     """Returns the shape, type and device of each of ``tensors``."""
-    return tuple([TensorMeta(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    metas: list[TensorMeta] = []
+    for tensor in tensors:  # Without a function for a list: it runs for each recorded message.
+        metas.append(TensorMeta(tensor.shape, tensor.dtype, tensor.device))
+    return tuple(metas)
 
 
 class Contexts:

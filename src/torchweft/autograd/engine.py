@@ -489,7 +489,8 @@ class Engine:
         """Handles received items, runs ready nodes, and returns the resulting actions."""
         actions: list[protocol.Action] = []
         try:
-            actions += self._receive_all(state, items)
+            for peer, item in items:
+                actions += self._receive(state, peer, item)
             if state.local is not None and not state.machine.is_over:
                 actions += state.machine.worked(*state.local.work())
         except PassEnded as ended:

@@ -32,6 +32,7 @@ from torchweft.autograd.contexts import (
     metas_of,
     send_record,
 )
+from torchweft.autograd.gates import edges_behind
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id
@@ -153,7 +154,7 @@ class OutsideRecords:
             records = [self._sends.get(message_id) for message_id in message_ids]
             ended = [each for each in records if each is not None and each.to_worker == to_worker]
             for record in ended:
-                del self._sends[record.message_id]
+                self._sends.pop(record.message_id, None)  # A number may come twice.
         # The graphs are freed here, outside the lock: that may run any code.
 
     def worker_lost(self, worker: int) -> None:
@@ -175,7 +176,11 @@ class OutsideRecords:
         if not self._sends:
             return []
         with self._lock:
-            return list(self._sends.values())
+            sends = list(self._sends.values())
+        for send in sends:
+            if not send.edges:
+                send.edges = edges_behind(send.gates)
+        return sends
 
     def count(self) -> tuple[int, int]:
         """Returns the number of sent and of received messages on record."""

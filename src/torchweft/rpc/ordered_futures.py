@@ -135,11 +135,15 @@ class OrderedFuture(torch.futures.Future[T]):
 
 
 def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """Returns a callback that has this code's context variables and grad mode, on any thread."""
+    """Returns a callback that has this code's context variables and grad mode, on any thread.
+
+    Raises:
+        ArgumentTypeError: It is no function.
+    """
     if not callable(callback):
         raise ArgumentTypeError(
-            f"incompatible function arguments: the callback is {kind_of(callback)}; pass a "
-            "function that takes the future"
+            f"incompatible function arguments: the callback of a future is {kind_of(callback)}; "
+            "pass a function that takes the future"
         )
     variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
 

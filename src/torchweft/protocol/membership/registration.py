@@ -337,7 +337,7 @@ class Roster(Generic[L]):
     """The members of a group by id, which names one life, and by the names that programs use.
 
     Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
-    takes the name. Departed workers are not. Of the lives that are over and have no name any more,
+    takes the name; in an open group the latest ``ENDED_LIMIT`` of them. Departed workers are not. Of the lives that are over and have no name any more,
     the latest ``ENDED_LIMIT`` stay in the table. Of earlier ones only the ids stay, as a group may
     live long.
     Lookups in the tables are thread-safe; all other methods are not.
@@ -363,6 +363,8 @@ class Roster(Generic[L]):
         self.by_rank: dict[int, L] = {}
         self._me = me
         self._introduced: set[int] = set()
+        self._lost: dict[int, L] = {}
+        """In an open group, lost lives that still have a name, the earliest first."""
         self._retired: dict[int, L] = {}
         """Lives that have no name any more and were not over when last looked at."""
         self._ended: dict[int, L] = {}
@@ -431,9 +433,18 @@ class Roster(Generic[L]):
         """Returns whether an id may be of a life that this worker never knew."""
         return self.is_open and 0 <= worker < ID_LIMIT
 
+    def lose(self, life: L) -> None:
+        """Notes that a life is lost; the earliest of many lost ones lose their names."""
+        registration = life.registration
+        if self.is_open and self.by_name.get(registration.name) is life:
+            self._lost[registration.id] = life
+        while len(self._lost) > ENDED_LIMIT:
+            self.retire(next(iter(self._lost.values())))
+
     def retire(self, life: L) -> None:
         """Stops a life that leaves, or is over, from being found by name or rank."""
         registration = life.registration
+        self._lost.pop(registration.id, None)
         self._introduced.discard(registration.id)
         if self.by_name.get(registration.name) is life:
             del self.by_name[registration.name]
