@@ -337,9 +337,9 @@ class Roster(Generic[L]):
     """The members of a group by id, which names one life, and by the names that programs use.
 
     Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
-    takes the name; in an open group the latest ``ENDED_LIMIT`` of them. Departed workers are not. Of the lives that are over and have no name any more,
-    the latest ``ENDED_LIMIT`` stay in the table. Of earlier ones only the ids stay, as a group may
-    live long.
+    takes the name; in an open group the latest ``ENDED_LIMIT`` of them. Departed workers are not.
+    Of the lives that are over and have no name any more, the latest ``ENDED_LIMIT`` stay in the
+    table. Of earlier ones only the ids stay, as a group may live long.
     Lookups in the tables are thread-safe; all other methods are not.
 
     Args:
