@@ -24,7 +24,7 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.wire.frames import Buffer
-from torchweft.wire.messages import decode_ints, encode_ints
+from torchweft.wire.messages import Kind, decode_ints, encode_ints
 
 RETAIN_GRAPH = 1
 CREATE_GRAPH = 4
@@ -77,6 +77,7 @@ HEAD_BYTES = _HEAD.size
 NAME_BYTES = 8 * _HEAD_INTEGERS
 """Bytes at the begin of any other message that say which pass it belongs to."""
 _PROGRESS_INTEGERS = 4
+_GRADIENTS = int(Kind.GRADIENTS)
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
 
 
@@ -139,6 +140,8 @@ def decode_head(
     context_id, oldest_id, message_id, recorded_id, walked, executed, answered, reached, size = (
         _HEAD.unpack_from(data)
     )
+    if min(context_id, oldest_id, message_id, recorded_id) < 0 or pass_id >> 63:
+        raise ProtocolError(f"gradients of message {message_id} have numbers out of range")
     name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
     count = walked + executed + answered + reached
     start = _HEAD.size + 8 * count
@@ -147,6 +150,8 @@ def decode_head(
     message = Gradients(message_id, ())
     if count:
         ids = struct.unpack_from(f"<{count}q", data, _HEAD.size)
+        if min(ids) < 0:
+            raise ProtocolError(f"the progress of a backward pass names message {min(ids)}")
         message.progress = _progress_of(walked, executed, answered, ids)
     return name, message, recorded_id, start, start + size
 
@@ -157,6 +162,24 @@ def _progress_of(walked: int, executed: int, answered: int, numbers: tuple[int, 
     executed += walked
     answered += executed
     return Progress(ids[:walked], ids[walked:executed], ids[executed:answered], ids[answered:])
+
+
+def numbers_of_gradients(data: Buffer) -> tuple[int, int, int]:
+    """Returns the context and the message of gradients, and the number of their record, or 0.
+
+    Raises:
+        ProtocolError: They are malformed.
+    """
+    if len(data) < _HEAD.size:
+        raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
+    context_id, _, message_id, recorded_id, *_ = _HEAD.unpack_from(data)
+    return context_id, message_id, recorded_id
+
+
+def context_of(kind: int, data: Buffer) -> int:
+    """Returns the context of a message that ``decode`` or ``decode_head`` can read."""
+    position = 0 if kind == _GRADIENTS else 8
+    return int.from_bytes(data[position : position + 8], "little")
 
 
 def ids_in(head: Buffer) -> tuple[int, int, int]:
@@ -199,7 +222,7 @@ def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
     tag = int.from_bytes(data[:8], "little")
     integers = decode_ints(data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data)
     reader = _READERS.get(tag)
-    if reader is None or len(integers) < _HEAD_INTEGERS:
+    if reader is None or len(integers) < _HEAD_INTEGERS or pass_id >> 63:
         raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
     name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
     return name, reader(integers[_HEAD_INTEGERS:], data)
@@ -210,8 +233,7 @@ def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
         raise ProtocolError("the report of a failed backward pass is too short")
     worker, operation_bytes, error_bytes = integers
     texts = bytes(data[_FAILED_HEAD_BYTES:])
-    is_negative = operation_bytes < 0 or error_bytes < 0
-    if is_negative or len(texts) != operation_bytes + error_bytes:
+    if len(texts) != operation_bytes + error_bytes:
         raise ProtocolError("the report of a failed backward pass does not add up to its length")
     operation = texts[:operation_bytes].decode(errors="replace")
     return Failed(worker, operation, texts[operation_bytes:])
@@ -221,7 +243,7 @@ def _read_report(integers: tuple[int, ...], _: Buffer) -> Report:
     if len(integers) < _PROGRESS_INTEGERS:
         raise ProtocolError("the report of a backward pass is too short")
     counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
-    if min(counts) < 0 or sum(counts) != len(ids):
+    if sum(counts) != len(ids):
         raise ProtocolError("the progress of a backward pass does not add up to its length")
     return Report(_progress_of(counts[0], counts[1], counts[2], ids))
 

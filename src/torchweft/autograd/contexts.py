@@ -9,6 +9,7 @@ A placeholder stands for each received tensor in the receiver's graph.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -22,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id
+from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
@@ -394,28 +395,38 @@ class Contexts:
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self._released = Tombstones(remembered)
-        self._context_counter = shared_count(1)
         self.message_counter = shared_count(1)
         """Makes the numbers of messages."""
 
     def open(self) -> int:
-        """Makes a context and returns its number, which is new in the group."""
-        context_id = scoped_id(self.worker, next(self._context_counter))
+        """Makes a context and returns its number, which is new in the group.
+
+        Half of it is random: a member that takes no part in the context cannot name it.
+        """
+        context_id = scoped_id(self.worker, secrets.randbits(WORKER_SHIFT))
         self.get_or_create(context_id)
         return context_id
 
-    def get_or_create(self, context_id: int) -> Context:
+    def find(self, context_id: int) -> Context | None:
+        """Returns a context, or None if it is not alive here."""
+        return self._contexts.get(context_id)
+
+    def get_or_create(self, context_id: int, named_by: int | None = None) -> Context:
         """Returns a context that this or another worker opened; creates it here if missing.
 
+        Args:
+            context_id: Its number.
+            named_by: The worker whose message names it, if this worker has not heard of it before.
+
         Raises:
-            AutogradError: If it has been released here.
+            AutogradError: If it has been released here, or ``named_by`` has released it.
         """
         # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
         if context is not None:
             return context
         with self._lock:
-            if context_id in self._released:
+            if context_id in self._released or (context_id, named_by) in self._released:
                 raise _released_error(context_id)
             return self._contexts.setdefault(
                 context_id, Context(context_id, self.worker, self.message_counter)
@@ -432,13 +443,37 @@ class Contexts:
             raise _released_error(context_id)
         return context
 
-    def release(self, context_id: int) -> frozenset[int]:
-        """Releases a context permanently.
+    def release(
+        self,
+        context_id: int,
+        told_by: int | None = None,
+        is_lost: Callable[[int], bool] = lambda worker: False,
+    ) -> frozenset[int]:
+        """Releases a context permanently, unless the worker that says so has no say in it.
+
+        The opener of a context releases it. A worker that it told tells those with which it has
+        exchanged messages of the context; of these, those that know the opener wait for the opener.
+
+        Args:
+            context_id: The context.
+            told_by: The worker that said so; None for this worker.
+            is_lost: Returns whether a worker is lost.
 
         Returns:
             The workers to notify; none if it was released before or never known here.
         """
+        opener = worker_of(context_id)
         with self._lock:
+            if told_by is not None and told_by != opener:
+                known = self._contexts.get(context_id)
+                if known is None:
+                    # Perhaps a message of the context is not read yet. It must not open it again.
+                    self._released.add((context_id, told_by))
+                    return frozenset()
+                workers = known.known_workers
+                waits = opener == self.worker or (opener in workers and not is_lost(opener))
+                if waits or told_by not in workers:
+                    return frozenset()
             context = self._contexts.pop(context_id, None)
             self._released.add(context_id)
         if context is None:

@@ -21,7 +21,9 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.calls import READING, MainReader
 from torchweft.agent.open_calls import WAITING
 from torchweft.agent.peers import Peer
+from torchweft.autograd.codec import context_of
 from torchweft.autograd.pass_state import LedPassState
+from torchweft.errors import ProtocolError
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Frame
@@ -153,7 +155,7 @@ class Listener:
             for peer, link, reader in held:
                 frames = link.receive_own(reader, may_block=look is None and is_only)
                 if frames:
-                    if not _belong(frames, led.pass_id):
+                    if not self._belong(peer, frames, led):
                         return  # The next reader handles all of them.
                     consumed: list[int] = []
                     inbox.extend(zip(repeat(peer), frames))
@@ -174,6 +176,18 @@ class Listener:
                 poll.poll(READ_TICK_S * 1e3)
             if not inbox and time.monotonic() > deadline_s:
                 return
+
+    def _belong(self, peer: Peer, frames: Sequence[Frame], led: LedPassState) -> bool:
+        """Whether all of ``frames`` are messages of the pass, to which ``peer`` is entitled."""
+        if [each for each in frames if each.id != led.pass_id or each.kind not in _KINDS]:
+            return False
+        try:
+            for each in frames:
+                self._agent.receiver.check(peer, each)
+        except ProtocolError:
+            return False
+        context_id = led.name.context_id
+        return not [each for each in frames if context_of(each.kind, each.control) != context_id]
 
     def _wake_for_tasks(self) -> None:
         reactor = self._agent.reactor
@@ -205,11 +219,6 @@ class Listener:
                 self._agent.receiver.read(peer, link, may_block=link.is_broken)
 
         return read
-
-
-def _belong(frames: Sequence[Frame], pass_id: int) -> bool:
-    """Whether all of ``frames`` are messages of the pass."""
-    return not [each for each in frames if each.id != pass_id or each.kind not in _KINDS]
 
 
 def _poll_of(reading: Reading) -> select.poll:

@@ -35,6 +35,7 @@ from torchweft.autograd.contexts import (
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id
+from torchweft.wire.messages import NO_GRAD
 
 _KEY = "torchweft"
 """Key in the metadata of a torch node: the message of its tensor, and the position there."""
@@ -254,9 +255,6 @@ class _Ends(Mapping[Node, Any]):
 
 
 # Arriving tensors
-
-NO_GRAD = (1 << 64) - 1
-"""Sent in place of a context's number: the caller wants no graph of arguments and result."""
 
 
 class Arrivals:

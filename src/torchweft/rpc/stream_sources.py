@@ -26,7 +26,6 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import set_current_id
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import ArgumentTypeError, CallCancelled, CallRefused, ConfigurationError
 from torchweft.rpc.current_call import TAKEN, check_called, check_types
 from torchweft.rpc.handles import Handle
@@ -37,6 +36,7 @@ from torchweft.runtime.reports import log_exception
 from torchweft.runtime.served_streams import Attached, ServedStreams
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable
+from torchweft.wire.messages import NO_GRAD
 
 _log = logging.getLogger("torchweft")
 

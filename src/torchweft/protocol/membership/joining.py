@@ -25,9 +25,9 @@ from torchweft.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
+from torchweft.ids import ID_LIMIT
 from torchweft.protocol.membership.registration import (
     FIRST_LATER_ID,
-    ID_LIMIT,
     LEADER,
     Directory,
     Registration,

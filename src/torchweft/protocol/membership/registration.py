@@ -8,14 +8,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
-from torchweft.ids import WorkerInfo
+from torchweft.ids import ID_LIMIT, WorkerInfo
 from torchweft.protocol.membership.devices import Devices, check_devices
 
 LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
 FIRST_LATER_ID = 1 << 14
 """In an open group, lower ids are those of the first lives of ranks."""
-ID_LIMIT = 1 << 15
 
 STRICT = "strict"
 """Fact: whether the worker refuses pickles."""
