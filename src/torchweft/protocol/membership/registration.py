@@ -367,6 +367,9 @@ class Roster(Generic[L]):
         self._ended: dict[int, L] = {}
         """Lives that are over and remembered in full, the earliest first."""
         self._forgotten: set[int] = set()
+        self._recalled: set[int] = set()
+        """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
+        joins with such an id is a new life all the same."""
         for life in (me, *others):
             self.admit(life)
 
@@ -382,7 +385,7 @@ class Roster(Generic[L]):
             DuplicateName: The registration has the name or rank of this worker.
         """
         known = self.by_id.get(registration.id)
-        if known is not None:
+        if known is not None and registration.id not in self._recalled:
             return known, ()
         if not self.is_open or not 0 <= registration.id < ID_LIMIT:
             raise ProtocolError(f"there is no worker of id {registration.id}")
@@ -422,6 +425,9 @@ class Roster(Generic[L]):
             self._introduced.add(registration.id)
         for former in self._namesakes(registration):
             self.retire(former)
+        if registration.id in self._recalled:
+            self._recalled.remove(registration.id)
+            del self._ended[registration.id]
         self.by_id[registration.id] = life
         self.by_name[registration.name] = life
         self.by_rank[registration.rank] = life
@@ -449,7 +455,10 @@ class Roster(Generic[L]):
             worker = next(iter(self._ended))
             del self._ended[worker]
             self.by_id.pop(worker, None)
-            self._forgotten.add(worker)
+            if worker in self._recalled:
+                self._recalled.remove(worker)
+            else:
+                self._forgotten.add(worker)
 
     def former(self, name: str, rank: int) -> L | None:
         """Returns the latest life of a name and rank that is not found by them any more, if any."""
@@ -459,7 +468,9 @@ class Roster(Generic[L]):
         return None
 
     def remember(self, life: L) -> None:
-        """Adds a life that is over, so that it is found by its id."""
+        """Adds a life that is over, of which others spoke, so that it is found by its id."""
+        if not self.is_forgotten(life.registration.id):
+            self._recalled.add(life.registration.id)
         self.by_id[life.registration.id] = self._ended[life.registration.id] = life
         self._forget_ended()
 

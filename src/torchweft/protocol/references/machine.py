@@ -216,6 +216,10 @@ class References:
                 for to, token in self._handovers.all():
                     self._outbox.request((NotHanded, to, token), to, NotHanded(token))
 
+    def peer_joined(self, peer: int) -> None:
+        """Notes a worker that others may have spoken of as lost before it came."""
+        self._outbox.lost.discard(peer)
+
     def peer_lost(self, peer: int) -> None:
         """Drops all holds of a lost worker, and gives up all values that it owned."""
         self._outbox.lose(peer)
