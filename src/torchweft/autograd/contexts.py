@@ -419,14 +419,17 @@ class Contexts:
             named_by: The worker whose message names it, if this worker has not heard of it before.
 
         Raises:
-            AutogradError: If it has been released here, or ``named_by`` has released it.
+            AutogradError: If it has been released here, or ``named_by`` has released it; or it is
+                a context of this worker, which ``named_by`` has made up.
         """
         # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
         if context is not None:
             return context
         with self._lock:
-            if context_id in self._released or (context_id, named_by) in self._released:
+            is_made_up = named_by is not None and worker_of(context_id) == self.worker
+            is_released = context_id in self._released or (context_id, named_by) in self._released
+            if is_made_up or is_released:
                 raise _released_error(context_id)
             return self._contexts.setdefault(
                 context_id, Context(context_id, self.worker, self.message_counter)

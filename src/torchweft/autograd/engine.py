@@ -441,7 +441,8 @@ class Engine:
         """Prepares for the first message of a pass that another worker leads."""
         name = state.name
         assert name is not None
-        context = self.contexts.get_or_create(name.context_id)
+        leader = worker_of(name.pass_id)
+        context = self.contexts.get_or_create(name.context_id, leader)
         state.local = self.pass_type(context, name.mode, outside=self.outside)
         state.local.pass_id = name.pass_id
         with self._lock:

@@ -151,7 +151,7 @@ class OutsideRecords:
     def drop_sends(self, message_ids: Iterable[int], to_worker: int) -> None:
         """Drops the records of messages that are unreachable at their receiver ``to_worker``."""
         with self._lock:
-            records = [self._sends.get(message_id) for message_id in message_ids]
+            records = [self._sends.get(message_id) for message_id in set(message_ids)]
             ended = [each for each in records if each is not None and each.to_worker == to_worker]
             for record in ended:
                 del self._sends[record.message_id]

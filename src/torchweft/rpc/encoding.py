@@ -313,7 +313,7 @@ class Encoder:
             return context_id, 0
         if context_id:
             try:
-                context = self._contexts.get_or_create(context_id)
+                context = self._contexts.get_or_create(context_id, peer.id)
                 return context_id, context.record_send(tensors, peer.id, is_answer)
             except AutogradError:
                 pass  # The call has outlived its context: send it without.
