@@ -37,6 +37,7 @@ from torchweft.wire.messages import (
     ERROR_REPLY,
     NO_CREATION,
     NO_GRAD,
+    NUMBER_OFFSET,
     POSITIONAL,
     HandedReference,
     Kind,
@@ -47,7 +48,6 @@ from torchweft.wire.messages import (
     pass_span,
 )
 from torchweft.wire.messages import NUMBER as NUMBER_FIELD
-from torchweft.wire.messages import NUMBER_OFFSET
 
 _MODES = (PassMode(), PassMode(), PassMode(retain_graph=True), PassMode(True, True))
 _MODES += (PassMode(for_inputs=True), PassMode(into_grad=True))

@@ -16,9 +16,9 @@ from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import (
     CAPTURED,
     ERROR_REPLY,
-    NO_GRAD,
     MAX_SPAN_BYTES,
     NO_CREATION,
+    NO_GRAD,
     NUMBER,
     NUMBER_OFFSET,
     PLAIN,
