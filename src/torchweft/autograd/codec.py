@@ -77,7 +77,8 @@ HEAD_BYTES = _HEAD.size
 NAME_BYTES = 8 * _HEAD_INTEGERS
 """Bytes at the begin of any other message that say which pass it belongs to."""
 _PROGRESS_INTEGERS = 4
-_GRADIENTS = int(Kind.GRADIENTS)
+CONTEXT_AT = {int(Kind.GRADIENTS): 0, int(Kind.BACKWARD): 8}
+"""By kind, where the number of the context stands in a message that can be decoded."""
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
 
 
@@ -174,12 +175,6 @@ def numbers_of_gradients(data: Buffer) -> tuple[int, int, int]:
         raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
     context_id, _, message_id, recorded_id, *_ = _HEAD.unpack_from(data)
     return context_id, message_id, recorded_id
-
-
-def context_of(kind: int, data: Buffer) -> int:
-    """Returns the context of a message that ``decode`` or ``decode_head`` can read."""
-    position = 0 if kind == _GRADIENTS else 8
-    return int.from_bytes(data[position : position + 8], "little")
 
 
 def ids_in(head: Buffer) -> tuple[int, int, int]:

@@ -194,6 +194,8 @@ class Context:
         self._counter = shared_count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
+        self.send: Callable[[int], SendRecord | None] = self._sends.get
+        """Returns the record of a message that this worker sent."""
         self._receives: dict[int, ReceiveRecord] = {}
         self._known_workers: set[int] = set()
         self._is_cleared = False
@@ -311,10 +313,6 @@ class Context:
         with self._lock:
             return frozenset(self._known_workers)
 
-    def send(self, message_id: int) -> SendRecord | None:
-        """Returns the record of a message that this worker sent."""
-        return self._sends.get(message_id)
-
     def sends(self) -> list[SendRecord]:
         """Returns the records of all messages that this worker sent."""
         with self._lock:
@@ -394,6 +392,8 @@ class Contexts:
         self.worker = worker
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
+        self.find: Callable[[int], Context | None] = self._contexts.get
+        """Returns a context, or None if it is not alive here."""
         self._released = Tombstones(remembered)
         self.message_counter = shared_count(1)
         """Makes the numbers of messages."""
@@ -406,10 +406,6 @@ class Contexts:
         context_id = scoped_id(self.worker, secrets.randbits(WORKER_SHIFT))
         self.get_or_create(context_id)
         return context_id
-
-    def find(self, context_id: int) -> Context | None:
-        """Returns a context, or None if it is not alive here."""
-        return self._contexts.get(context_id)
 
     def get_or_create(self, context_id: int, named_by: int | None = None) -> Context:
         """Returns a context that this or another worker opened; creates it here if missing.

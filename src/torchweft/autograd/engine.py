@@ -26,13 +26,13 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.codec import (
+    CONTEXT_AT,
     PassMode,
     PassName,
-    context_of,
     decode,
     numbers_of_gradients,
 )
-from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts, SendRecord
+from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
 from torchweft.autograd.envelopes import Envelopes
 from torchweft.autograd.gradients import Gradients
@@ -95,7 +95,7 @@ class Engine:
         self.pass_type: type[LocalPass] = LocalPass
         """The type of this worker's parts of passes; another one while they are traced."""
         self.take_span: Callable[[tuple[int, int], bytes], None] | None = None
-        """Takes the numbers of a pass and its context, and the span's context, while these are made."""
+        """Takes the numbers of a pass and its context, and its span, while passes make spans."""
         self._me = agent.me.id
         self._pass_numbers = shared_count(1)
         self._lock = threading.Lock()
@@ -329,7 +329,8 @@ class Engine:
     # Taking part
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        key = (frame.id, context_of(frame.kind, frame.control))
+        at = CONTEXT_AT[frame.kind]
+        key = (frame.id, int.from_bytes(frame.control[at : at + 8], "little"))
         state = self._states.get(key) or self._new_state(key, peer, frame)
         if state is None:
             self.envelopes.discard(peer, frame)
@@ -352,7 +353,9 @@ class Engine:
         driver = worker_of(pass_id)
         if frame.kind == Kind.GRADIENTS:
             _, message_id, _ = numbers_of_gradients(frame.control)
-            if self._sent(context_id, message_id) is None:
+            context = self.contexts.find(context_id)
+            is_inside = context is not None and context.send(message_id) is not None
+            if not is_inside and self.outside.send(message_id) is None:
                 return None
         elif peer.id != driver:
             return None
@@ -365,19 +368,16 @@ class Engine:
                 key, PassState(Participant(self._me, driver), pass_id, context_id)
             )
 
-    def _sent(self, context_id: int, message_id: int) -> SendRecord | None:
-        """Returns the record of a message that this worker has sent, if there is one."""
-        context = self.contexts.find(context_id)
-        record = None if context is None else context.send(message_id)
-        return record or self.outside.send(message_id)
-
     def _check_message(self, peer: Peer, frame: Frame) -> None:
         _, message = decode(frame.id, frame.flags, frame.control)
         check_pass_message(self._me, peer.id, frame.id, message)
 
     def _check_gradients(self, peer: Peer, frame: Frame) -> None:
         context_id, message_id, recorded_id = numbers_of_gradients(frame.control)
-        record = self._sent(context_id, message_id)
+        context = self.contexts.find(context_id)
+        record = None if context is None else context.send(message_id)
+        if record is None:
+            record = self.outside.send(message_id)
         to_worker = None if record is None else record.to_worker
         check_gradients(self._me, peer.id, message_id, recorded_id, to_worker)
 

@@ -293,7 +293,7 @@ ENTRIES: dict[str, str] = {
     "torchweft.optim.clipping": "gradients of a context whose number the caller knows",
     "torchweft.mapreduce.shared": "a shared argument whose number the caller knows",
     "torchweft.mapreduce.ending": "why the caller itself ends",
-    "torchweft.compat.rpc.api": "a gathering that both take part in, of workers that are not strict",
+    "torchweft.compat.rpc.api": "a gathering that both take part in",
     "torchweft.compat.rpc.references": "a value whose number the caller knows",
 }
 """By module, what the functions that every member may call can concern."""

@@ -53,8 +53,8 @@ class Carrier(NamedTuple):
         around: Runs what serves a call, or a part of that, in the context of the call.
         batches: Runs the functions of batches of calls.
         encode: Takes the place of ``Envelopes.encode``, which makes the messages of a pass.
-        take_span: Takes the numbers of a pass and its context, and the context of its span, which another worker has
-            sent.
+        take_span: Takes the numbers of a pass and its context, and the context of its span, which
+            another worker has sent.
     """
 
     request: Callable[..., Any]

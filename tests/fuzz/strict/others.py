@@ -93,7 +93,7 @@ class Others:
         self._makers: tuple[Callable[[], bytes], ...] = (
             *[self._gradients] * 8,
             *[self._backward] * 8,
-            *[self._call] * 4,
+            *[self._call] * 3,
             *[self._references] * 8,
             *[self._integers] * 10,
             *(self._reply, self._reply, self._reply, self._span, self._span),
@@ -126,19 +126,20 @@ class Others:
 
     def _worker(self) -> int:
         chance = self.chance.random()
-        if chance < 0.45:
+        if chance < 0.25:
             return HONEST
-        if chance < 0.7:
+        if chance < 0.55:
             return VICTIM
-        return self._me if chance < 0.96 else self.chance.choice((7, 399, 9999, 1 << 15))
+        return self._me if chance < 0.97 else self.chance.choice((7, 399, 9999, 1 << 15))
 
     def _message_id(self) -> int:
         """Returns the number of a message of the honest worker, of the victim, or of its own."""
         engine = self._trio.victim.worker.engine
-        if self.chance.random() < 0.5 and engine.outside._sends:
+        choice = self.chance.random()
+        if choice < 0.15 and engine.outside._sends:
             sent = list(engine.outside._sends)
             return sent[self._any(16) % len(sent)]
-        worker = self._worker()
+        worker = VICTIM if choice < 0.6 else self._worker()
         member = self._trio.honest if worker == HONEST else self._trio.victim
         latest = self._latest(member.worker.contexts.message_counter)
         return _signed((worker << WORKER_SHIFT) | self._near(latest))
@@ -164,15 +165,17 @@ class Others:
         return _signed((self._worker() << WORKER_SHIFT) | number)
 
     def _reference(self) -> ReferenceId:
-        owner = self._worker()
-        now = 0
-        machine = self._trio.victim.worker.references._machine
-        held = machine._held._next_number if owner != VICTIM else {}
-        if owner == VICTIM:
-            now = self._trio.honest.worker.references._machine._held._next_number.get(VICTIM, 0)
-        elif owner == HONEST:
-            now = held.get(HONEST, 0)
-        return ReferenceId(self._worker(), owner, _signed(self._near(now)))
+        """Returns a reference that the victim has, the next one that is made there, or any."""
+        references = self._trio.victim.worker.references
+        choice = self.chance.random()
+        if choice < 0.4:
+            live = [*references._values, *references._handles]
+            if live:
+                return live[self._any(16) % len(live)]
+        made = self._trio.honest.worker.references._machine._held._next_number.get(VICTIM, 0)
+        if choice < 0.6:
+            return ReferenceId(HONEST, VICTIM, made + self._any(2))
+        return ReferenceId(self._worker(), self._worker(), _signed(self._near(made)))
 
     def _token(self) -> int:
         seen = self._trio.victim.worker.references._machine._handovers._last_token

@@ -350,6 +350,7 @@ class Trio:
         calls = [call for call in victim.agent.calls._client.all() if call.worker == HONEST]
         leaks = victim.references._machine.leaks()
         users = {leak.reference: leak.users for leak in leaks}
+        # Hostile members may use values whose numbers they know, and so may hold them.
         kept = {each.reference for each in leaks if each.users or each.handles or each.handovers}
         contexts = [each >> 48 for each in victim.contexts.ids()]
         return {
@@ -357,7 +358,10 @@ class Trio:
             "leaving": [self.victim.leaving._machine.stage, self.victim.agent.lifetime.is_leaving],
             "values": [each for each in of_victim if each.creator == HONEST and each not in kept],
             "references": [each for each in held if each.owner == HONEST],
-            "of the honest": honest.references.counts(),
+            "of the honest": [
+                each for each in honest.references.inventory()[0] if each not in kept
+            ],
+            "held by the honest": honest.references.counts()["held"],
             "requests": honest.references.census()[2:],
             "users": [reference for reference, of_it in users.items() if HONEST in of_it],
             "calls": len(calls) + len(honest.agent.calls),
@@ -387,7 +391,8 @@ STANDING: dict[str, object] = {
     "leaving": [Stage.MEMBER, False],
     "values": [],
     "references": [],
-    "of the honest": {"owned": 0, "held": 0},
+    "of the honest": [],
+    "held by the honest": 0,
     "requests": (0, 0, 0),
     "users": [],
     "calls": 0,
