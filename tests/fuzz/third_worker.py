@@ -66,6 +66,7 @@ def attack(seed: str, frames: int) -> tuple[int, int]:
     Raises:
         Exception: The honest worker noticed them.
     """
+    logging.disable(logging.CRITICAL)
     group = Group(seed)
     try:
         while group.trio.sent < frames:
@@ -75,6 +76,7 @@ def attack(seed: str, frames: int) -> tuple[int, int]:
         raise
     finally:
         group.trio.close()
+        logging.disable(logging.NOTSET)
     return group.trio.sent, group.trio.refused
 
 
@@ -85,7 +87,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", type=int, default=None, help="the number of one group")
     given = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     knobs.Knob.get = knobs.Constant.get = functools.cache(knobs.Knob.get)  # type: ignore
     sent = refused = harmed = 0

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torchweft.errors import ProtocolError
-from torchweft.ids import ID_LIMIT, WORKER_SHIFT
+from torchweft.ids import WORKER_SHIFT
 from torchweft.protocol.backward import (
     CONNECTION,
     Abort,
@@ -84,12 +84,6 @@ def _check_own_messages(me: int, sender: int, control: Buffer) -> None:
             )
 
 
-def _check_one_context(me: int, sender: int, control: Buffer) -> None:
-    (context_id,) = decode_ints(control, least=1)[:1]
-    if context_id >> WORKER_SHIFT >= ID_LIMIT:
-        raise ProtocolError(f"worker {sender} releases context {context_id}, of no worker")
-
-
 LED_STEPS = frozenset({Step.PROBE, Step.SETTLE, Step.CLOSE})
 """Steps of a shutdown that rank 0 alone sends."""
 STEPS_TO_LEADER = frozenset({Step.READY, Step.REPORT, Step.SETTLED})
@@ -145,7 +139,6 @@ RULES: dict[Kind, Rule] = {
         "the opener of the context; a worker that exchanged messages of it with this worker, if "
         "the opener did not",
         "the context",
-        _check_one_context,
     ),
     Kind.RELEASE_MESSAGES: Rule(
         "the receiver of the messages",
