@@ -43,6 +43,9 @@ HOSTILE = 6
 """How many hostile members the group has. One that was turned away is replaced by a new life."""
 _LIMIT_S = 60.0
 _LIMIT_BYTES = 1 << 20
+_FORGIVEN = 8
+"""A refused message had no effect. Only after so many the sender is turned away: making a new life
+takes as long as ten messages."""
 _STEPS = 10_000
 _COLLECTIONS = 4
 
@@ -256,20 +259,26 @@ class Trio:
         victim, peer = self.victim, self.victim.agent.peers[self.hostile]
         self.sent += 1
         with self._as(victim):
+            frames: list[Any] = []
             try:
                 frames = _frames(self._parser, data)
             except ProtocolError as error:
-                victim.agent.receiver.turn_away(peer, error)
-                frames, self._parser = [], parser()
-            try:
-                for frame in frames:
+                self._parser = parser()
+                self._refuse(peer, error)
+            for frame in frames:
+                try:
                     victim.agent.receiver.dispatch(peer, frame, None)
-            except ProtocolError as error:
-                victim.agent.receiver.turn_away(peer, error)
+                except ProtocolError as error:
+                    self._refuse(peer, error)
             victim.work()
         if peer.lost is not None:
-            self.refused += 1
             self._replace(peer)
+
+    def _refuse(self, peer: Peer, error: ProtocolError) -> None:
+        """Turns a hostile member away; mostly lets it go on, as if it had come again at once."""
+        self.refused += 1
+        if self.refused % _FORGIVEN == 0:
+            self.victim.agent.receiver.turn_away(peer, error)
 
     def _replace(self, peer: Peer) -> None:
         """Has a new life come for a hostile member, and the next one go on."""
