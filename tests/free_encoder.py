@@ -52,6 +52,13 @@ class Numbered(NamedTuple):
     number: int
 
 
+class Keys(NamedTuple):
+    """A set, frozenset or dict (by its tag) of any keys, which is not put together here."""
+
+    tag: int
+    keys: list[Any]
+
+
 class FreeEncoder(Encoder):
     """Encodes what an honest encoder does, and the values above, without checks."""
 
@@ -75,6 +82,15 @@ class FreeEncoder(Encoder):
                     self._add(part)
         elif isinstance(value, Home):
             self._parts.append(tags.HOME_VALUE.pack(tags.HOME, *value.address))
+        elif isinstance(value, Keys):
+            if value.tag != tags.FROZENSET:
+                self._containers[id(value)] = len(self._containers)
+                self._kept.append(value)
+            self._parts.append(tags.NUMBER.pack(value.tag, len(value.keys)))
+            for key in value.keys:
+                self._add(key)
+                if value.tag == tags.DICTIONARY:
+                    self._add(None)
         elif isinstance(value, Numbered):
             self._parts.append(tags.NUMBER.pack(*value))
         elif isinstance(value, Tensor):

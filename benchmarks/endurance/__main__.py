@@ -9,14 +9,21 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.endurance.samples import KINDS, Course, Sample, count_types, take_sample
+from benchmarks.endurance.samples import (
+    KINDS,
+    Course,
+    Sample,
+    count_types,
+    grown,
+    table,
+    take_sample,
+)
 from benchmarks.endurance.work import CALLEE, CALLS_A_TURN, Mix, run_context
 from benchmarks.frame.report import provenance
 from benchmarks.frame.run import end_on_sigterm, save
-from benchmarks.frame.summary import aligned
 from torchweft import cluster, rpc
 
 CALLER = "driver"
@@ -69,10 +76,10 @@ def _phase(
     types.append(_types_of_both())
     total, elapsed_s = runs * operations * samples, time.monotonic() - begin
     courses = _courses(taken)
-    lines += [f"## {total:,} {name}, {elapsed_s:.0f} s", "", *_table(courses), ""]
+    lines += [f"## {total:,} {name}, {elapsed_s:.0f} s", "", *table(courses), ""]
     if all(course.is_flat for _, _, course in courses):
         return True
-    lines += ["Types that grew since the middle:", "", *_grown(types[-2], types[-1]), ""]
+    lines += ["Types that grew since the middle:", "", *grown(types[-2], types[-1]), ""]
     return False
 
 
@@ -107,24 +114,6 @@ def _courses(taken: Samples) -> list[tuple[str, str, Course]]:
         for process, samples in taken.items()
         for kind in KINDS
     ]
-
-
-def _table(courses: Sequence[tuple[str, str, Course]]) -> list[str]:
-    lines = [
-        "| process | what | first | highest | last | growth after warm-up | |",
-        "|---|---|---:|---:|---:|---:|---|",
-    ]
-    for process, kind, course in courses:
-        lines.append("| " + " | ".join([process, kind, *course.cells()]) + " |")
-    return aligned(lines)
-
-
-def _grown(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> list[str]:
-    lines = []
-    for process in after:
-        for kind, count in (after[process] - before[process]).most_common(8):
-            lines.append(f"- {process}: {kind}: {count:+}")
-    return lines
 
 
 def parse_options() -> argparse.Namespace:

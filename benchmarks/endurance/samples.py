@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.frame.summary import aligned
 from benchmarks.frame.units import number
 from benchmarks.scale import processes
 
@@ -103,3 +104,23 @@ class Course:
         shown = [self.values[0], max(self.values), self.values[-1], self.growth]
         texts = [f"{number(value * self.kind.scale)} {self.kind.unit}".strip() for value in shown]
         return [*texts, "flat" if self.is_flat else "GROWS"]
+
+
+def table(courses: Sequence[tuple[str, str, Course]]) -> list[str]:
+    """Returns a table of courses, each with its process and kind."""
+    lines = [
+        "| process | what | first | highest | last | growth after warm-up | |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for process, kind, course in courses:
+        lines.append("| " + " | ".join([process, kind, *course.cells()]) + " |")
+    return aligned(lines)
+
+
+def grown(before: dict[str, Counter[str]], after: dict[str, Counter[str]]) -> list[str]:
+    """Returns the types whose number rose most, by process."""
+    lines = []
+    for process in after:
+        for kind, count in (after[process] - before[process]).most_common(8):
+            lines.append(f"- {process}: {kind}: {count:+}")
+    return lines

@@ -111,3 +111,17 @@ def did_you_mean(name: str, names: Iterable[str], prefix: str = "") -> str:
     ends = [each.removeprefix(prefix) for each in names if not each.startswith("__")]
     close = difflib.get_close_matches(name.removeprefix(prefix), ends, 1)
     return f"; did you mean {prefix + close[0]!r}?" if close else ""
+
+
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raises ConfigurationError unless an argument is one of several texts."""
+    if value not in choices:
+        raise ConfigurationError(
+            f"{name} is {value!r}; pass one of {', '.join(map(repr, choices))}"
+        )
+
+
+def check_callable(name: str, value: object, fix: str) -> None:
+    """Raises ArgumentTypeError unless an argument can be called, or is None."""
+    if value is not None and not callable(value):
+        raise wrong_type(name, value, fix)

@@ -1,4 +1,4 @@
-"""Rows of text whose columns are aligned, for people."""
+"""Text for people: rows whose columns are aligned, and no characters that control a terminal."""
 
 from __future__ import annotations
 
@@ -21,3 +21,25 @@ def aligned(rows: Sequence[Sequence[str]], is_left: Sequence[bool], gap: str = "
         ).rstrip()
         for row in rows
     ]
+
+
+def printable(text: str, kept: str = "") -> str:
+    """Returns a text with all characters that do not show escaped.
+
+    Others have made the text: such characters move the cursor, change the title and the colours of
+    a terminal, have it answer, or reverse what is read.
+
+    Args:
+        text: The text.
+        kept: Characters that stay, such as those between lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()
+        for each in text
+    )
+
+
+LAYOUT = "\n\t"
+"""Characters that stay in texts of several lines."""

@@ -30,7 +30,8 @@
     ├── ProtocolError (RuntimeError)           a peer sent what no Weft of this version sends
     │   └── TlsError (ConnectionError)         no secure connection with the peer; says why
     ├── AutogradError (RuntimeError)           a distributed backward pass cannot be run
-    │   └── BackwardLost (WorkerLost)          a worker was lost during the pass
+    │   ├── BackwardLost (WorkerLost)          a worker was lost during the pass
+    │   └── BackwardTimeout (TimeoutError)     it took too long; names the missing workers
     ├── OptimizerError (RuntimeError)          an optimizer failed on some worker; says which
     ├── ReduceError (RuntimeError)             the results of a map could not be put together
     ├── PipelineError (RuntimeError)           a stage of a pipeline failed; says which
@@ -283,6 +284,17 @@ class BackwardLost(AutogradError, WorkerLost):
 
     It has the fields of both its classes; ``worker`` is the name of the lost worker.
     """
+
+
+@dataclass(kw_only=True, eq=False, repr=False, match_args=False)
+class BackwardTimeout(AutogradError, TimeoutError):
+    """A backward pass was not over in time, and has ended.
+
+    Attributes:
+        missing: Names of the workers that the pass still waited for; ``worker`` is the first.
+    """
+
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True, eq=False, repr=False, match_args=False)

@@ -36,7 +36,7 @@ def check_worker_name(name: object) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class WorkerInfo:
     """Names one worker of the group.
 
@@ -55,7 +55,7 @@ class WorkerInfo:
     def __post_init__(self) -> None:
         check_worker_name(self.name)
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
 
 

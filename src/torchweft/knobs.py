@@ -115,7 +115,10 @@ class Knob(_Tunable[Value]):
     def read(self, text: str) -> Value:
         """Returns the value that a text means; raises ConfigurationError if the text is invalid."""
         try:
-            return self._value_of(text)
+            value = self._value_of(text)
+            if not isinstance(value, str) and value < 0 <= self.default:
+                raise ValueError("a negative number has a meaning only where the default has one")
+            return value
         except ValueError:
             raise ConfigurationError(
                 f"environment variable {self.variable} is {text!r}, which is no {self._kind()}; "

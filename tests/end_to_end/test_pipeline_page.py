@@ -41,6 +41,26 @@ def test_a_pipeline_computes_the_same_as_one_process(run: RunPage, guide: Path, 
     assert name == "on_workers.py" or len(lines) > 8  # the plan
 
 
+def test_parameter_groups_are_those_of_one_process(run: RunPage, guide: Path) -> None:
+    names, groups = (runpy.run_path(str(guide / name)) for name in ("alone.py", "groups.py"))
+    model = names["build_model"]()
+    optimizer = groups["decay_matrices"](list(model.parameters()), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    expected = []
+    for step in range(5):
+        x, y = names["draw_batch"](step)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(x), y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        expected.append(loss.item())
+    *lines, last = run(guide / "groups.py")
+    assert [figure_of(line) for line in lines] == pytest.approx(expected, abs=2e-4)
+    assert last == "[8, 8]"
+
+
 def test_skip_connections_and_tied_weights_compute_the_same(run: RunPage, guide: Path) -> None:
     names = runpy.run_path(str(guide / "wired.py"))
     encode, middle, decode = names["build_stages"]()

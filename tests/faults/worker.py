@@ -27,11 +27,8 @@ from tests.internal import overridden
 from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from torchweft import rpc
-from torchweft.agent.current import is_set
-from torchweft.agent.data_connections import DataConnections
-from torchweft.channel.table import STRIPED
+from torchweft.agent.current import current, is_set
 from torchweft.errors import RendezvousError, WeftError
-from torchweft.rpc.worker import current_worker
 from torchweft.secret import Secret
 from torchweft.transport.secure import TlsOptions
 
@@ -237,10 +234,8 @@ def _break_data(_: float) -> None:
     """Breaks a connection for large tensors, if there is one."""
     if not is_set():
         return  # The training has ended meanwhile.
-    source = current_worker().tensor_messages.sources[STRIPED]
-    assert isinstance(source, DataConnections)
-    for data in list(source._data.values()):
-        sending = data.sending
+    for peer in list(current().peers.values()):
+        sending = None if peer.data is None else peer.data.sending
         if sending is not None:
             sending.connections[-1]._socket.shutdown(socket.SHUT_RDWR)
 

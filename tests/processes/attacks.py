@@ -105,12 +105,12 @@ def send_freely(to: str, value: Any) -> Any:
 
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
-    before = worker.encoder._packers[peer.id]
-    worker.encoder._packers[peer.id] = lambda value, codes=None: packer(value)
+    before = peer.pack
+    peer.pack = lambda value, codes=None: packer(value)
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:
-        worker.encoder._packers[peer.id] = before
+        peer.pack = before
 
 
 IDENTITY = b"tests.processes.functions:identity"

@@ -120,6 +120,26 @@ MEMBERS = [
         "ProtocolError",
     ),
     MemberRow(
+        "sets and dicts of 20,000 keys that all have one hash",
+        _call(strange_members.send_one_hash),
+        "SerializationError",
+    ),
+    MemberRow(
+        "a nest of lists that each hold the one before twice: 2^60 in 700 bytes",
+        _call(strange_members.send_nest),
+        "SerializationError",
+    ),
+    MemberRow(
+        "expanded tensors (stride 0) of 2^32 elements, within and outside of autograd contexts",
+        _call(strange_members.send_expanded),
+        "SerializationError",
+    ),
+    MemberRow(
+        "one tensor in 100,000 places",
+        _call(strange_members.repeat_tensor),
+        "SerializationError",
+    ),
+    MemberRow(
         "has Weft's entry points for modules call methods of another object",
         _call(strange_members.use_entry_points),
         "ArgumentTypeError",

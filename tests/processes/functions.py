@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
+import signal
 import sys
 import threading
 import time
 import warnings
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,6 +44,25 @@ def wait_until(
     while not is_so():
         assert time.monotonic() < deadline_s, message()
         time.sleep(POLL_S)
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Keeps a process stopped in a block: it lives, its connections stay, and it answers nothing.
+
+    The signal stops one thread of a process, which stops the others: the block begins after that.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        wait_until(
+            lambda: all(") T" in (each / "stat").read_text() for each in tasks.iterdir()),
+            lambda: f"process {pid} is not stopped",
+        )
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 # Plain functions

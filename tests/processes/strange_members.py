@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.free_encoder import Made
+from tests.free_encoder import Keys, Made
 from tests.processes import attacks, functions, hostility, unpickling
 from tests.processes.functions import wait_until
-from torchweft import rpc
+from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.nn import RemoteModule, owner
@@ -22,6 +22,7 @@ from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
 from torchweft.protocol.membership.registration import Registration
 from torchweft.rpc.worker import current_worker
+from torchweft.serialize import values as tags
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Handshake
 from torchweft.wire.frames import encode_frame
@@ -236,10 +237,59 @@ def send_sparse(to: str, path: str) -> str:
     return _raised_by(lambda: attacks.send_freely(to, broken))
 
 
+_ONE_HASH = (1 << 61) - 1
+"""Integers hash to their remainder by this number."""
+
+
+def send_one_hash(to: str, path: str) -> str:
+    numbers = [number * _ONE_HASH for number in range(20_000)]
+    pairs = [(number, 0) for number in numbers]
+    return _all_raise(
+        lambda: attacks.send_freely(to, Keys(tags.SET, numbers)),
+        lambda: attacks.send_freely(to, Keys(tags.DICTIONARY, pairs)),
+        lambda: attacks.send_freely(to, [Keys(tags.FROZENSET, numbers[:5000])] * 9),
+    )
+
+
+def send_nest(to: str, path: str) -> str:
+    nest: list[Any] = [0]
+    for _ in range(60):
+        nest = [nest, nest]
+    module = RemoteModule(to, attacks.Model).get_module_rref()
+    return _all_raise(
+        lambda: rpc.rpc_sync(to, functions.identity, args=(nest,)),
+        lambda: rpc.rpc_sync(to, owner.run, args=(module, "cuda", None, nest)),
+    )
+
+
+def send_expanded(to: str, path: str) -> str:
+    views = [torch.ones(1).expand(1 << 32)] * 2
+    weight = torch.nn.Parameter(torch.ones(1))
+
+    def record() -> None:
+        computed = (weight * 1.0).expand(1 << 32)
+        rpc.rpc_sync(to, functions.identity, args=([computed, computed.view(2, -1)],))
+
+    def record_in_context() -> None:
+        with autograd.context():
+            record()
+
+    return _all_raise(
+        lambda: rpc.rpc_sync(to, functions.identity, args=(views,)), record, record_in_context
+    )
+
+
+def repeat_tensor(to: str, path: str) -> str:
+    many = [torch.ones(1000)] * 100_000
+    return _raised_by(lambda: rpc.rpc_sync(to, functions.identity, args=(many,)))
+
+
 def use_entry_points(to: str, path: str) -> str:
     handle = rpc.rpc_sync(to, make_handle)
     return _all_raise(
         lambda: rpc.rpc_sync(to, owner.set_training, (handle, True)),
+        lambda: rpc.rpc_sync(to, owner.set_requires_grad, (handle, True)),
+        lambda: rpc.rpc_sync(to, owner.convert, (handle, functions.identity, True)),
         lambda: rpc.rpc_sync(to, owner.state, (handle, "")),
         lambda: rpc.rpc_sync(to, owner.parameters, (handle, True)),
         lambda: rpc.rpc_sync(to, owner.load_state, (handle, {})),

@@ -117,6 +117,19 @@ def start_and_shut_down(path: str) -> bool:
     return shut_down(ignore=False)
 
 
+def join_with_an_open_call() -> tuple[str, str]:
+    """Waits for the calls of this worker while one does not end; returns the error's facts."""
+    called = rpc.rpc_async(next_name(), time.sleep, args=(3 * NOTICE_S,))
+    agent: Any = api._get_current_rpc_agent()
+    try:
+        agent.join(timeout=SHORT_S)
+    except CallTimeout as error:
+        return error.worker, str(error)
+    finally:
+        called.cancel()
+    raise AssertionError
+
+
 def information() -> dict[str, str]:
     gc.collect()
     info: dict[str, str] = rpc._get_debug_info()
@@ -329,3 +342,11 @@ def test_errors_of_others_are_runtime_errors_as_well(workers: OpenWorkers) -> No
         ]
         * 6
     )
+
+
+def test_a_join_that_ends_by_its_limit_names_the_workers_of_open_calls(
+    workers: OpenWorkers,
+) -> None:
+    worker, text = workers.do("worker0", join_with_an_open_call)
+    assert worker == "worker1"
+    assert "calls of this worker to worker 'worker1' have not ended" in text

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torchweft import rpc
 from torchweft.autograd import backward, context, get_gradients
 from torchweft.launch import Cluster
-from torchweft.nn import RemoteModule
+from torchweft.nn import RemoteModule, local_parameters
 from torchweft.optim import DistributedOptimizer
 
 # The tests share workers, which connect to one another on first use.
@@ -60,7 +60,7 @@ def gradients_of_compiled_net(to: str) -> list[Tensor]:
         with context() as context_id:
             backward(context_id, [compiled(torch.ones(2, 3)).sum()])
             gradients = get_gradients(context_id)
-    return [gradients[parameter] for parameter in net.parameters()]
+    return [gradients[parameter] for parameter in local_parameters(net)]
 
 
 def loss_of_compiled_steps(to: str) -> Tensor:

@@ -228,14 +228,20 @@ def test_the_signal_has_each_worker_write_what_it_does(nursery: Nursery, tmp_pat
     with torchweft.cluster(
         workers=2, nursery=nursery, env=environment, rpc_backend_options=options()
     ) as group:
+        # Others may write into the folder, and put links to a file of this user there.
+        precious = tmp_path / "precious"
+        precious.write_text("precious")
+        for name in ("worker0.weft.json", "worker0.weft.json.new"):
+            (tmp_path / name).symlink_to(precious)
         for name, pid in group.pids.items():
             assert rpc.rpc_sync(name, os.getpid) == pid  # It has joined.
             os.kill(pid, signal.SIGQUIT)
         names = {"worker0.weft.json", "worker1.weft.json"}
         wait_until(
-            lambda: names <= {each.name for each in tmp_path.iterdir()},
+            lambda: names <= {each.name for each in tmp_path.iterdir() if not each.is_symlink()},
             lambda: str(list(tmp_path.iterdir())),
         )
+        assert precious.read_text() == "precious"
         answers, _ = read_folder(str(tmp_path))
         assert [report.worker for report in answers.reports] == ["worker0", "worker1"]
         assert "has written no file here" in answers.silent["driver"]

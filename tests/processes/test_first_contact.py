@@ -22,7 +22,7 @@ SLACK_S = 1.5
 
 @pytest.fixture
 def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
-    """Workers ``a``, ``b`` and ``c``, without connections to one another yet."""
+    """Workers ``a``, ``b`` and ``c``; those of ``b`` and ``c`` have no connection yet."""
     for name in leaving.NAMES:
         warm.begin(name, leaving.join, name, str(tmp_path / "store"), 3)
     for name in leaving.NAMES:
@@ -77,27 +77,27 @@ def states() -> dict[str, str]:
 def test_whoever_starts_a_call_does_not_wait_for_the_connection(
     workers: OpenWorkers, way: str
 ) -> None:
-    pid = workers.do("b", os.getpid)
+    pid = workers.do("c", os.getpid)
     os.kill(pid, signal.SIGSTOP)
-    assert workers.do("a", start, "b", way) < SLACK_S
-    assert workers.do("a", outcome, LIMIT_S) is None
+    assert workers.do("b", start, "c", way) < SLACK_S
+    assert workers.do("b", outcome, LIMIT_S) is None
     os.kill(pid, signal.SIGCONT)
-    assert workers.do("a", outcome, 20.0) == 3
+    assert workers.do("b", outcome, 20.0) == 3
 
 
 @pytest.mark.parametrize("way", ["sync", "async"])
 def test_a_stopped_worker_is_waited_for_and_not_lost(workers: OpenWorkers, way: str) -> None:
-    assert workers.do("a", states)["b"] == "UNUSED"
-    pid = workers.do("b", os.getpid)
+    assert workers.do("b", states)["c"] == "UNUSED"
+    pid = workers.do("c", os.getpid)
     os.kill(pid, signal.SIGSTOP)
-    took_s, error = workers.do("a", ask, "b", way, LIMIT_S)
+    took_s, error = workers.do("b", ask, "c", way, LIMIT_S)
     assert isinstance(error, CallTimeout)
-    assert "'b'" in str(error)
-    assert error.worker == "b"
+    assert "'c'" in str(error)
+    assert error.worker == "c"
     assert took_s < LIMIT_S + SLACK_S
-    assert workers.do("a", states)["b"] != "LOST"
-    workers.begin("a", ask, "b", way, 20.0)
-    assert workers.do("c", ask, "a", way, 20.0)[1] == 3
+    assert workers.do("b", states)["c"] != "LOST"
+    workers.begin("b", ask, "c", way, 20.0)
+    assert workers.do("a", ask, "b", way, 20.0)[1] == 3
     os.kill(pid, signal.SIGCONT)
-    assert workers.result("a")[1] == 3
-    assert workers.do("a", states)["b"] == "CONNECTED"
+    assert workers.result("b")[1] == 3
+    assert workers.do("b", states)["c"] == "CONNECTED"

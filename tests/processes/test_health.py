@@ -99,21 +99,22 @@ def errors_in_child(other: str) -> list[str]:
 
 
 def test_states_from_no_connection_to_loss(workers: OpenWorkers) -> None:
-    before = workers.do("a", states)
+    before = workers.do("b", states)
     assert [each.worker.name for each in before] == ["a", "b", "c"]
-    assert [each.state for each in before] == [WorkerState.SELF] + [WorkerState.UNUSED] * 2
-    workers.do("a", call, "b")
-    assert workers.do("a", states)[1].state is WorkerState.CONNECTED
-    workers.kill("b")
+    # Every worker connects to the first one, and to others when it calls them.
+    assert [each.state for each in before[1:]] == [WorkerState.SELF, WorkerState.UNUSED]
+    workers.do("b", call, "c")
+    assert workers.do("b", states)[2].state is WorkerState.CONNECTED
+    workers.kill("c")
     wait_until(
-        lambda: workers.do("a", states)[1].state is WorkerState.LOST, lambda: "it is not lost"
+        lambda: workers.do("b", states)[2].state is WorkerState.LOST, lambda: "it is not lost"
     )
-    lost = workers.do("a", states)[1]
+    lost = workers.do("b", states)[2]
     assert lost.error is not None
-    assert lost.error.worker == "b"
+    assert lost.error.worker == "c"
     assert lost.error.cause == "end of file"
     assert abs(lost.error.since - time.time()) < 10
-    assert str(lost).startswith("b (rank 1): lost since ")
+    assert str(lost).startswith("c (rank 2): lost since ")
     assert str(lost).endswith(": end of file")
 
 

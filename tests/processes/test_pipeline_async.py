@@ -352,13 +352,26 @@ def test_a_stage_that_fails_is_named_and_the_next_run_works(number: int) -> None
         assert len(list(pipe.run(good))) == 10
 
 
+class Grumpy(torch.optim.SGD):
+    """Fails in every step."""
+
+    def step(self, closure: Any = None) -> Any:
+        raise ArithmeticError("not today")
+
+
 def test_an_optimizer_that_fails_is_named() -> None:
-    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1)
+    text = "failed in the update of minibatch 0: ArithmeticError"
     with (
-        Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), mse, optimizer=lbfgs) as pipe,
-        pytest.raises(PipelineError, match="failed in the update of minibatch 0: TypeError"),
+        Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), mse, optimizer=Grumpy) as pipe,
+        pytest.raises(PipelineError, match=text),
     ):
         list(pipe.run(regression(6)))
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    lbfgs = functools.partial(torch.optim.LBFGS, lr=0.1)
+    with pytest.raises(ConfigurationError, match="LBFGS evaluates the model anew within a step"):
+        Pipe(layers(2), WORKERS[:2], SchedulePipeDream(), mse, optimizer=lbfgs)
 
 
 def test_a_stage_that_takes_too_long_is_named() -> None:
@@ -440,3 +453,37 @@ def test_steps_and_runs_are_not_confused() -> None:
         pytest.raises(ConfigurationError, match="no loss function"),
     ):
         pipe.run([(batch, target)])
+
+
+class Weighed(nn.Linear):
+    """Doubles the gradient of its weight, and counts how often that is complete."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+        self.register_buffer("count", torch.zeros(()))
+        self.weight.register_hook(lambda gradient: 2 * gradient)
+        self.weight.register_post_accumulate_grad_hook(self._count)
+
+    def _count(self, _: Tensor) -> None:
+        self.count += 1
+
+
+def weighed() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, WIDTH).double(), Weighed())
+
+
+def test_hooks_of_weights_run_for_each_minibatch() -> None:
+    """With one stage, it is the training of one process."""
+    alone, batches = weighed(), regression(8)
+    own = torch.optim.SGD(alone.parameters(), lr=0.05)
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    with Pipe([weighed], WORKERS[:1], SchedulePipeDream(), mse, optimizer=sgd) as pipe:
+        list(pipe.run(batches))
+        state = pipe.state_dict()
+    for inputs, target in batches:
+        own.zero_grad()
+        mse(alone(inputs), target).backward()
+        own.step()
+    for name, value in alone.state_dict().items():
+        assert torch.allclose(state[f"0.{name}"], value, atol=1e-12), name

@@ -255,6 +255,19 @@ def test_a_snapshot_is_restored_on_other_stages_and_workers(
         assert optimizer.param_groups[0]["lr"] == 0.003
     with (
         Pipe(layers(5), WORKERS[:2], schedule=Schedule1F1B(2), loss=mse) as pipe,
-        pytest.raises(StateMismatch, match=r"pipe/optimizer/0\.bias, .* and 30 more"),
+        pytest.raises(StateMismatch, match=r"pipe/optimizer/0\.bias, .* and 31 more"),
     ):
         pipe.restore(tmp_path)
+
+
+def test_stages_of_another_type_are_refused() -> None:
+    model = layers(4)
+    with Pipe(model, WORKERS[:2], Schedule1F1B(4), mse) as pipe:
+        pipe.optimizer(torch.optim.SGD, lr=0.1)
+        single = copy.deepcopy(model).float()
+        with pytest.raises(
+            ConfigurationError, match=r"0.weight has type float64 there and float32"
+        ):
+            pipe.repartition(single)
+        with pytest.raises(ConfigurationError, match=r"has type float32 there and float64 here"):
+            pipe.load_state_dict(single.state_dict())

@@ -255,6 +255,7 @@ def test_modules_that_a_remote_module_has_made_and_others(group: Cluster) -> Non
         lambda: made.then(other.module_rref)(rows),
         lambda: made.then(torch.mul, 1)(rows),
         lambda: made.apply(torch.mul),
+        lambda: other.requires_grad_(False),
         lambda: other.remote_parameters(),
         lambda: other.train(),
         lambda: other.state_dict(),
@@ -263,6 +264,8 @@ def test_modules_that_a_remote_module_has_made_and_others(group: Cluster) -> Non
     ):
         with pytest.raises(NotAllowed):
             attack()
+    with pytest.raises(SerializationError, match="convert the local parts alone"):
+        torch.nn.Sequential(made).double()
     with pytest.raises(ArgumentTypeError, match=r"key .* is a int, not a str"):
         rpc.rpc_sync("worker0", owner.load_state, args=(made.module_rref, {1: rows}))
     with pytest.raises(ArgumentTypeError, match="not to a module"):

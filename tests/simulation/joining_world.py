@@ -12,19 +12,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.timeline import Timeline
+from torchweft.protocol.connecting.failures import Gone
 from torchweft.protocol.membership.joining import (
-    Add,
     Check,
     Forget,
     Get,
     Introduce,
     NoteLeft,
+    Peek,
+    Remove,
     Request,
     Set,
     SetOnce,
     Steps,
+    Swap,
     Wait,
-    left_key,
+    leave_open,
 )
 from torchweft.protocol.membership.registration import Registration, Roster
 
@@ -50,10 +53,16 @@ class Store:
             return values[request.key]
         if isinstance(request, (Check, Wait)):
             return request.key in values
-        if isinstance(request, Add):
-            count = int(values.get(request.key, b"0")) + 1
-            values[request.key] = str(count).encode()
-            return count
+        if isinstance(request, Peek):
+            return values.get(request.key)
+        if isinstance(request, Remove):
+            return values.pop(request.key, None) and None
+        if isinstance(request, Swap):
+            text = values.get(request.key, b"").decode()
+            if text == request.expected:
+                values[request.key] = request.desired.encode()
+                return request.desired
+            return text
         assert isinstance(request, SetOnce)
         return values.setdefault(request.key, request.value.encode())
 
@@ -81,7 +90,8 @@ class Life:
     ended_s: float | None = None
     roster: Roster[Life] | None = None
     is_member: bool = False
-    place: int = 0
+    token: str = ""
+    """In an open group, the token of the run, once it has a place."""
     kept: list[Callable[[], None]] = field(default_factory=list)
 
     @property
@@ -170,8 +180,7 @@ class Joiners:
                 life.roster.retire(forgotten)
             answer(None)
         elif isinstance(request, NoteLeft):
-            self.store.perform(Set(left_key(request.place), "1"))
-            answer(None)
+            self.leave(request.worker, life.token, lambda: answer(None), is_over=request.is_over)
         elif isinstance(request, Wait):
             self._wait(life, request, self.clock() + request.limit_s, answer)
         else:
@@ -183,6 +192,27 @@ class Joiners:
                 answer(None, error)
             else:
                 answer(value)
+
+    def leave(
+        self,
+        worker: int,
+        token: str,
+        then: Callable[[], None] = lambda: None,
+        *,
+        is_over: bool = True,
+    ) -> None:
+        """Takes a worker out of the store, step by step, also after the end of its life."""
+        steps = leave_open(worker, token, is_over=is_over)
+
+        def go_on(value: Any = None) -> None:
+            try:
+                request = steps.send(value)
+            except StopIteration:
+                then()
+            else:
+                self.later(lambda: go_on(self.store.perform(request)))
+
+        go_on()
 
     def _wait(self, life: Life, request: Wait, end_s: float, answer: Callable[..., None]) -> None:
         """Waits as the shell does: a store that is gone has no key."""
@@ -232,7 +262,7 @@ class Joiners:
     def _hear(self, target: Life, newcomer: Life, tell: Callable[..., None]) -> None:
         """Introduces a newcomer to a worker; a worker that is not running yet answers later."""
         if not target.is_alive or target.error is not None:
-            tell(ConnectionRefusedError("nobody listens"), None)
+            tell(Gone("nobody listens"), None)
         elif target.roster is None:
             target.kept.append(lambda: self._hear(target, newcomer, tell))
         else:

@@ -9,6 +9,7 @@ know each other. No two living workers have the same name or rank; an id names o
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 
@@ -151,13 +152,9 @@ class OpenRun:
         rank = self.chance.randrange(self.ranks)
         name = f"worker{rank if self.chance.random() < 0.8 else self.chance.randrange(self.ranks)}"
         life = self.world.begin(Registration(name, rank, (f"unix:@{self.chance.random()}",)))
-        steps = joining.join_open(
-            life.registration, f"token{self.chance.random()}", TIMEOUT_S, self.world.clock
-        )
+        steps = joining.join_open(life.registration, f"token{self.chance.random()}")
 
         def failed(error: Exception) -> None:
-            if life.place:
-                self.world.store.values[joining.left_key(life.place)] = b"1"
             life.error = error
             self.world.kill(life)
 
@@ -175,7 +172,7 @@ class OpenRun:
                     other.roster.retire(life)
 
     def _introduce(self, life: Life, admission: Admission) -> None:
-        life.registration, life.place = admission.me, admission.place
+        life.registration, life.token = admission.me, admission.token
         life.roster = Roster(life, (), life_of_nobody, is_open=True)
         for answer in life.kept:
             self.world.later(answer)
@@ -187,7 +184,7 @@ class OpenRun:
 
         def failed(error: Exception) -> None:
             assert isinstance(error, DuplicateName), repr(error)
-            self.world.store.values[joining.left_key(life.place)] = b"1"
+            self.world.leave(life.registration.id, life.token)
             life.error = error
             self._die(life)
 
@@ -198,7 +195,7 @@ class OpenRun:
         members = [life for life in self.living() if life.is_member]
         if members:
             life = self.chance.choice(members)
-            self.world.store.values[joining.left_key(life.place)] = b"1"
+            self.world.leave(life.registration.id, life.token)
             self._die(life)
 
     def living(self) -> Iterator[Life]:
@@ -208,6 +205,7 @@ class OpenRun:
         self.world.timeline.run_for(END_S)
         assert all(life.is_member for life in self.living()), "some never end joining"
         self.check_all()
+        self.check_store()
 
     def check_known(self, newcomer: Life) -> None:
         """Checks that the newcomer and all members know each other."""
@@ -219,12 +217,32 @@ class OpenRun:
                 assert other.registration.id in newcomer.roster.by_id, f"not known: {pair}"
                 assert newcomer.registration.id in other.roster.by_id, f"not known: {pair}"
 
+    def check_store(self) -> None:
+        """Checks that a last newcomer leaves keys of nobody in the store but of those that live."""
+        self.chance = random.Random(0)
+        self.may_die = False
+        last = self.world.begin(Registration("last", 100, ("unix:@last",)))
+        steps = joining.join_open(last.registration, "token of the last")
+        failed: list[Exception] = []
+        self.world.run(
+            last, steps, lambda admission: self._introduce(last, admission), failed.append
+        )
+        self.world.timeline.run_for(END_S)
+        assert last.is_member, failed
+        there = {life.registration.id for life in self.living()}
+        values = self.world.store.values
+        assert set(json.loads(values[joining.PRESENT])) == there
+        registered = {int(key.split("/")[1]) for key in values if key.startswith("member/")}
+        assert registered >= there
+        # Whoever dies before it is in the table leaves its registration.
+        assert registered - there <= {life.registration.id for life in self.world.lives}
+
     def check_all(self) -> None:
         members = list(self.living())
         for what in ("name", "rank", "id"):
             values = [getattr(life.registration, what) for life in members]
             assert len(set(values)) == len(values), f"two that live have one {what}: {values}"
-        ids = [life.registration.id for life in self.world.lives if life.place]
+        ids = [life.registration.id for life in self.world.lives if life.token]
         assert len(set(ids)) == len(ids), f"an id names two lives: {ids}"
         for life in members:
             for other in members:

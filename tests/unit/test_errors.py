@@ -46,6 +46,7 @@ WITH_FIELDS = [
     errors.WorkerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.OwnerLost("ps is gone", worker="ps", since=1e9, cause="end of file"),
     errors.AutogradError("backward failed", worker="ps", operation="MulBackward0"),
+    errors.BackwardTimeout("late", worker="ps", operation="waiting", missing=("ps",)),
     errors.BackwardLost("gone", worker="ps", since=1e9, cause="end of file", operation="its part"),
     errors.OptimizerError("step failed", worker="ps", others=("trainer0",)),
     errors.ReduceError("shapes differ", reducer="mean_reducer", results=3),

@@ -76,7 +76,6 @@ def test_bad_value_is_refused_with_variable_and_fix(
         ("2TB", 2 * 10**12),
         ("8B", 8),
         (" 8 ", 8),
-        ("-1", -1),
         ("9007199254740993", 9_007_199_254_740_993),
     ],
 )
@@ -92,7 +91,10 @@ def test_a_size_may_have_a_unit(
     [
         ("WEFT_RPC_TIMEOUT_S", "5s", "no number of seconds; unset it or set it like .*_S=60.0"),
         ("WEFT_RPC_TIMEOUT_S", "nan", "no number of seconds"),
+        ("WEFT_RPC_TIMEOUT_S", "-1", "no number of seconds"),
         ("WEFT_WORKER_THREADS", "4.5", "no whole number"),
+        ("WEFT_STRANGER_LIMIT", "-1", "no whole number"),
+        ("WEFT_FRAME_LIMIT_BYTES", "-1KiB", "no size"),
         ("WEFT_WORKER_THREADS", "4KiB", "no whole number"),
         ("WEFT_TLS_MUTUAL", "true", "no whole number"),
         ("WEFT_RPC_TIMEOUT", "5", "unknown to Weft; did you mean 'WEFT_RPC_TIMEOUT_S'"),

@@ -34,9 +34,10 @@ from torchweft.channel.choice import describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.channel.page_locks import PageLocks
-from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
+from torchweft.errors import CallTimeout, NotInitialized, WeftError, WorkerLost
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
+from torchweft.protocol.connecting.actions import Failure
+from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable, failure_of
 from torchweft.protocol.membership.registration import Registration
 from torchweft.runtime import device_streams
 from torchweft.runtime.contention import ShortSwitches
@@ -59,6 +60,9 @@ _log = logging.getLogger("torchweft")
 PeerCallback = Callable[[Peer], None]
 _CLOSE_TIMEOUT_S = 5.0
 _LEAST_CLOSE_S = 0.5
+_MOST_UNUSED = 16
+"""How many workers without a connection are taken to be there, in an open group."""
+_LOOK_LIMIT_S = 2.0
 
 
 class Protection(NamedTuple):
@@ -300,7 +304,30 @@ class Agent:
         peer, others = self.members.join(registration, is_introduced=is_introduced)
         for former in others:
             self.lose(former, f"worker {peer.name!r} (rank {peer.info.id}) has taken its place")
+        if is_introduced:
+            self._look_at_one()
         return peer
+
+    def _look_at_one(self) -> None:
+        """Looks whether one of many workers without a connection is there, the least recent.
+
+        One that died before it was called would be kept for ever: no connection of it ends. One
+        look for each that comes is enough.
+        """
+        unused = [peer for peer in self.members.known() if peer.link is None and not peer.is_over]
+        if len(unused) > _MOST_UNUSED:
+            peer = min(unused, key=lambda each: each.looked_s)
+            peer.looked_s = monotonic()
+            if not peer.is_self:
+                self.reactor.submit(self._look_at, peer)
+
+    def _look_at(self, peer: Peer, _: object) -> None:
+        with self.reactor.idling():
+            try:
+                self._connector.introduce(peer, _LOOK_LIMIT_S)
+            except (OSError, WeftError) as error:
+                if failure_of(error) is Failure.GONE:
+                    self.lose(peer, str(error))
 
     def introduce(self, peer: Peer, timeout_s: float) -> None:
         """Introduces this worker to another one of an open group; see ``Connector.introduce``."""
@@ -395,6 +422,11 @@ class Agent:
         for listener in self._listeners:
             listener.close()
         self.links.abandon()
+        for peer in list(self.peers.values()):
+            if peer.data is not None:
+                peer.data.abandon()
+        self.timers.abandon()
+        self.reactor.abandon()
 
     def close(self, limit_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Shuts down at once: ends connections and threads. Open calls fail with an error.

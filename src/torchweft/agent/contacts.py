@@ -14,6 +14,7 @@ from torchweft.protocol.connecting import Action, Lose, Redial
 from torchweft.protocol.connecting.contact import Rounds
 from torchweft.protocol.connecting.failures import failure_of
 from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.reports import log_exception
 from torchweft.transport.keepalive import probe_interval_s
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.resumable import ResumableLink
@@ -100,13 +101,16 @@ class Contacts:
         with self._lock:
             watched = list(self._watched.values())
         due_s = math.inf
+        must_acknowledge = bool(watched) and self._rounds.must_acknowledge(now_s)
         for peer, link in watched:
-            if self._rounds.must_prompt(self._listen(peer, link, now_s)):
-                link.prompt()
-            due_s = min(due_s, self._look_at(peer, now_s))
-        if watched and self._rounds.must_acknowledge(now_s):
-            for _, link in watched:
-                link.acknowledge()
+            try:
+                if self._rounds.must_prompt(self._listen(peer, link, now_s)):
+                    link.prompt()
+                due_s = min(due_s, self._look_at(peer, now_s))
+                if must_acknowledge:
+                    link.acknowledge()
+            except Exception:  # The other sessions are looked after nevertheless.
+                log_exception("the session with worker %r could not be looked after", peer.name)
         return min(due_s, self._rounds.acknowledge_at_s) if watched else math.inf
 
     def _look_at(self, peer: Peer, now_s: float) -> float:

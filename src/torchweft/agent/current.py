@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 
 from torchweft.agent.agent import Agent
 from torchweft.errors import AlreadyInitialized, NotInitialized
+from torchweft.patching import check_unpatched
+from torchweft.runtime.forks import Children, end_when_back
+from torchweft.runtime.timers import Timer
 
 _current: Agent | None = None
 _forked_from = ""
 _make_way: Callable[[], None] | None = None
+_children: tuple[Agent, Children, Timer] | None = None
+"""The children of an agent, once it has forked one."""
 
 
 def current() -> Agent:
@@ -45,7 +51,11 @@ def is_forked() -> bool:
 
 
 def check_unset() -> None:
-    """Raises AlreadyInitialized where this process is a worker already, and remains one."""
+    """Raises AlreadyInitialized where this process is a worker already, and remains one.
+
+    Raises ConfigurationError where it can be none; see ``patching``.
+    """
+    check_unpatched()
     if _current is not None and _make_way is not None:
         _make_way()
     if _current is not None:
@@ -67,18 +77,41 @@ def install(agent: Agent | None) -> None:
     _current, _forked_from = agent, ""
 
 
+def _prepare_fork() -> None:
+    """Makes what parent and child share, in the parent."""
+    global _children
+    agent = _current
+    if agent is not None and (_children is None or _children[0] is not agent):
+        children = Children()
+        _children = agent, children, agent.timers.add(children.collect)
+
+
+def _look_after_child() -> None:
+    """Has the parent look whether the child ends as it comes back."""
+    if _children is not None:
+        _, children, timer = _children
+        timer.wake_by(children.forked())
+
+
 def _leave_to_parent() -> None:
     """Clears the agent in a forked process: only the parent is a worker.
 
     The child must also drop the parent's connections: otherwise no peer would notice the parent's
     death.
     """
-    global _current, _forked_from
+    global _current, _forked_from, _children
     agent, _current = _current, None
+    shared, _children = _children, None
     if agent is not None:
         _forked_from = agent.info.name
         agent.abandon()
+        children = shared[1] if shared is not None and shared[0] is agent else None
+        end_when_back(agent.info.name, children, sys._getframe().f_back)
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(
+        before=_prepare_fork,
+        after_in_parent=_look_after_child,
+        after_in_child=_leave_to_parent,
+    )

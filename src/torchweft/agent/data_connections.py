@@ -86,6 +86,13 @@ class _PeerData:
         """The highest number of a broken set of the peer's connections."""
         self.is_closed = False
 
+    def abandon(self) -> None:
+        """Frees the descriptors in a forked process; takes no lock."""
+        sending = self.sending
+        connections = [] if sending is None else list(sending.connections)
+        for connection in (*connections, *[each.connection for each in self.receiving]):
+            connection.abandon()
+
 
 class DataConnections:
     """The data connections of one worker. Thread-safe.
@@ -102,7 +109,6 @@ class DataConnections:
         self._stall_s = knobs.STRIPE_STALL_S.get()
         self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
         self._lock = threading.Lock()
-        self._data: dict[int, _PeerData] = {}
         self._spare_waits = threading.Semaphore(_SPARE_WAITS)
         agent.receiver.on(Kind.ARRIVED, self._on_arrived, inline=True)
         agent.receiver.on(Kind.DATA_BROKEN, self._on_data_broken, inline=True)
@@ -339,13 +345,13 @@ class DataConnections:
     # Connections
 
     def _of(self, peer: Peer) -> _PeerData:
-        data = self._data.get(peer.id)
+        data: _PeerData | None = peer.data
         if data is None:
             with self._lock:
-                data = self._data.get(peer.id)
+                data = peer.data
                 if data is None:
                     arrivals = Arrivals(self._agent.pool.lease, self._limit_bytes)
-                    data = self._data[peer.id] = _PeerData(arrivals)
+                    data = peer.data = _PeerData(arrivals)
         return data
 
     def _adopt_sending(
@@ -435,8 +441,8 @@ class DataConnections:
     def close(self, limit_s: float = _DRAIN_LIMIT_S) -> None:
         """Sends waiting data, for at most ``limit_s``; then ends all connections and threads."""
         deadline_s = time.monotonic() + limit_s
-        with self._lock:
-            sets = [data.sending for data in self._data.values()]
+        known = [peer.data for peer in list(self._agent.peers.values())]
+        sets = [data.sending for data in known if data is not None]
         outboxes = [sending.outbox for sending in sets if sending is not None]
         while not all(box.is_empty for box in outboxes) and time.monotonic() < deadline_s:
             time.sleep(_DRAIN_POLL_S)

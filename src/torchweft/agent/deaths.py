@@ -16,6 +16,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from torchweft.files import replacing
+
 VARIABLE = "WEFT_DEATH_NOTE"
 """Environment variable by which a launcher tells a worker the path of its note."""
 
@@ -46,13 +48,17 @@ def own_facts() -> dict[str, str]:
     return {FACT: _name(os.path.dirname(path), os.getpid())}
 
 
+def are_told_by_launcher() -> bool:
+    """Whether this process is a launcher or has one, whose output tells of workers that end."""
+    return bool(_folder or own_facts())
+
+
 def leave_note(folder: str, pid: int, text: str) -> None:
     """Writes how a worker process ended, as the end of a sentence; called by its parent."""
     path = os.path.join(folder, str(pid))
-    with contextlib.suppress(OSError):  # The folder is gone, and so are all readers.
-        with open(path + ".new", "w") as file:
-            file.write(text)
-        os.rename(path + ".new", path)
+    # An error: the folder is gone, and so are all readers.
+    with contextlib.suppress(OSError), replacing(path, "w") as file:
+        file.write(text)
 
 
 def cause_of(facts: Mapping[str, Any], noticed: str) -> str:

@@ -28,6 +28,7 @@ from torchweft.protocol.calls import (
 )
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.reports import log_exception
 from torchweft.runtime.stacks import all_stacks
 from torchweft.runtime.timers import Timers
 from torchweft.transport.link import READ_TICK_S, Link
@@ -377,13 +378,19 @@ class OpenCalls:
 
     def _act(self, actions: list[Action[PendingCall]]) -> None:
         for action in actions:
-            if not isinstance(action, Complete):
-                peer = self._peers[action.worker]
-                self._sender.post_ints(peer, Kind.CANCEL, *action.numbers)
-            elif action.call.on_done is None:
-                action.call.finish()
-            else:
-                self._reactor.submit(_run_on_done, action.call)
+            try:
+                self._carry_out(action)
+            except Exception:  # The calls are no more in the table: nobody would end the others.
+                log_exception("a call could not be ended")
+
+    def _carry_out(self, action: Action[PendingCall]) -> None:
+        if not isinstance(action, Complete):
+            peer = self._peers[action.worker]
+            self._sender.post_ints(peer, Kind.CANCEL, *action.numbers)
+        elif action.call.on_done is None:
+            action.call.finish()
+        else:
+            self._reactor.submit(_run_on_done, action.call)
 
     def take_reply(self, worker: int, frame: Frame, awaited: PendingCall | None) -> bool:
         """Gives an answer to the call that waits for it; returns False if none waits any more.

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any, NoReturn
 
 from torchweft import knobs
 from torchweft.agent.deaths import cause_of
@@ -19,7 +20,7 @@ from torchweft.arguments import did_you_mean, wrong_type
 from torchweft.channel.buffers import HeldTensors, Stage, no_slab
 from torchweft.channel.choice import Channels
 from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, WorkerLost
-from torchweft.ids import WorkerInfo
+from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.connecting import Connecting, Patience, State, Terms, UnsentMessages
 from torchweft.protocol.kept_code import KeptCodes, SentCodes
@@ -28,6 +29,10 @@ from torchweft.serialize.by_value import Code
 from torchweft.transport.link import Link
 
 _NAMED = 16
+
+
+def _not_set(*_: object) -> NoReturn:
+    raise AssertionError("nothing encodes messages for this worker yet")
 
 
 class Peer:
@@ -69,6 +74,10 @@ class Peer:
         self.accept_data: Callable[[socket.socket, int], None] | None = None
         self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
         self.reach_data: Callable[[], bool] = lambda: False
+        self.looked_s = 0.0
+        """When this worker last looked whether the peer is there, without a connection to it."""
+        self.data: Any = None
+        """The data connections with the peer, once there are any; of ``DataConnections``."""
         self.stage: Stage = no_slab
         """Copies a buffer to a slab for the peer; set by ``RemoteMemory``."""
         self.moved: Counter[str] = Counter()
@@ -84,6 +93,13 @@ class Peer:
         """Held by the thread that sends code to the peer."""
         self.keeps_code = False
         """Whether functions that go by value to the peer are taken apart."""
+        # Set by ``Encoder``. What is kept of a peer is kept here, so that it goes with the peer.
+        self.pack: Callable[..., Any] = _not_set
+        """Packs values that are not simple for the peer."""
+        self.not_by_value = ""
+        """Why functions cannot travel by value to the peer; empty if they can."""
+        self.home_of: Callable[[Any], ReferenceId | None] = _not_set
+        """Returns the id of a reference to a value of the peer; None for other values."""
         self.connecting = Connecting(self.id, self.name)
         """State machine of the connection; to be used with ``state_lock``."""
         self.state_lock = threading.Lock()
@@ -105,6 +121,11 @@ class Peer:
         """Whether the peer is lost, or has left."""
         return self.lost is not None
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the peer left an open group before it ended, so that its end is no loss."""
+        return self.connecting.state is State.LEFT
+
     def depart(self) -> None:
         """Records that the peer leaves an open group, so that its end is not a loss."""
         with self.state_lock:
@@ -125,7 +146,7 @@ class Peer:
             since = time.time()
             clock = time.strftime("%H:%M:%S", time.localtime(since))
             who = f"worker {self.name!r} (rank {self.info.id})"
-            if connecting.state is State.LEFT:
+            if self.has_left:
                 text = f"{who} has left the group at {clock}"
             else:
                 text = f"{who} is lost since {clock}: {known}"

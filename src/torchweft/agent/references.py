@@ -8,6 +8,7 @@ time and sent as one frame per peer.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -27,6 +28,7 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol import references as protocol
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
+from torchweft.runtime.reports import log_exception
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import HandedReference, Kind
 from torchweft.wire.references import Message, decode, encode
@@ -440,9 +442,11 @@ class ReferenceKeeper:
         with self._lock:
             while self._ended:
                 reference = self._ended.popleft()
-                self._machine.handle_dropped(reference)
+                # Of a handle that was made as the main thread was interrupted, nothing is known.
+                with contextlib.suppress(KeyError):
+                    self._machine.handle_dropped(reference)
                 self._handles[reference] -= 1
-                if not self._handles[reference]:
+                if self._handles[reference] <= 0:
                     self._forget(reference)
         self._settle()
 
@@ -511,5 +515,8 @@ class ReferenceKeeper:
         with self._lock:
             outgoing, self._outgoing = self._outgoing, defaultdict(list)
         for to, messages in outgoing.items():
-            frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))
-            self.agent.sender.post(self.agent.peers[to], frame)
+            try:
+                frame = encode_frame(Kind.REFERENCES, 0, 0, encode(messages))
+                self.agent.sender.post(self.agent.peers[to], frame)
+            except Exception:  # The messages to the others go out nevertheless.
+                log_exception("messages about references to worker %d could not be sent", to)

@@ -24,7 +24,14 @@ from urllib.parse import urlsplit
 from torch.distributed import DistError
 from torch.distributed.rendezvous import rendezvous
 
-from torchweft.agent.stores import LAUNCHER_SCHEME, BoundedStore, open_launcher_store, within
+from torchweft.agent.stores import (
+    LAUNCHER_SCHEME,
+    BoundedStore,
+    SignedStore,
+    open_group_file,
+    open_launcher_store,
+    within,
+)
 from torchweft.errors import (
     ConfigurationError,
     RendezvousError,
@@ -33,14 +40,16 @@ from torchweft.errors import (
 )
 from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import (
-    Add,
     Admission,
     Check,
     Get,
+    Peek,
+    Remove,
     Request,
     Set,
     SetOnce,
     Steps,
+    Swap,
     Wait,
 )
 from torchweft.protocol.membership.registration import Directory, Registration
@@ -79,6 +88,8 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     _check_method(method)
     if urlsplit(method).scheme == LAUNCHER_SCHEME:
         return open_launcher_store(urlsplit(method).netloc, timeout_s)
+    if world_size is None and urlsplit(method).scheme == "file":
+        return _open_group_file(method, timeout_s)
     separator = "&" if "?" in method else "?"
     # Rank 0 must not wait here for all workers: it could not name the missing ones. Only a file
     # store needs the number of workers: the last worker removes the file.
@@ -96,6 +107,19 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
     except (RuntimeError, ValueError, OSError) as error:
         raise why_not_open(error, method, rank, time.monotonic() - start_s) from error
     return store
+
+
+def _open_group_file(method: str, timeout_s: float) -> Any:
+    path = urlsplit(method).path
+    try:
+        return within(timeout_s, method, lambda: open_group_file(path, timeout_s))
+    except RendezvousTimeout:
+        raise
+    except OSError as error:
+        raise RendezvousError(
+            f"the rendezvous store {path!r} cannot be used: {error.strerror}; it must be a file "
+            "that all workers can write to, in a folder that they can write to"
+        ) from error
 
 
 def check_answers(init_method: str, rank: int, timeout_s: float) -> None:
@@ -257,8 +281,8 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
     """
     end_s = time.monotonic() + timeout_s
     try:
-        steps = joining.join_open(registration, secrets.token_hex(16), timeout_s, time.monotonic)
-        admission = carry_out(steps, functools.partial(perform, store))
+        steps = joining.join_open(registration, secrets.token_hex(16))
+        return carry_out(steps, functools.partial(perform, store))
     except WeftError:
         raise
     except (RuntimeError, OSError) as error:
@@ -268,20 +292,26 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
             f"the rendezvous store did not answer within {timeout_s:.1f} s: {error}",
             elapsed_s=timeout_s,
         ) from error
-    for place in admission.unknown:
-        _log.warning("worker number %d of the group has not published its registration", place)
-    return admission
 
 
-def note_left(store: Any, place: int) -> None:
-    """Tells workers that join later that the worker of a place is gone.
+def note_left(store: Any, worker: int, token: str, *, is_over: bool = True) -> None:
+    """Takes a worker that is gone, by id, out of the table for workers that join later.
 
     Waits for the store for a moment at most.
+
+    Args:
+        store: A store with keys of this group only.
+        worker: The id of the worker.
+        token: The token of the run.
+        is_over: Whether its process has ended, or leaves itself.
     """
+    bounded = SignedStore(BoundedStore(store, 0.0), None)
     try:
-        BoundedStore(store, 0.0).set(joining.left_key(place), "1")
-    except (RuntimeError, OSError) as error:
-        _log.debug("place %d could not be marked as empty in the store: %s", place, error)
+        carry_out(
+            joining.leave_open(worker, token, is_over=is_over), functools.partial(perform, bounded)
+        )
+    except (RuntimeError, OSError, WeftError) as error:
+        _log.debug("worker %d could not be taken out of the store: %s", worker, error)
 
 
 def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
@@ -316,8 +346,12 @@ def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
         return bytes(store.get(request.key))
     if isinstance(request, Check):
         return bool(store.check([request.key]))
-    if isinstance(request, Add):
-        return int(store.add(request.key, 1))
+    if isinstance(request, Peek):
+        return store.peek(request.key)
+    if isinstance(request, Swap):
+        return store.swap(request.key, request.expected, request.desired)
+    if isinstance(request, Remove):
+        return store.remove(request.key)
     assert isinstance(request, SetOnce)
     return bytes(store.compare_set(request.key, "", request.value))
 

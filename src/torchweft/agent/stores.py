@@ -11,15 +11,15 @@ keys, with the secret, and reads only signed values: see ``SignedStore``. The re
 a value belongs to *this* run. Counters, and the presence of keys, are not protected: an attacker
 can use them to keep workers from finding each other, and no more.
 
-A store in a worker ends with that worker. PyTorch's file store has a flaw if processes are killed:
-a half-written record makes every later reader spin, without a time limit. So for workers which join
-and leave, the launcher keeps the keys, see ``torchweft.launch.meeting`` and ``LauncherStore``.
+A store in a worker ends with that worker. So for workers which join and leave, the launcher keeps
+the keys, see ``torchweft.launch.meeting`` and ``LauncherStore``.
 Each operation is one request datagram and one reply datagram, which are received whole or not at
 all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -39,6 +39,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
+from torchweft.agent.group_file import GroupFile
 from torchweft.errors import RendezvousError, RendezvousTimeout
 from torchweft.secret import Secret
 
@@ -47,6 +48,8 @@ T = TypeVar("T")
 _LATE_S = 2.0
 """Grace period for an answer after the limit, since some stores count in whole seconds."""
 
+_NO_VALUE = "?"
+"""A text that no key has."""
 _PREFIX = b"signed:"
 _SIGNATURE_BYTES = 64  # in hexadecimal
 
@@ -54,8 +57,10 @@ LAUNCHER_SCHEME = "unix"
 _LOOK_AGAIN_S = 0.02
 _ANSWER_BYTES = 1 << 18
 
-_opened: dict[str, LauncherStore] = {}
+_opened: dict[str, Store] = {}
 """Open stores by name: a PyTorch store that wraps one keeps only its C++ half alive."""
+_MOST_OPENED = 16
+"""How many of them are kept: a process is in one group at a time."""
 
 
 def within(limit_s: float, place: str, operation: Callable[[], T]) -> T:
@@ -107,8 +112,8 @@ def place_of(store: Any) -> str:
     store = _underlying(store)
     if isinstance(store, TCPStore):
         return f"{store.host}:{store.port}"
-    if isinstance(store, FileStore):
-        return f"file {store.path}"  # type: ignore[attr-defined]
+    if isinstance(store, (FileStore, GroupFile)):
+        return f"file {store.path}"  # type: ignore[union-attr]
     return f"a {type(store).__name__}"
 
 
@@ -157,6 +162,9 @@ class BoundedStore:
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         return bytes(self._within(0.0, lambda: self._store.compare_set(key, expected, desired)))
 
+    def delete_key(self, key: str) -> bool:
+        return bool(self._within(0.0, lambda: self._store.delete_key(key)))
+
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Waits for keys; ``timeout`` may end after the deadline of the other operations."""
         least_s = timeout.total_seconds()
@@ -184,7 +192,6 @@ class SignedStore:
     def __init__(self, store: Any, secret: Secret | None) -> None:
         self._store = store
         self._key = None if secret is None else secret.derive("rendezvous")
-        self.add = store.add
         self.check = store.check
         self.wait = store.wait
 
@@ -205,6 +212,22 @@ class SignedStore:
             raise ValueError("a signed value cannot be compared")
         there = self._store.compare_set(key, "", self._signed(key, desired))
         return self._checked(key, bytes(there))
+
+    def peek(self, key: str) -> bytes | None:
+        """Returns the value of a key, None if it is missing; does not wait. Raises as ``get``."""
+        # Stores answer a comparison with the expected text, or with none, if there is no value.
+        written = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
+        return None if written in (b"", _NO_VALUE.encode()) else self._checked(key, written)
+
+    def swap(self, key: str, expected: str, desired: str) -> str:
+        """Writes a text that is not signed if a key has another one; returns the resulting text."""
+        return bytes(self._store.compare_set(key, expected, desired)).decode(errors="replace")
+
+    def remove(self, key: str) -> None:
+        """Removes a key, if the store can."""
+        # A store of the program's need not be able to.
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+            self._store.delete_key(key)
 
     def _signed(self, key: str, value: str | bytes) -> str:
         text = value if isinstance(value, str) else value.decode()
@@ -248,8 +271,27 @@ def open_launcher_store(name: str, timeout_s: float) -> LauncherStore:
         name: The name that the launcher told its workers.
         timeout_s: How long to wait for one answer, or for the value of a key.
     """
-    store = _opened[name] = LauncherStore(name, timeout_s)
+    store = LauncherStore(name, timeout_s)
+    _keep(name, store)
     return store
+
+
+def open_group_file(path: str, timeout_s: float) -> GroupFile:
+    """Returns the store of an open group in a file; see ``GroupFile``.
+
+    Raises:
+        OSError: The file cannot be made or read.
+    """
+    store = GroupFile(path, timeout_s)
+    _keep(store.path, store)
+    return store
+
+
+def _keep(name: str, store: Store) -> None:
+    _opened.pop(name, None)
+    _opened[name] = store
+    for former in list(_opened)[:-_MOST_OPENED]:
+        del _opened[former]
 
 
 class LauncherStore(Store):
@@ -276,6 +318,10 @@ class LauncherStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._ask("check", list(keys)))
+
+    def deleteKey(self, key: str) -> bool:
+        """Removes a key; returns whether it was there."""
+        return bool(self._ask("delete", key))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all keys are there.

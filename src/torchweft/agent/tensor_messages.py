@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -38,6 +39,7 @@ from torchweft.channel.table import (
 )
 from torchweft.errors import ProtocolError
 from torchweft.runtime.device_streams import Mark
+from torchweft.runtime.reports import log_exception
 from torchweft.serialize import tensors as tensor_table
 from torchweft.serialize.table import HEADER, SOME_COMPUTED, SOME_ON_DEVICE
 from torchweft.wire.frames import Buffer, Frame, encode_frame
@@ -183,14 +185,15 @@ class TensorMessages:
         """Frees pooled memory that has not been used for a while; a timer job."""
         if now_s >= self._next_trim_s:
             self._next_trim_s = now_s + self._idle_s / 2
-            end_dead_loans()
-            self._agent.pool.trim(self._idle_s)
-            if self._memory.pool is not None:
-                self._memory.pool.trim(self._idle_s)
-            for peer in list(self._agent.peers.values()):
-                peer.channels.tidy()
-            self._devices.tick()
-            self._remote.tick()
+            pool = self._memory.pool
+            trims = [self._agent.pool.trim] if pool is None else [self._agent.pool.trim, pool.trim]
+            jobs: list[Callable[[], object]] = [partial(trim, self._idle_s) for trim in trims]
+            jobs += [peer.channels.tidy for peer in list(self._agent.peers.values())]
+            for job in (end_dead_loans, *jobs, self._devices.tick, self._remote.tick):
+                try:
+                    job()
+                except Exception:  # The others are done nevertheless.
+                    log_exception("some unused memory could not be freed")
         return self._next_trim_s
 
     def encode(

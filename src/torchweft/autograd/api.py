@@ -11,7 +11,7 @@ from torch import Tensor
 from torchweft.arguments import kind_of
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, set_current_id
-from torchweft.autograd.engine import current_engine
+from torchweft.autograd.engine import OpenContext, current_engine
 from torchweft.autograd.pass_arguments import checked_inputs, roots_of
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.serialize.tracebacks import without_own_frames
@@ -37,15 +37,14 @@ class context:
     """
 
     def __enter__(self) -> int:
-        self._engine = current_engine()
-        self._id = self._engine.contexts.open()
         self._previous = current_id()
-        set_current_id(self._id)
-        return self._id
+        self._open = OpenContext(current_engine())
+        set_current_id(self._open.id)
+        return self._open.id
 
     def __exit__(self, *failure: object) -> None:
         set_current_id(self._previous)
-        self._engine.release(self._id)
+        self._open.end()
 
 
 @overload
@@ -108,6 +107,8 @@ def backward(
         ConfigurationError: ``create_graph`` outside of any context.
         AutogradError: A root is invalid, or the pass failed; names the worker and the operation.
         BackwardLost: A worker was lost, which is also a ``WorkerLost``.
+        BackwardTimeout: The pass was not over after ``WEFT_BACKWARD_TIMEOUT_S``; names the workers
+            that it waited for.
     """
     if mode not in ("smart", "fast"):
         raise ConfigurationError(f"mode is {mode!r}; it must be 'smart' or 'fast'")
@@ -185,6 +186,8 @@ def grad(
         AutogradError: An argument is invalid, an input was not used, or the pass failed; names
             the worker and the operation.
         BackwardLost: A worker was lost, which is also a ``WorkerLost``.
+        BackwardTimeout: The pass was not over after ``WEFT_BACKWARD_TIMEOUT_S``; names the workers
+            that it waited for.
     """
     check_context_id(context_id)
     if isinstance(outputs, Tensor):

@@ -9,7 +9,7 @@ and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths are am
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torchweft.errors import ProtocolError
@@ -19,6 +19,7 @@ from torchweft.protocol.backward import (
     Failed,
     Gradients,
     Message,
+    Parts,
     Progress,
     Report,
     Settled,
@@ -120,6 +121,10 @@ def encode_head(
 def _parts_of(progress: Progress) -> tuple[tuple[int, int, int, int], list[int]]:
     walked, executed = progress.walked, progress.executed
     answered, reached = progress.answered, progress.reached
+    if progress.walked_parts:
+        walked = _with_parts(walked, progress.walked_parts)
+    if progress.reached_parts:
+        reached = _with_parts(reached, progress.reached_parts)
     counts = (len(walked), len(executed), len(answered), len(reached))
     return counts, [*walked, *executed, *answered, *reached]
 
@@ -151,8 +156,6 @@ def decode_head(
     message = Gradients(message_id, ())
     if count:
         ids = struct.unpack_from(f"<{count}q", data, _HEAD.size)
-        if min(ids) < 0:
-            raise ProtocolError(f"the progress of a backward pass names message {min(ids)}")
         message.progress = _progress_of(walked, executed, answered, ids)
     return name, message, recorded_id, start, start + size
 
@@ -162,7 +165,49 @@ def _progress_of(walked: int, executed: int, answered: int, numbers: tuple[int, 
     ids = list(numbers)
     executed += walked
     answered += executed
-    return Progress(ids[:walked], ids[walked:executed], ids[executed:answered], ids[answered:])
+    if min(ids, default=0) >= 0:
+        return Progress(ids[:walked], ids[walked:executed], ids[executed:answered], ids[answered:])
+    ids_walked, walked_parts = _without_parts(ids[:walked])
+    ids_reached, reached_parts = _without_parts(ids[answered:])
+    others = ids[walked:executed], ids[executed:answered]
+    if any(number < 0 for each in others for number in each):
+        raise ProtocolError("a message of a backward pass has a negative number")
+    return Progress(ids_walked, *others, ids_reached, walked_parts, reached_parts)
+
+
+# The tensors of a message that is not meant as a whole are negative numbers after its number: the
+# bits of 56 tensors each, inverted.
+
+_WORD_BYTES = 7
+_WORD = (1 << 8 * _WORD_BYTES) - 1
+
+
+def _with_parts(numbers: Iterable[int], parts: Parts) -> list[int]:
+    result: list[int] = []
+    rest = dict(parts)
+    for number in numbers:
+        result.append(number)
+        bits = rest.pop(number, 0)  # A number may occur twice.
+        size = -(-bits.bit_length() // (8 * _WORD_BYTES)) * _WORD_BYTES
+        data = bits.to_bytes(size, "little")
+        for start in range(0, size, _WORD_BYTES):
+            result.append(~int.from_bytes(data[start : start + _WORD_BYTES], "little"))
+    return result
+
+
+def _without_parts(numbers: Iterable[int]) -> tuple[list[int], Parts]:
+    ids: list[int] = []
+    words_of: dict[int, list[bytes]] = {}
+    for number in numbers:
+        if number >= 0:
+            ids.append(number)
+        elif not ids or ~number > _WORD:
+            raise ProtocolError("tensors of no message are named in a backward pass")
+        else:
+            words = words_of.setdefault(ids[-1], [])
+            words.append((~number).to_bytes(_WORD_BYTES, "little"))
+    parts = {number: b"".join(words) for number, words in words_of.items()}
+    return ids, {number: int.from_bytes(bits, "little") for number, bits in parts.items()}
 
 
 def numbers_of_gradients(data: Buffer) -> tuple[int, int, int]:
@@ -201,7 +246,7 @@ def encode(name: PassName, message: Message) -> bytes:
         sizes = (message.worker, len(operation), len(message.error))
         return encode_ints(*head, *sizes) + operation + message.error
     if isinstance(message, Discover):
-        return encode_ints(*head, *message.message_ids)
+        return encode_ints(*head, *_with_parts(message.message_ids, message.parts))
     if isinstance(message, Report):
         counts, ids = _parts_of(message.progress)
         return encode_ints(*head, *counts, *ids)
@@ -215,9 +260,13 @@ def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
         ProtocolError: It is malformed.
     """
     tag = int.from_bytes(data[:8], "little")
-    integers = decode_ints(data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data)
+    words = data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data
+    if len(words) % 8:
+        raise ProtocolError(f"a message of a backward pass has {len(words)} bytes")
+    integers = struct.unpack(f"<{len(words) // 8}q", words)
     reader = _READERS.get(tag)
-    if reader is None or len(integers) < _HEAD_INTEGERS or pass_id >> 63:
+    is_short = len(integers) < _HEAD_INTEGERS
+    if reader is None or is_short or min(integers[:_HEAD_INTEGERS]) < 0 or pass_id >> 63:
         raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
     name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
     return name, reader(integers[_HEAD_INTEGERS:], data)
@@ -228,17 +277,23 @@ def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
         raise ProtocolError("the report of a failed backward pass is too short")
     worker, operation_bytes, error_bytes = integers
     texts = bytes(data[_FAILED_HEAD_BYTES:])
-    if len(texts) != operation_bytes + error_bytes:
+    is_negative = min(integers) < 0
+    if is_negative or len(texts) != operation_bytes + error_bytes:
         raise ProtocolError("the report of a failed backward pass does not add up to its length")
     operation = texts[:operation_bytes].decode(errors="replace")
     return Failed(worker, operation, texts[operation_bytes:])
+
+
+def _read_discover(integers: tuple[int, ...]) -> Discover:
+    message_ids, parts = _without_parts(integers)
+    return Discover(tuple(message_ids), parts)
 
 
 def _read_report(integers: tuple[int, ...], _: Buffer) -> Report:
     if len(integers) < _PROGRESS_INTEGERS:
         raise ProtocolError("the report of a backward pass is too short")
     counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
-    if sum(counts) != len(ids):
+    if min(counts) < 0 or sum(counts) != len(ids):
         raise ProtocolError("the progress of a backward pass does not add up to its length")
     return Report(_progress_of(counts[0], counts[1], counts[2], ids))
 
@@ -252,7 +307,7 @@ _TAGS: dict[type, int] = {
     Abort: _ABORT,
 }
 _READERS: dict[int, Callable[[tuple[int, ...], Buffer], Message]] = {
-    _DISCOVER: lambda integers, _: Discover(integers),
+    _DISCOVER: lambda integers, _: _read_discover(integers),
     _SETTLED: lambda integers, _: Settled(),
     _REPORT: _read_report,
     _FAILED: _read_failed,

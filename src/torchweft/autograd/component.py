@@ -1,7 +1,8 @@
-"""Runs the graph behind live sends, as far as their gradients have arrived.
+"""Runs the graph behind live sends, once their gradients have arrived.
 
 ``run_alone`` is for the usual and fastest case, a send that shares no node with another send.
-``Component`` runs the sends that share nodes. The rules and their proofs are in
+``Component`` runs sends that share nodes, when all their gradients are there. ``GatedRun`` runs
+components that wait for themselves. The rules and their proofs are in
 ``docs/protocols/autograd.md``.
 """
 
@@ -15,13 +16,12 @@ from torch.autograd.graph import GradientEdge, Node
 
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import ReceiveRecord
-from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink, sum_of
-from torchweft.autograd.local_engine import gradients_at, run_node
+from torchweft.autograd.gates import Opening
+from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink
+from torchweft.autograd.local_engine import gradients_at, run_from
 from torchweft.autograd.walk import (
     End,
-    Group,
     Leaf,
-    Partition,
     Reached,
     Stop,
     has_hooks,
@@ -39,14 +39,16 @@ Answer = tuple[ReceiveRecord, list[Gradient]]
 class Component:
     """Sends that share nodes or placeholders, and the graph that they reach.
 
-    The worker learns only gradually which sends are live. Nothing of the component runs until
-    all its sends are known to be live, or the pass has settled that the others are not.
+    The worker learns only gradually which sends are live, and which of their tensors. Nothing of
+    the component runs until all its sends are known to be live, or the pass has settled that the
+    others are not.
 
     Args:
         reached: The sends, live or not, and the leaves and receives that they reach together.
         ends: Where the graph ends, by node.
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
+        answers_all: Whether each tensor of a message gets a gradient, also an unused one.
     """
 
     def __init__(
@@ -55,223 +57,287 @@ class Component:
         ends: Mapping[Node, End],
         sink: Sink,
         mode: PassMode,
+        answers_all: bool = False,
     ) -> None:
+        self.reached = reached
+        """The sends, and the leaves and receives that they reach together."""
+        self.mode = mode
         self._sends = sends = reached.sends
         self._ends = ends
         self._sink = sink
-        self._mode = mode
-        self.reached = reached
-        """The sends, and the leaves and receives that they reach together."""
+        self._answers_all = answers_all
         self._place_of = {send.message_id: place for place, send in enumerate(sends)}
-        self._all = (1 << len(sends)) - 1
-        self._live = 0
-        self._arrived = 0
-        self._news: list[int] = []
+        self._whole = [(1 << len(send.edges)) - 1 for send in sends]
+        self._live: dict[int, int] = {}
+        """By place, the live tensors of each live send, as bits."""
+        self._given: dict[int, list[Gradient]] = {}
+        self._marks: dict[int, Any] = {}
+        self._news: list[tuple[int, int]] = []
+        self._noted_in_part: set[int] = set()
         self._visited: set[Node] = set()
-        self._live_receives: set[int] = set()
-        self._pending: dict[Node, dict[int, Tensor]] = {}
-        self._used_edges: list[GradientEdge] = []
-        self._is_all_used = True
-        self._is_some_undefined = False
-        self._partition: Partition | None = None
-        self._has_run = False
+        self.live_receives: dict[Node, ReceiveRecord] = {}
+        """Received messages by the placeholders that live tensors reach; valid after ``note``."""
+        self.is_finished = False
+        """Whether everything has run."""
+        self.is_in_gates = False
+        """Whether a ``GatedRun`` runs it."""
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether everything has run; valid after ``advance``."""
-        return self._has_run
+    def announce(self, message_id: int, tensors: int | None = None) -> None:
+        """Notes that a send is live.
 
-    def announce(self, message_id: int) -> None:
-        """Notes that a send is live."""
+        Args:
+            message_id: The send.
+            tensors: Its live tensors, as bits; by default all of them.
+
+        Raises:
+            ProtocolError: If it has fewer tensors.
+        """
         place = self._place_of[message_id]
-        if not self._live >> place & 1:
-            self._live |= 1 << place
-            self._news.append(message_id)
+        whole = self._whole[place]
+        if tensors is None:
+            tensors = whole
+        elif tensors & ~whole:
+            raise ProtocolError(f"message {message_id} has fewer tensors than were announced")
+        elif place not in self._live:
+            self._noted_in_part.add(place)
+        self._announce(place, tensors)
+
+    def _announce(self, place: int, tensors: int) -> None:
+        earlier = self._live.get(place)
+        if earlier is None or tensors & ~earlier:
+            self._live[place] = tensors | (earlier or 0)
+            self._news.append((place, tensors & ~(earlier or 0)))
 
     def arrive(self, message_id: int, gradients: Iterable[Gradient]) -> None:
         """Takes the gradients of one send, which is live.
 
         Raises:
-            ProtocolError: If they came before, or the send was settled not to be live.
+            ProtocolError: If they came before.
         """
         place = self._place_of[message_id]
-        if self._arrived >> place & 1:
+        if place in self._given:
             raise not_due(message_id)
-        self.announce(message_id)
-        self._arrived |= 1 << place
-        for edge, gradient in zip(self._sends[place].edges, gradients, strict=True):
-            if gradient is None:
-                self._is_all_used = False
-            else:
-                self._used_edges.append(edge)
-                self._keep(edge.node, edge.output_nr, None if gradient is UNDEFINED else gradient)
-
-    def _keep(self, node: Node, output_nr: int, gradient: Tensor | None) -> None:
-        """Adds to the gradients pending at a node; None only marks the node as one to run."""
-        if node in self.reached.cuts:
-            if gradient is not None:
-                self._sink([((node, output_nr), gradient)], [gradient])  # type: ignore[list-item]
-            return
-        at_node = self._pending.setdefault(node, {})
-        if gradient is None:
-            self._is_some_undefined = True
-            return
-        earlier = at_node.get(output_nr)
+        given = self._given[place] = list(gradients)
         if device_streams.HAS_CUDA:
-            device_streams.keep(earlier)
-        at_node[output_nr] = gradient if earlier is None else sum_of(earlier, gradient)
+            self._marks[place] = device_streams.mark()
+        bits = sum([1 << at for at, gradient in enumerate(given) if gradient is not None])
+        if place in self._noted_in_part:
+            self._news.append((place, 0))  # It is complete now.
+        self._announce(place, bits)
+
+    @property
+    def has_arrivals(self) -> bool:
+        """Whether gradients of some send have come."""
+        return bool(self._given)
+
+    def note(self, progress: Progress) -> dict[Node, ReceiveRecord]:
+        """Notes the sends walked from since the last call; returns the placeholders they reach."""
+        news, self._news = self._news, []
+        if not news:
+            return {}
+        parts: dict[int, int] = {}
+        for place, _ in news:
+            number = self._sends[place].message_id
+            progress.walked.append(number)
+            if place in self._noted_in_part:
+                is_complete = place in self._given
+                parts[number] = self._whole[place] if is_complete else self._live[place]
+        if parts:
+            progress.add_parts(parts, {})
+        found = self._newly_reached(news)
+        self.live_receives.update(found)
+        return found
+
+    def _newly_reached(self, news: Sequence[tuple[int, int]]) -> dict[Node, ReceiveRecord]:
+        receives = self.reached.receives
+        if not receives:
+            return {}
+        if not self._visited and self._is_all_live():
+            return receives
+        edges = [
+            edge
+            for place, tensors in news
+            for at, edge in enumerate(self._sends[place].edges)
+            if tensors >> at & 1
+        ]
+        return receives_behind(edges, self._ends, self._visited)
+
+    def _is_all_live(self) -> bool:
+        live = self._live
+        return len(live) == len(self._sends) and all(
+            live[place] == whole for place, whole in enumerate(self._whole)
+        )
 
     def advance(self, is_settled: bool, progress: Progress) -> list[Answer]:
-        """Runs the ready nodes, if that answers a message or finishes the component.
+        """Runs everything, once all gradients of live sends are there and it is known.
 
         Args:
             is_settled: Whether all live sends have been announced.
             progress: Receives the progress of messages that results, except the answers.
         """
-        if self._has_run:
+        if self.is_finished:
             return []
-        progress.walked += self._news
-        newly_reached = self._newly_reached()
-        if is_settled:
-            self._arrived |= self._all & ~self._live
-        answers = self._run_ready() if is_settled or self._live == self._all else []
-        if self._arrived == self._all:
-            self._has_run = True
-            progress.executed += self._live_sends()
-        answered = [receive.message_id for receive, _ in answers]
-        progress.reached += [number for number in newly_reached if number not in answered]
+        found = self.note(progress)
+        if self.is_in_gates:
+            return []
+        answers: list[Answer] = []
+        count = len(self._given)
+        if count == len(self._sends) or (is_settled and count == len(self._live)):
+            answers = self._run()
+            self.finish(progress)
+        self.note_reached(progress, found, answers)
         return answers
 
-    def _live_sends(self) -> list[int]:
-        return [number for number, place in self._place_of.items() if self._live >> place & 1]
+    def note_reached(
+        self, progress: Progress, found: Mapping[Node, ReceiveRecord], answers: Iterable[Answer]
+    ) -> None:
+        """Notes the messages that have been reached, unless ``answers`` has their gradients."""
+        if found:
+            answered = {receive.message_id for receive, _ in answers}
+            note_reached(progress, found, answered, self._answers_all)
 
-    def _newly_reached(self) -> set[int]:
-        """Returns the receives that the latest live sends are the first to reach."""
-        news, self._news = self._news, []
-        if not news or not self.reached.receives:
-            return set()
-        if self._live == self._all:
-            found = self.reached.receives
-        else:
-            edges = [edge for number in news for edge in self._sends[self._place_of[number]].edges]
-            found = receives_behind(edges, self._ends, self._visited)
-        fresh = {record.message_id for record in found.values()} - self._live_receives
-        self._live_receives |= fresh
-        return fresh
+    def finish(self, progress: Progress) -> None:
+        """Notes that everything has run."""
+        self.is_finished = True
+        progress.executed += self.live_sends()
 
-    def _run_ready(self) -> list[Answer]:
-        is_in_pieces = self._partition is not None or self._is_some_undefined
-        if self._arrived == self._all and not is_in_pieces and not self.reached.cuts:
-            return self._run(self._whole())
-        if not self.reached.receives and self._arrived != self._all:
-            return []
-        if self._partition is None:
-            self._partition = self._partitioned()
-        return self._advance_partition(self._partition)
+    def live_sends(self) -> list[int]:
+        """Returns the numbers of the live sends that are known."""
+        return [self._sends[place].message_id for place in sorted(self._live)]
 
-    def _whole(self) -> Group:
-        return Group(self._all, self.reached.leaves, self._answerable(self.reached.receives))
-
-    def _answerable(self, receives: Mapping[Node, ReceiveRecord]) -> dict[Node, ReceiveRecord]:
-        """Omits receives that no live send reaches: their senders await no answer."""
-        live = self._live_receives
-        return {node: record for node, record in receives.items() if record.message_id in live}
-
-    def _partitioned(self) -> Partition:
-        seeds = [(1 << place, send.edges) for place, send in enumerate(self._sends)]
-        return Partition(seeds, self._ends, self.reached.leaves)
-
-    def _advance_partition(self, partition: Partition) -> list[Answer]:
-        answers_any = any(
-            group.receives and not group.signature & ~self._arrived for group in partition.groups
-        )
-        if not answers_any and self._arrived != self._all:
-            return []
-        groups = partition.take_ready(self._arrived)
-        ready = Group(self._arrived)
-        for group in groups:
-            ready.leaves.update(group.leaves)
-            ready.receives.update(self._answerable(group.receives))
-        if partition.groups or self.reached.cuts:
-            for node in partition.before_cut(groups, self._arrived, self.reached.cuts):
-                self._run_alone(node)
-        if self._is_some_undefined:
-            self._run_undefined(partition.in_order(groups))
-        return self._run(ready)
-
-    def _run_undefined(self, nodes: Iterable[Node]) -> None:
-        """Runs the ready nodes that the engine would not reach, since no gradient leads to them.
+    def waits_for_itself(self, place_of: Mapping[int, int]) -> bool:
+        """Returns whether a missing gradient may depend on a message that this component answers.
 
         Args:
-            nodes: The ready nodes, in topological order.
+            place_of: The place of each message that was sent in the context, in their order.
         """
-        by_engine: set[Node | None] = set()
-        for node in nodes:
-            gradients = self._pending.get(node)
-            if gradients or node in by_engine:
-                by_engine.update([target for target, _ in node.next_functions])
-            elif gradients is not None:
-                self._run_alone(node)
+        latest = 0
+        for receive in self.live_receives.values():
+            if receive.is_outside:  # Nothing is known of its order.
+                latest = len(place_of)
+                break
+            latest = max(latest, receive.sends_before)
+        return any(
+            place_of.get(self._sends[place].message_id, -1) < latest
+            for place in self._live
+            if place not in self._given
+        )
 
-    def _run_alone(self, node: Node) -> None:
-        gradients = self._pending.pop(node, None)
-        if gradients is None:
-            return
-        passed = [place for place in self.reached.passed if place[0] == node]
-        if passed:  # Before the node's hooks, as in the engine.
-            pairs = pairs_of(passed, [gradients.get(output_nr) for _, output_nr in passed])
-            self._sink(pairs, [gradient for _, gradient in pairs])
-        if device_streams.HAS_CUDA:
-            device_streams.keep(gradients)
-        results = run_node(node, gradients, self._mode.create_graph)
-        for (target, target_nr), gradient in zip(node.next_functions, results, strict=True):
-            if target is not None:
-                self._keep(target, target_nr, gradient)
+    # Running
 
-    def _is_ready(self, node: Node) -> bool:
-        return self._partition is None or not self._partition.signature_of(node) & ~self._arrived
-
-    def _run(self, ready: Group) -> list[Answer]:
-        """Runs the nodes of a group, which must lead only to ready nodes."""
-        roots = self._take_roots()
-        for edge, _ in roots:
-            if edge.node in self.reached.leaves:  # A parameter that was itself sent.
-                ready.leaves[edge.node] = self.reached.leaves[edge.node]
-        targets, variables = targets_of(ready.leaves, ready.receives, self.reached.passed)
-        captured = self._grad(roots, targets)
+    def _run(self) -> list[Answer]:
+        edges, gradients, openings = self.roots()
+        # Received messages that no live send reaches are not awaited.
+        live = {record.message_id for record in self.live_receives.values()}
+        receives = {
+            node: record
+            for node, record in self.reached.receives.items()
+            if record.message_id in live
+        }
+        targets, variables = targets_of(self.reached.leaves, receives, self.reached.passed)
+        try:
+            captured = run_from(
+                targets,
+                edges,
+                gradients,
+                openings,
+                self.reached.cuts,
+                retain_graph=self.mode.retain_graph,
+                create_graph=self.mode.create_graph,
+            )
+        finally:
+            for opening in openings:
+                opening.close()
         for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
-        borrowed = [gradient for _, gradient in roots]
-        borrowed += [gradient for gradient in for_messages if gradient is not None]
+        borrowed = [*gradients, *[each for each in for_messages if each is not None]]
         self._sink(pairs_of(variables, for_leaves), borrowed)
-        answers, without = answers_of(ready.receives, for_messages)
+        answers, without = answers_of(receives, for_messages)
         if without:
-            mark_used(answers, without, ready.receives, self._used())
+            mark_used(answers, without, receives, self.live_receives)
         return list(answers.values())
 
-    def _used(self) -> Collection[Node]:
-        """Returns the placeholders that gradients lead to, including undefined gradients."""
-        if self._is_all_used and self._arrived == self._all == self._live:
-            return self.reached.receives
-        return receives_behind(self._used_edges, self._ends, set())
+    def roots(self) -> tuple[list[GradientEdge], list[Tensor], list[Opening]]:
+        """Returns the edges of the gradients that are there, and these; gates for undefined ones.
 
-    def _take_roots(self) -> list[tuple[GradientEdge, Tensor]]:
-        ready = [node for node in self._pending if self._is_ready(node)]
-        return [
-            (GradientEdge(node, output_nr), gradient)
-            for node in ready
-            for output_nr, gradient in self._pending.pop(node).items()
-        ]
+        The engine cannot start at a node without a gradient.
+        """
+        edges: list[GradientEdge] = []
+        gradients: list[Tensor] = []
+        openings: list[Opening] = []
+        for place, given in self._given.items():
+            send = self._sends[place]
+            if device_streams.HAS_CUDA:  # Another thread may have received some.
+                device_streams.use(self._marks[place], given)
+            for at, gradient in enumerate(given):
+                if isinstance(gradient, Tensor):
+                    edges.append(send.edges[at])
+                    gradients.append(gradient)
+                elif gradient is UNDEFINED:
+                    openings.append(Opening(send.gates[at], _nothing))  # type: ignore[union-attr]
+        return edges, gradients, openings
 
-    def _grad(
-        self, roots: Sequence[tuple[GradientEdge, Tensor]], targets: Sequence[GradientEdge]
-    ) -> Sequence[Tensor | None]:
-        if not roots or not targets:
-            return [None] * len(targets)
-        edges, gradients = zip(*roots, strict=True)
-        if device_streams.HAS_CUDA:  # Another thread may have received some.
-            device_streams.keep(gradients)
-        retain, create = self._mode.retain_graph, self._mode.create_graph
-        return gradients_at(targets, edges, gradients, retain_graph=retain, create_graph=create)
+    def number_of(self, place: int) -> int:
+        """Returns the number of the send at a place."""
+        return self._sends[place].message_id
+
+    def missing(self) -> list[int]:
+        """Returns the places of the live sends whose gradients have not come."""
+        return [place for place in self._live if place not in self._given]
+
+    def gates_of(self, place: int) -> list[tuple[int, Node]]:
+        """Returns the gates of the live tensors of a send, with their places in the message."""
+        live, send = self._live[place], self._sends[place]
+        return [(at, gate) for at, gate in enumerate(send.gates) if live >> at & 1]  # type: ignore[union-attr]
+
+    def take_gradient(self, place: int, at: int) -> Gradient:
+        """Takes out the gradient of a tensor of a send; None if none of the send has come."""
+        given = self._given.get(place)
+        if given is None:
+            return None
+        gradient = given[at]
+        if gradient is None:
+            number = self._sends[place].message_id
+            raise ProtocolError(
+                f"no gradient came for tensor {at} of message {number}, which had been announced"
+            )
+        if device_streams.HAS_CUDA:
+            device_streams.use(self._marks[place], given)
+        given[at] = UNDEFINED  # Not kept until the end of the run.
+        return gradient
+
+
+def _nothing() -> None:
+    """Returns an undefined gradient."""
+
+
+def note_reached(
+    progress: Progress,
+    found: Mapping[Node, ReceiveRecord],
+    answered: Collection[int] = (),
+    answers_all: bool = False,
+) -> None:
+    """Notes the messages and tensors that have been reached, and are not answered yet.
+
+    Args:
+        progress: Gets the notes.
+        found: Received messages by the placeholders that were reached for the first time.
+        answered: Messages to leave out.
+        answers_all: Whether each tensor of a message counts as reached.
+    """
+    nodes_of: dict[int, list[Node]] = {}
+    for node, receive in found.items():
+        if receive.message_id not in answered:
+            nodes_of.setdefault(receive.message_id, []).append(node)
+    progress.reached += nodes_of
+    if answers_all:
+        return
+    parts: dict[int, int] = {}
+    for message_id, nodes in nodes_of.items():
+        among = found[nodes[0]].nodes
+        if len(nodes) < len(among):
+            parts[message_id] = sum([1 << among.index(node) for node in nodes])
+    if parts:
+        progress.add_parts({}, parts)
 
 
 def pairs_of(

@@ -18,13 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
+from torchweft.autograd.gates import edges_behind, gates_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
+from torchweft.serialize.extents import separated
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
 
 # Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
@@ -133,18 +135,26 @@ class SendRecord:
     Attributes:
         message_id: Number of the message in the group.
         to_worker: The receiver, which will send the gradients.
-        edges: Where in the graph the gradients go.
         metas: Shape, type and device of each gradient.
-        owners: Nodes that keep the graph behind ``edges`` alive.
+        gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
+            alive, which an edge to a Python node does not.
         is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
     """
 
     message_id: int
     to_worker: int
-    edges: tuple[GradientEdge, ...]
     metas: tuple[TensorMeta, ...]
-    owners: tuple[Node, ...]
+    gates: tuple[Node, ...]
     is_back: bool = False
+    _edges: tuple[GradientEdge, ...] | None = None
+
+    @property
+    def edges(self) -> tuple[GradientEdge, ...]:
+        """Where in the graph the gradients go."""
+        edges = self._edges
+        if edges is None:  # A message that no pass looks at needs none.
+            edges = self._edges = edges_behind(self.gates)
+        return edges
 
 
 @dataclass(slots=True)
@@ -161,6 +171,7 @@ class ReceiveRecord:
         is_answer: Whether it is the result of a call that this worker made.
         is_back: Whether its tensors were placed as those of an answer: those of an answer, and
             recorded gradients of the arguments of a call.
+        is_outside: Whether it belongs to no context.
     """
 
     message_id: int
@@ -170,6 +181,7 @@ class ReceiveRecord:
     sends_before: int = 0
     is_answer: bool = False
     is_back: bool = False
+    is_outside: bool = False
 
 
 class Context:
@@ -184,7 +196,7 @@ class Context:
     def __init__(self, context_id: int, worker: int, counter: Iterator[int] | None = None) -> None:
         self.id = context_id
         self.worker = worker
-        self.gradients = Gradients()
+        self.gradients = Gradients(calls_hooks=False)
         self.receive_of: dict[Node, ReceiveRecord] = {}
         """Receives by placeholder nodes; graph walks end at these."""
         self.maps: list[Any] = []
@@ -253,7 +265,7 @@ class Context:
                 # Each placeholder has its own graph, so it needs its own memory: an in-place
                 # change of one tensor would not appear in the graph of the other.
                 if flags[place] & SHARED:
-                    result[place] = result[place].clone()
+                    result[place] = separated(result[place])
             self.place_received(message_id, from_worker, result, places, is_answer, is_back)
         for tensor, flag in zip(result, flags, strict=True):
             if flag & PARAMETER:
@@ -327,6 +339,10 @@ class Context:
         with self._lock:
             return list(self._receives.values())
 
+    def has_both_ways(self) -> bool:
+        """Returns whether this worker both sent and received tensors with a graph."""
+        return bool(self._sends and self.receive_of)
+
     def leaves_behind_placeholders(self) -> set[Node | None]:
         """Returns the nodes of the hidden leaves behind the placeholders."""
         return {target for node in list(self.receive_of) for target, _ in node.next_functions}
@@ -350,28 +366,7 @@ def send_record(
     message_id: int, to_worker: int, tensors: Sequence[Tensor], is_back: bool = False
 ) -> SendRecord:
     """Returns the record of a message with ``tensors``, which require grad."""
-    edges, owners = edges_of(tensors)
-    return SendRecord(message_id, to_worker, edges, metas_of(tensors), owners, is_back)
-
-
-def edges_of(tensors: Sequence[Tensor]) -> tuple[tuple[GradientEdge, ...], tuple[Node, ...]]:
-    """Returns the gradient edges of tensors, and nodes that keep the graph alive beside them."""
-    edges: list[GradientEdge] = []
-    owners: list[Node] = []
-    for tensor in tensors:
-        node = tensor.grad_fn
-        if node is not None and not isinstance(node, torch._C._FunctionBase):
-            edges.append(GradientEdge(node, tensor.output_nr))  # equals get_gradient_edge, faster
-            continue
-        edge = get_gradient_edge(tensor)
-        edges.append(edge)
-        # A Python node does not keep its graph alive. Newer torch adds an owner to the edge.
-        if isinstance(edge.node, torch._C._FunctionBase) and len(edge) == 2:
-            with torch.enable_grad():
-                owner = tensor.view_as(tensor).grad_fn
-            assert owner is not None
-            owners.append(owner)
-    return tuple(edges), tuple(owners)
+    return SendRecord(message_id, to_worker, metas_of(tensors), gates_of(tensors), is_back)
 
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
@@ -386,26 +381,39 @@ class Contexts:
         worker: This worker.
         remembered: How many released contexts are remembered, so that their late messages do
             not recreate them.
+        is_lost: Whether a worker, given by id, is lost: nobody would release its contexts.
     """
 
-    def __init__(self, worker: int, remembered: int = 4096) -> None:
+    def __init__(
+        self,
+        worker: int,
+        remembered: int = 4096,
+        is_lost: Callable[[int], bool] = lambda worker: False,
+    ) -> None:
         self.worker = worker
+        self._is_lost = is_lost
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._contexts.get
         """Returns a context, or None if it is not alive here."""
+        self._releasing: dict[int, Context] = {}
+        """Contexts that are released here while not all other workers may have been told."""
         self._released = Tombstones(remembered)
         self.message_counter = shared_count(1)
         """Makes the numbers of messages."""
 
     def open(self) -> int:
-        """Makes a context and returns its number, which is new in the group.
-
-        Half of it is random: a member that takes no part in the context cannot name it.
-        """
-        context_id = scoped_id(self.worker, secrets.randbits(WORKER_SHIFT))
+        """Makes a context and returns its number, which is new in the group."""
+        context_id = self.new_id()
         self.get_or_create(context_id)
         return context_id
+
+    def new_id(self) -> int:
+        """Returns the number of a context that is yet to be made; it is new in the group.
+
+        All but the worker is random: a member that takes no part in the context cannot name it.
+        """
+        return scoped_id(self.worker, secrets.randbits(WORKER_SHIFT))
 
     def get_or_create(self, context_id: int, named_by: int | None = None) -> Context:
         """Returns a context that this or another worker opened; creates it here if missing.
@@ -416,7 +424,8 @@ class Contexts:
 
         Raises:
             AutogradError: If it has been released here, or ``named_by`` has released it; or it is
-                a context of this worker, which ``named_by`` has made up.
+                a context of this worker, which ``named_by`` has made up; or the worker that opened
+                it is lost.
         """
         # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
@@ -425,7 +434,7 @@ class Contexts:
         with self._lock:
             is_made_up = named_by is not None and worker_of(context_id) == self.worker
             is_released = context_id in self._released or (context_id, named_by) in self._released
-            if is_made_up or is_released:
+            if is_made_up or is_released or self._is_lost(worker_of(context_id)):
                 raise _released_error(context_id)
             return self._contexts.setdefault(
                 context_id, Context(context_id, self.worker, self.message_counter)
@@ -442,12 +451,7 @@ class Contexts:
             raise _released_error(context_id)
         return context
 
-    def release(
-        self,
-        context_id: int,
-        told_by: int | None = None,
-        is_lost: Callable[[int], bool] = lambda worker: False,
-    ) -> frozenset[int]:
+    def release(self, context_id: int, told_by: int | None = None) -> frozenset[int]:
         """Releases a context permanently, unless the worker that says so has no say in it.
 
         The opener of a context releases it. A worker that it told tells those with which it has
@@ -456,10 +460,10 @@ class Contexts:
         Args:
             context_id: The context.
             told_by: The worker that said so; None for this worker.
-            is_lost: Returns whether a worker is lost.
 
         Returns:
-            The workers to notify; none if it was released before or never known here.
+            The workers to notify, again until ``notified`` is called; none if that was called, or
+            the context was never known here.
         """
         opener = worker_of(context_id)
         with self._lock:
@@ -470,15 +474,31 @@ class Contexts:
                     self._released.add((context_id, told_by))
                     return frozenset()
                 workers = known.known_workers
-                waits = opener == self.worker or (opener in workers and not is_lost(opener))
+                waits = opener == self.worker or (opener in workers and not self._is_lost(opener))
                 if waits or told_by not in workers:
                     return frozenset()
-            context = self._contexts.pop(context_id, None)
+            context = self._contexts.get(context_id) or self._releasing.get(context_id)
+            if context is not None:
+                self._releasing[context_id] = context
+            self._contexts.pop(context_id, None)
             self._released.add(context_id)
         if context is None:
             return frozenset()
         context.clear()
         return context.known_workers
+
+    def all(self) -> list[Context]:
+        """Returns all contexts that are alive here."""
+        with self._lock:
+            return list(self._contexts.values())
+
+    def notified(self, context_id: int) -> None:
+        """Forgets a released context: the other workers have been told."""
+        self._releasing.pop(context_id, None)
+
+    def opened_by(self, worker: int) -> list[int]:
+        """Returns the numbers of the contexts that are alive here and that a worker opened."""
+        return [context_id for context_id in self.ids() if worker_of(context_id) == worker]
 
     def ids(self) -> list[int]:
         """Returns the numbers of all contexts that are alive here."""

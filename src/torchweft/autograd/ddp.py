@@ -42,7 +42,7 @@ from torchweft import knobs
 from torchweft.autograd.gradients import Gradients, Sink, is_private, sum_of
 from torchweft.autograd.local_engine import accumulate
 from torchweft.autograd.walk import Reached
-from torchweft.errors import AutogradError
+from torchweft.errors import AutogradError, BackwardTimeout
 from torchweft.protocol.backward import Progress
 from torchweft.runtime.device_streams import Guard, new_guard
 from torchweft.runtime.interrupts import acquire
@@ -179,8 +179,14 @@ class Replica:
         # A second pass over the module on another thread waits here.
         is_mine: list[bool] = []
         try:
-            if not acquire(self._guard.lock, is_mine, timeout_s=knobs.BACKWARD_TIMEOUT_S.get()):
-                raise AutogradError("another pass has been averaging for WEFT_BACKWARD_TIMEOUT_S")
+            limit_s = knobs.BACKWARD_TIMEOUT_S.get()
+            if not acquire(self._guard.lock, is_mine, timeout_s=limit_s):
+                raise BackwardTimeout(
+                    "another pass of this worker has averaged the gradients of the same "
+                    f"DistributedDataParallel for {limit_s:g} s (WEFT_BACKWARD_TIMEOUT_S); it "
+                    "waits for the other ranks of the module's process group",
+                    operation=AVERAGING,
+                )
             with self._guard.order:
                 totals = self._totals(fresh, gradients.snapshot())
                 gradients.put(self._averages(totals) if _is_synchronized(self._module) else totals)

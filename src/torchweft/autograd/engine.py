@@ -12,12 +12,12 @@ import math
 import threading
 import time
 from _thread import get_ident
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from types import TracebackType
 from typing import Any
+from weakref import ref
 
-import torch
 from torch import Tensor
 
 from torchweft import knobs
@@ -25,6 +25,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.autograd import plain_passes
 from torchweft.autograd.codec import (
     CONTEXT_AT,
     PassMode,
@@ -35,13 +36,15 @@ from torchweft.autograd.codec import (
 from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
 from torchweft.autograd.envelopes import Envelopes
+from torchweft.autograd.gated_run import PassEnded
 from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.autograd.listening import Listener
+from torchweft.autograd.local_engine import OF_TORCH, operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState
-from torchweft.errors import AutogradError, NotInitialized, WeftError, WorkerLost
+from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
@@ -59,7 +62,7 @@ from torchweft.protocol.backward import (
 from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime import device_streams, interrupts
-from torchweft.runtime.reports import OpenWait, names_of
+from torchweft.runtime.reports import OpenWait, log_exception, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
@@ -68,6 +71,10 @@ _REMEMBERED_PASSES = 4096
 
 _LOOK_S = 0.5
 """How often the thread that leads a pass checks whether the worker has shut down."""
+
+
+class _Leading:
+    """Lives as long as the function that leads a pass runs."""
 
 
 class Engine:
@@ -82,10 +89,12 @@ class Engine:
     def __init__(
         self, agent: Agent, tensor_messages: TensorMessages, reader: Reader = TRUSTING
     ) -> None:
-        self.contexts = Contexts(agent.me.id)
+        self.contexts = Contexts(agent.me.id, is_lost=self._is_lost)
         self.outside = OutsideRecords(agent.me.id, self.contexts.message_counter)
         self.outside.on_ended = self._release_soon
         self._release_due_s = math.inf
+        self._left: deque[int] = deque()
+        """Contexts whose blocks may have ended without a release; filled by finalizers."""
         self._timer = agent.timers.add(self.tick)
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
@@ -105,6 +114,7 @@ class Engine:
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
+        plain_passes.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True, check=self._check_message)
@@ -116,6 +126,10 @@ class Engine:
         agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
 
     # For programs on this worker
+
+    def name_of(self, worker: int) -> str:
+        """Returns the name of a worker."""
+        return self._agent.peers[worker].name
 
     def backward(
         self, context_id: int, roots: Sequence[Tensor], *, retain_graph: bool = False
@@ -147,25 +161,30 @@ class Engine:
         here = mode._replace(retain_graph=True) if retains_here else mode
         local = self.pass_type(context, here, gradients, input_gradients, self.outside)
         local.start(roots)
-        led = self._begin_to_lead(context_id, mode, local)
+        leading = _Leading()  # Ends with this function, wherever the main thread is interrupted.
         try:
-            self._lead(led, [*map(self._agent.peers.__getitem__, context.known_workers)])
-        except BaseException as error:
-            self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
-            raise
+            led = self._begin_to_lead(context_id, mode, local, leading)
+            others = [*map(self._agent.peers.__getitem__, context.known_workers)]
+            local.exchange = partial(self._exchange_leading, led, others)
+            try:
+                self._lead(led, others)
+            except BaseException as error:
+                self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
+                raise
+            finally:
+                with self._lock:
+                    del self._led[led.pass_id], self._states[led.key]
         finally:
-            with self._lock:
-                del self._led[led.pass_id], self._states[led.key]
             local.close()
 
     def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
         """Runs a pass outside of contexts that adds to ``.grad`` of leaves on all workers."""
         # A context for this pass alone: releasing it removes the pass from all workers.
-        context_id = self.contexts.open()
+        context = OpenContext(self)
         try:
-            self.run(context_id, roots, mode._replace(into_grad=True))
+            self.run(context.id, roots, mode._replace(into_grad=True))
         finally:
-            self.release(context_id)
+            context.end()
 
     def gradients_of(
         self, context_id: int, roots: Roots, inputs: Sequence[Tensor], mode: PassMode
@@ -178,6 +197,7 @@ class Engine:
             inputs: The tensors, which require grad.
             mode: How the passes are run; has ``for_inputs``.
         """
+        plain_passes.check_inside(self, roots.edges, inputs)
         input_gradients = InputGradients(self.contexts.get(context_id), inputs)
         self.run_all(context_id, roots, mode, input_gradients)
         return input_gradients.results()
@@ -206,19 +226,44 @@ class Engine:
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Releases a context here, and tells the other workers that know it, except ``told_by``."""
-        for worker in self.contexts.release(context_id, told_by, self._is_lost):
+        for worker in self.contexts.release(context_id, told_by):
             if worker != told_by:
-                self._agent.sender.post_ints(
-                    self._agent.peers[worker], Kind.RELEASE_CONTEXT, context_id
-                )
+                self._post(worker, Kind.RELEASE_CONTEXT, context_id)
         with self._lock:
             if self.contexts.find(context_id) is not None:
                 return  # ``told_by`` has no say in it.
             passes = self._passes_of.pop(context_id, ())
-            states = [self._states.pop((pass_id, context_id), None) for pass_id in passes]
+            keys = [*((each, context_id) for each in passes), *self._abandoned()]
+            states = [self._states.pop(key, None) for key in keys]
+            for pass_id, _ in keys:
+                self._led.pop(pass_id, None)
         for state in states:
-            if state is not None and state.local is not None:
-                state.local.close()
+            if state is not None:
+                state.close()
+        self.contexts.notified(context_id)
+
+    def release_later(self, context_id: int) -> None:
+        """Releases a context soon, in another thread. For finalizers: it only enqueues."""
+        self._left.append(context_id)
+        self._release_soon()
+
+    def _abandoned(self) -> list[tuple[int, int]]:
+        """Returns the led passes whose threads were interrupted before they had removed them."""
+        return [led.key for led in self._led.values() if led.leading() is None]
+
+    def _post(self, worker: int, kind: Kind, *numbers: int) -> None:
+        """Sends numbers to a worker that is there; a failure concerns that worker alone."""
+        peer = self._agent.peers.get(worker)
+        if peer is None or peer.lost is not None:
+            return
+        try:
+            self._agent.sender.post_ints(peer, kind, *numbers)
+        except Exception:
+            log_exception("worker %r could not be told what to release", peer.name)
+
+    def _is_lost(self, worker: int) -> bool:
+        peer = self._agent.peers.get(worker)
+        return peer is not None and peer.lost is not None
 
     def count_passes(self) -> int:
         """Returns how many backward passes are under way here, including those led elsewhere."""
@@ -227,23 +272,46 @@ class Engine:
         return sum([state.is_under_way for state in states])
 
     def open_waits(self) -> list[OpenWait]:
-        """Returns the passes that this worker leads and in which it waits for other workers."""
+        """Returns the passes in which this worker waits for other workers."""
         with self._lock:
-            passes = list(self._led.values())
+            states = list(self._states.values())
         return [
-            OpenWait(("backward", led.pass_id), led.waits_since_s, partial(self._awaited, led))
-            for led in passes
-            if led.driver.awaited_workers() - {self._me}
+            OpenWait(
+                ("backward", state.pass_id), state.waits_since_s, partial(self._wait_of, state)
+            )
+            for state in states
+            if self._awaited_in(state)
         ]
 
-    def _awaited(self, led: LedPassState) -> str:
-        workers = sorted(led.driver.awaited_workers() - {self._me})
-        names = [self._agent.peers[each].name for each in workers]
-        return f"in a backward pass for {names_of(names)}"
+    def _awaited_in(self, state: PassState) -> set[int]:
+        if isinstance(state, LedPassState):
+            return state.driver.awaited_workers() - {self._me}
+        return set() if state.awaited is None else {state.awaited}
+
+    def _names_awaited(self, state: PassState) -> tuple[str, ...]:
+        return tuple([self._agent.peers[each].name for each in sorted(self._awaited_in(state))])
+
+    def _wait_of(self, state: PassState) -> str:
+        return f"in a backward pass for {names_of(self._names_awaited(state))}"
+
+    def _timeout_error(self, state: PassState) -> BackwardTimeout:
+        missing = self._names_awaited(state)
+        whom = "another thread of this worker"
+        if missing:
+            whom = f"{names_of(missing)}, or for workers that were called from there,"
+        return BackwardTimeout(
+            f"a backward pass has waited {self._timeout_s:g} s (WEFT_BACKWARD_TIMEOUT_S) for "
+            f"{whom} and has ended; raise the variable if a pass may take longer",
+            worker=missing[0] if missing else "",
+            operation="waiting for the pass",
+            missing=missing,
+        )
 
     # Leading
 
-    def _begin_to_lead(self, context_id: int, mode: PassMode, local: LocalPass) -> LedPassState:
+    def _begin_to_lead(
+        self, context_id: int, mode: PassMode, local: LocalPass, leading: _Leading
+    ) -> LedPassState:
         with self._lock:
             pass_id = scoped_id(self._me, next(self._pass_numbers))
             oldest_id = pass_id
@@ -253,6 +321,7 @@ class Engine:
             name = PassName(context_id, pass_id, oldest_id, mode)
             local.pass_id = pass_id
             led = LedPassState(self._me, name, local, self._timeout_s)
+            led.leading = ref(leading)
             self._led[pass_id] = self._states[led.key] = led
             return led
 
@@ -290,6 +359,28 @@ class Engine:
         if not led.inbox and led.outcome is None:  # A failed send sets the outcome.
             self._wait_for_others(led)
 
+    def _exchange_leading(
+        self,
+        led: LedPassState,
+        others: Sequence[Peer],
+        message_id: int,
+        outgoing: list[Outgoing],
+        progress: protocol.Progress,
+    ) -> None:
+        """Takes a turn of ``_lead`` within a run of torch's engine; see ``LocalPass.exchange``."""
+        sends = self._follow_up(led, led.machine.worked(outgoing, progress))
+        try:
+            if led.inbox or led.outcome is not None:
+                self._send_all(led, sends)
+            else:
+                self._send_and_wait(led, sends, others)
+        except BaseException as error:  # Not an error of the graph that is running.
+            raise PassEnded(error) from None
+        if led.outcome is None:
+            self._send_all(led, self._follow_up(led, self._receive_all(led, led.take_all())))
+        if led.outcome is not None:
+            raise PassEnded
+
     def _wait_for_others(self, led: LedPassState) -> None:
         """Waits for other threads to fill the inbox."""
         is_counted = self._agent.reactor.begin_wait()
@@ -298,7 +389,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise NotInitialized("this worker shut down before a backward pass had ended")
                 if time.monotonic() > led.deadline_s():
-                    raise AutogradError("a backward pass took longer than WEFT_BACKWARD_TIMEOUT_S")
+                    raise self._timeout_error(led)
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()
@@ -387,21 +478,70 @@ class Engine:
             if state.local is not None and state.local.is_averaging_due:
                 self._send_all(state, self._average(state, state.local))
 
+    def _exchange(
+        self,
+        state: PassState,
+        message_id: int,
+        outgoing: list[Outgoing],
+        progress: protocol.Progress,
+    ) -> None:
+        """Exchanges messages within a run of torch's engine; see ``LocalPass.exchange``."""
+        self._send_all(state, state.machine.worked(outgoing, progress))
+        if not (state.inbox or state.machine.is_over or state.is_closed):
+            self._wait_in_gate(state, message_id)
+        if state.inbox:  # Else, the next message would schedule another task.
+            self._send_all(state, self._receive_all(state, state.take_all()))
+        if state.machine.is_over or state.is_closed:
+            raise PassEnded
+
+    def _wait_in_gate(self, state: PassState, message_id: int) -> None:
+        """Waits for an item in the inbox, which other threads fill, or for the end of the pass.
+
+        Raises:
+            BackwardTimeout: Nothing came in time; names the worker.
+        """
+        assert state.name is not None
+        context = self.contexts.get(state.name.context_id)
+        send = context.send(message_id) or self.outside.send(message_id)
+        state.awaited = None if send is None else send.to_worker
+        state.waits_since_s = time.monotonic()
+        is_counted = self._agent.reactor.begin_wait()
+        try:
+            while not (state.wait(_LOOK_S) or state.is_closed):
+                if self._agent.reactor.is_closing:
+                    raise PassEnded
+                if time.monotonic() > state.waits_since_s + self._timeout_s:
+                    raise self._timeout_error(state)
+        finally:
+            state.awaited = None
+            if is_counted:
+                self._agent.reactor.end_wait()
+
+    def _receive_all(
+        self, state: PassState, items: Iterable[tuple[Peer, object]]
+    ) -> list[protocol.Action]:
+        actions: list[protocol.Action] = []
+        for peer, item in items:
+            actions += self._receive(state, peer, item)
+        return actions
+
     def _work_off(
         self, state: PassState, items: Iterable[tuple[Peer, object]]
     ) -> list[protocol.Action]:
         """Handles received items, runs ready nodes, and returns the resulting actions."""
         actions: list[protocol.Action] = []
         try:
-            for peer, item in items:
-                actions += self._receive(state, peer, item)
+            actions += self._receive_all(state, items)
             if state.local is not None and not state.machine.is_over:
                 actions += state.machine.worked(*state.local.work())
+        except PassEnded as ended:
+            if ended.error is not None:
+                raise ended.error from ended.error.__cause__
         except BaseException as error:  # Hooks and functions of the program can raise any error.
             if isinstance(state, LedPassState) and not isinstance(error, Exception):
                 raise  # Perhaps a KeyboardInterrupt: this is the caller's own thread.
             operation = operation_of(error)
-            if operation == _OF_TORCH and RAN_INTO in str(error):
+            if operation == OF_TORCH and RAN_INTO in str(error):
                 error = AutogradError(OF_ANOTHER_CONTEXT)
             actions += state.machine.failed(operation, error)
         return actions
@@ -445,22 +585,28 @@ class Engine:
         context = self.contexts.get_or_create(name.context_id, leader)
         state.local = self.pass_type(context, name.mode, outside=self.outside)
         state.local.pass_id = name.pass_id
+        state.local.exchange = partial(self._exchange, state)
         with self._lock:
             passes = self._passes_of.setdefault(name.context_id, [])
-            if passes:
-                self._forget_older(name, passes)
+            older = self._take_older(name, passes) if passes else ()
             passes.append(name.pass_id)
+        for each in older:
+            each.close()
         # Raises if the context was released in between: nothing would close this part then.
         self.contexts.get(name.context_id)
 
-    def _forget_older(self, name: PassName, passes: list[int]) -> None:
-        """Drops parts in passes that have ended, as implied by a later pass of their leader."""
+    def _take_older(self, name: PassName, passes: list[int]) -> list[PassState]:
+        """Removes parts in passes that have ended, as a later pass of their leader implies."""
+        older: list[PassState] = []
         for pass_id in list(passes):
             if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
                 passes.remove(pass_id)
                 key = (pass_id, name.context_id)
-                self._states.pop(key, None)
                 self._ended.add(key)
+                state = self._states.pop(key, None)
+                if state is not None:
+                    older.append(state)
+        return older
 
     def _end(self, state: PassState) -> None:
         """Releases a part, done or not; later messages of the pass are dropped."""
@@ -473,8 +619,7 @@ class Engine:
                     passes.remove(state.pass_id)
                 if not passes:
                     self._passes_of.pop(state.name.context_id, None)
-        if state.local is not None:
-            state.local.close()
+        state.close()
 
     # Sending
 
@@ -528,14 +673,14 @@ class Engine:
         # Reset first: a message that becomes unreachable concurrently must schedule another tick.
         self._release_due_s = math.inf
         for worker, message_ids in self.outside.take_ended().items():
-            peer = self._agent.peers.get(worker)
-            if peer is not None and peer.lost is None:
-                self._agent.sender.post_ints(peer, Kind.RELEASE_MESSAGES, *message_ids)
+            self._post(worker, Kind.RELEASE_MESSAGES, *message_ids)
+        while self._left:
+            # A task, since freeing a graph may run any code and take long.
+            self._agent.reactor.submit_task(self._release_left, self._left.popleft())
         return self._release_due_s
 
-    def _is_lost(self, worker: int) -> bool:
-        peer = self._agent.peers.get(worker)
-        return peer is None or peer.lost is not None
+    def _release_left(self, context_id: int, _: object) -> None:
+        self.release(context_id)
 
     def _on_release_messages(self, peer: Peer, frame: Frame) -> None:
         message_ids = decode_ints(frame.control)
@@ -553,6 +698,33 @@ class Engine:
             if state.put((peer, LOST)):
                 self._agent.reactor.submit_task(self._take_items, state)
         self.outside.worker_lost(peer.id)  # Freeing a graph may run any code.
+        # Nobody else would release them. The tasks follow those of the passes that it took part in.
+        for context_id in self.contexts.opened_by(peer.id):
+            self._agent.reactor.submit_task(self._release_left, context_id)
+
+
+class OpenContext:
+    """A context that this worker opens, and that is released with this object at the latest.
+
+    The main thread may be interrupted at any step, also between the end of a block and the release
+    of its context; see ``runtime.interrupts``.
+    """
+
+    id = 0
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.id = engine.contexts.new_id()
+        engine.contexts.get_or_create(self.id)
+
+    def end(self) -> None:
+        """Releases the context here and on the other workers that know it."""
+        self._engine.release(self.id)
+        self.id = 0
+
+    def __del__(self) -> None:
+        if self.id:
+            self._engine.release_later(self.id)
 
 
 ENGINE: Slot[Engine] = Slot()
@@ -565,22 +737,3 @@ def current_engine() -> Engine:
         NotInitialized: This process is not a worker.
     """
     return current().slots[ENGINE]
-
-
-_OF_TORCH = "an operation of torch"
-
-
-def operation_of(error: BaseException) -> str:
-    """Returns the name of the user's function whose backward raised ``error``.
-
-    torch does not report which of its own operations failed; its message usually does.
-    """
-    is_weft = isinstance(error, WeftError)
-    name = "exchanging gradients" if is_weft else _OF_TORCH
-    step: TracebackType | None = error.__traceback__
-    while step is not None:
-        for value in list(step.tb_frame.f_locals.values()):
-            if isinstance(value, torch._C._FunctionBase):
-                name = type(value).__name__.removesuffix("Backward") + ".backward"
-        step = step.tb_next
-    return name

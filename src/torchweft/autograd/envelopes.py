@@ -17,6 +17,11 @@ from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.gradients import Gradient
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.protocol.backward import Failed, Gradients, Message
+from torchweft.runtime.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
@@ -59,6 +64,9 @@ class Envelopes:
 
     def encode(self, peer: Peer, name: PassName, messages: Sequence[Message]) -> list[Buffer]:
         """Returns the bytes to write for messages to another worker."""
+        if has_dispatch_modes() or has_function_modes():
+            with plain_operations():
+                return self.encode(peer, name, messages)
         buffers: list[Buffer] = []
         for message in messages:
             if isinstance(message, Gradients):

@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter, itemgetter
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
+from torchweft.errors import AutogradError
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import keep, new_guard, new_order
 
@@ -109,10 +111,24 @@ Sink = Callable[[Iterable[tuple[Tensor, Tensor]], Iterable[Tensor]], object]
 """Adds the gradients of leaves of one engine call; other code uses those of the second argument."""
 
 
-class Gradients:
-    """Sums gradients by tensor. Thread-safe."""
+_hooks_of = attrgetter("_post_accumulate_grad_hooks")  # in C: it runs for each leaf of each pass
+_NOTHING_ACCUMULATED = (
+    "a leaf has hooks of register_post_accumulate_grad_hook, but a pass in an autograd context "
+    "accumulates nothing in .grad, so they would never be called: remove them, or call "
+    "torchweft.autograd.backward(loss) outside of contexts"
+)
 
-    def __init__(self) -> None:
+
+class Gradients:
+    """Sums gradients by tensor. Thread-safe.
+
+    Args:
+        calls_hooks: Whether the caller calls the post-accumulate hooks of leaves; otherwise a leaf
+            with such hooks is refused.
+    """
+
+    def __init__(self, calls_hooks: bool = True) -> None:
+        self._calls_hooks = calls_hooks
         self._lock = threading.Lock()
         self._order = new_order()
         self._sums: dict[Tensor, Tensor] = {}
@@ -131,6 +147,8 @@ class Gradients:
                 is a gradient that occurs for several tensors.
         """
         pairs = list(pairs)
+        if not self._calls_hooks and any(map(_hooks_of, map(itemgetter(0), pairs))):
+            raise AutogradError(_NOTHING_ACCUMULATED)
         used = _used_elsewhere(pairs, borrowed)
         with self._lock, self._order:
             self._keep_for_sums(pairs)

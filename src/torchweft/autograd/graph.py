@@ -1,22 +1,24 @@
 """A backward pass on one worker: which sends are live or have gradients, and which nodes may run.
 
 ``LocalPass`` is the interface for the shell: it takes gradients and announcements of live sends,
-and runs the ready nodes. One thread at a time may use it.
+and runs the ready nodes. One thread at a time may use it. Where a graph waits for itself, ``work``
+calls ``exchange`` from within: the shell then sends, waits, and delivers what it receives.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import Answer, Component, not_due, run_alone
+from torchweft.autograd.component import Answer, Component, not_due, note_reached, run_alone
 from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
 from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
+from torchweft.autograd.gated_run import GatedRun, PassEnded
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
 from torchweft.autograd.local_engine import with_leaf_hooks
 from torchweft.autograd.outside import OutsideRecords
@@ -32,7 +34,7 @@ from torchweft.autograd.walk import (
     writes_to_views,
 )
 from torchweft.errors import AutogradError, ProtocolError
-from torchweft.protocol.backward import ROOTS, Progress
+from torchweft.protocol.backward import NO_PARTS, ROOTS, Parts, Progress
 
 Outgoing = tuple[int, int, Sequence[Gradient]]
 """Gradients to be sent: the worker that gets them, the number of its message, and the gradients."""
@@ -50,9 +52,15 @@ class LocalPass:
 
     Attributes:
         pass_id: The number of the pass in the group; 0 until the engine has set it.
+        exchange: Set by the shell. Takes the number of a message that this worker sent, and what
+            ``work`` returns. Sends it, and delivers messages; blocks until there are some. It is
+            called in the middle of ``work``, while the gradients of that message are missing.
     """
 
     pass_id = 0
+    exchange: Callable[[int, list[Outgoing], Progress], object]
+    _graph: SentGraph | None = None
+    _gated: GatedRun | None = None
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
     _skipped = 0
@@ -95,6 +103,8 @@ class LocalPass:
         """Live sends that are a component of their own, and whether their gradients have come."""
         self._due: list[tuple[int, Reached, Sequence[Gradient] | None, bool]] = []
         """Those with news: the gradients, if they came, and whether the send is live only now."""
+        self._progress = Progress()
+        self._outgoing: list[Outgoing] = []
         self._component_of: dict[int, Component] = {}
         self._touched: dict[int, Component] = {}
         self._unfinished: dict[int, Component] = {}
@@ -121,16 +131,21 @@ class LocalPass:
                 [each.detach() if each.requires_grad else each for each in roots.gradients],
             )
 
-    def announce(self, message_ids: Iterable[int]) -> None:
+    def announce(self, message_ids: Iterable[int], parts: Parts = NO_PARTS) -> None:
         """Notes that messages sent by this worker are live.
+
+        Args:
+            message_ids: The messages.
+            parts: The live tensors, as bits, of those of which not all tensors are live.
 
         Raises:
             ProtocolError: If this worker sent no such message in the context.
         """
         for message_id in message_ids:
             reached = self._reached_by(message_id)
-            if len(reached.sends) > 1 or reached.cuts:
-                self._touch(message_id, reached).announce(message_id)
+            if message_id in parts or self._is_joint(message_id, reached):
+                component = self._touch(message_id, reached)
+                component.announce(message_id, parts.get(message_id))
             elif message_id not in self._alone:
                 self._alone[message_id] = False
                 self._due.append((message_id, reached, None, True))
@@ -149,7 +164,7 @@ class LocalPass:
             self._arrived(message_id, reached, self._placed(message_id, gradients))
 
     def _arrived(self, message_id: int, reached: Reached, gradients: Sequence[Gradient]) -> None:
-        if len(reached.sends) > 1 or reached.cuts:
+        if self._is_joint(message_id, reached):
             self._touch(message_id, reached).arrive(message_id, gradients)
             return
         had_come = self._alone.get(message_id)
@@ -157,6 +172,10 @@ class LocalPass:
             raise not_due(message_id)
         self._alone[message_id] = True
         self._due.append((message_id, reached, gradients, had_come is None))
+
+    def _is_joint(self, message_id: int, reached: Reached) -> bool:
+        """Returns whether a send needs a ``Component``."""
+        return bool(len(reached.sends) > 1 or reached.cuts or message_id in self._component_of)
 
     def settle(self) -> None:
         """Notes that all live messages have been announced."""
@@ -170,51 +189,98 @@ class LocalPass:
             Gradients to send to the senders of messages received here, and the progress of
             messages since the last call.
         """
-        progress = Progress()
-        outgoing: list[Outgoing] = []
         if self._mode.create_graph:
             with _recorded_in(self._context.id):
-                self._run(progress, outgoing)
+                self._run()
         else:
-            self._run(progress, outgoing)
+            self._run()
+        return self._take_results()
+
+    def _take_results(self) -> tuple[list[Outgoing], Progress]:
+        outgoing, self._outgoing = self._outgoing, []
+        progress, self._progress = self._progress, Progress()
         if self._averaging is not None:
             live = self._alone.keys() | self._component_of.keys()
             self._averaging.hold_back(progress, self._is_settled, live)
         return outgoing, progress
 
-    def _run(self, progress: Progress, outgoing: list[Outgoing]) -> None:
+    def _run(self) -> None:
         due, self._due = self._due, []
+        progress = self._progress
         for message_id, reached, gradients, is_live_now in due:
             if is_live_now:
                 progress.walked.append(message_id)
             if gradients is None:
-                progress.reached += reached.message_ids()
+                note_reached(progress, reached.receives, (), self._answers_all)
                 continue
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
             answers = run_alone(reached, gradients, self._ends, self._sink, mode)
             progress.executed.append(message_id)
-            self._answer(answers, progress, outgoing)
+            self._answer(answers)
         if self._touched:
-            self._advance(progress, outgoing)
+            self._advance()
+        if self._is_settled and self._unfinished and self._gated is None:
+            self._run_gated()
+            if self._due or self._touched:  # They came while the last gate waited.
+                self._run()
 
-    def _advance(self, progress: Progress, outgoing: list[Outgoing]) -> None:
+    def _advance(self) -> None:
         touched, self._touched = self._touched, {}
         for key, component in touched.items():
-            answers = component.advance(self._is_settled, progress)
-            self._answer(answers, progress, outgoing)
+            self._answer(component.advance(self._is_settled, self._progress))
             if component.is_finished:
                 self._unfinished.pop(key, None)
             else:
                 self._unfinished[key] = component
 
-    def _answer(
-        self, answers: Iterable[Answer], progress: Progress, outgoing: list[Outgoing]
-    ) -> None:
+    def _run_gated(self) -> None:
+        """Runs the components that wait for themselves, once gradients of some have come."""
+        place_of = {send.message_id: place for place, send in enumerate(self._context.sends())}
+        components = {
+            key: component
+            for key, component in self._unfinished.items()
+            if component.waits_for_itself(place_of)
+        }
+        if not any(component.has_arrivals for component in components.values()):
+            return
+        assert self._graph is not None
+        mode = self._mode
+        if any(component.mode.retain_graph for component in components.values()):
+            mode = mode._replace(retain_graph=True)
+        parts = [*components.values()]
+        for component in parts:
+            component.is_in_gates = True
+        nodes = self._graph.nodes_of(
+            {send.message_id for each in parts for send in each.reached.sends}
+        )
+        self._gated = GatedRun(parts, nodes, self._sink, mode, self._wait)
+        try:
+            answers = self._gated.run()
+        finally:
+            self._gated = None
+        self._answer(answers)
+        for key, component in components.items():
+            component.finish(self._progress)
+            self._unfinished.pop(key, None)
+            self._touched.pop(key, None)
+
+    def _wait(self, message_id: int) -> None:
+        """Exchanges messages with other workers, in a gate of the running engine."""
+        assert self._gated is not None
+        self._answer(self._gated.take_answers())
+        self._run()
+        self.exchange(message_id, *self._take_results())
+
+    def _answer(self, answers: Iterable[Answer]) -> None:
         for receive, gradients in answers:
-            if _sends_zeros and not self._mode.for_inputs:
+            if self._answers_all:
                 gradients = with_zeros(gradients, receive.metas)
-            progress.answered.append(receive.message_id)
-            outgoing.append((receive.from_worker, receive.message_id, gradients))
+            self._progress.answered.append(receive.message_id)
+            self._outgoing.append((receive.from_worker, receive.message_id, gradients))
+
+    @property
+    def _answers_all(self) -> bool:
+        return _sends_zeros and not self._mode.for_inputs
 
     @property
     def is_waiting(self) -> bool:
@@ -240,7 +306,9 @@ class LocalPass:
         self._reached_of, self._node_of_leaf = {}, None
         self._alone, self._due = {}, []
         self._component_of, self._touched, self._unfinished = {}, {}, {}
-        self._roots = None
+        self._roots = self._graph = None
+        self._progress, self._outgoing = Progress(), []
+        self.exchange = _end_pass  # The shell's function leads back here.
 
     def _reached_by(self, message_id: int) -> Reached:
         """Returns the component of a send, or of the roots.
@@ -266,7 +334,7 @@ class LocalPass:
         component = self._component_of.get(message_id)
         if component is None:
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
-            component = Component(reached, self._ends, self._sink, mode)
+            component = Component(reached, self._ends, self._sink, mode, self._answers_all)
             for send in reached.sends:
                 self._component_of[send.message_id] = component
         self._touched[id(component)] = component
@@ -301,7 +369,7 @@ class LocalPass:
     def _walk_all(self) -> dict[int, Reached]:
         """Walks from all sends, used or not; sends that share nodes form a component."""
         sends: list[Sent] = self._context.sends()  # type: ignore[assignment]
-        graph = SentGraph(self._ends)
+        graph = self._graph = SentGraph(self._ends)
         for send in sends[self._skipped :]:
             graph.add(send)
         if self._outside is not None and not self._mode.for_inputs:
@@ -369,6 +437,10 @@ def _recorded_in(context_id: int) -> Iterator[None]:
     """
     with torch.enable_grad(), enter(context_id):
         yield
+
+
+def _end_pass(*_: object) -> None:
+    raise PassEnded
 
 
 def _placed_as(meta: TensorMeta, gradient: Gradient) -> Gradient:

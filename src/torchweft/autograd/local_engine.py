@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import threading
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from torchweft.autograd.gates import Opening
 from torchweft.autograd.gradients import Sink
-from torchweft.runtime.device_streams import Mark, mark, use
+from torchweft.errors import WeftError
 
 # torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
 # and the check takes half the time of a small call. Here the shapes are known to be right.
@@ -67,116 +68,79 @@ def gradients_at(
     return captured
 
 
-def accumulate(tensors: tuple[Tensor, ...], gradients: tuple[Tensor, ...]) -> None:
+def accumulate(
+    tensors: tuple[Any, ...], gradients: tuple[Tensor, ...], leaves: tuple[Tensor, ...] = ()
+) -> None:
     """Runs the graph behind tensors, and adds to ``.grad`` of its leaves. The graph is freed.
 
     Runs the hooks of the leaves and of the accumulating nodes; the latter wait for collectives.
 
     Args:
-        tensors: Tensors at which the run starts; a leaf gets its gradient itself.
+        tensors: Tensors or edges at which the run starts; a leaf gets its gradient itself.
         gradients: The gradients there, of the right shapes.
+        leaves: The leaves that get a gradient; all if empty.
     """
     if _engine is None:
-        torch.autograd.backward(tensors, gradients)
+        torch.autograd.backward(tensors, gradients, inputs=leaves or None)
         return
-    _engine.run_backward(tensors, gradients, False, False, (), True, accumulate_grad=True)
+    _engine.run_backward(tensors, gradients, False, False, leaves, True, accumulate_grad=True)
 
 
-# Single nodes. The engine stops at a node only if no requested target lies behind it; weights that
-# are used in every step of a loop always do. So where a graph is cut, the nodes before the cut run
-# one by one. The engine runs each of them with its usual steps: tensor hooks on the complete
-# gradient, the node's hooks, zeros for missing gradients if the node wants them, and conversion of
-# each result to the shape and type of its tensor. The last hook of the node takes the results and
-# ends the run.
-#
-# Several threads may run the same node of a retained graph at once, and each runs the hooks of the
-# other threads. On the CPU a node runs in the calling thread, so a hook recognises its own run by
-# thread. On other devices a node runs in a thread of the engine, so a lock serializes such runs.
-
-Gradients = tuple[Tensor | None, ...]
-
-
-class _HasRun(BaseException):
-    """Ends a run after its node; user code never sees it."""
-
-
-def run_node(node: Node, gradients: Mapping[int, Tensor], create_graph: bool = False) -> Gradients:
-    """Runs ``node`` once.
+def run_from(
+    inputs: Sequence[GradientEdge],
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    openings: Sequence[Opening],
+    cuts: Iterable[Node],
+    *,
+    retain_graph: bool,
+    create_graph: bool,
+) -> Sequence[Tensor | None]:
+    """Runs a graph from edges with gradients and from gates; see ``gradients_at``.
 
     Args:
-        node: A node that is not a leaf.
-        gradients: The gradients of its outputs, by output number; empty if every node that leads
-            to it ran and left no gradient.
+        inputs: Edges whose gradients are wanted.
+        edges: Edges at which the run starts.
+        gradients: The gradients there.
+        openings: Gates at which it starts too. One queue, of the calling thread, runs all nodes.
+        cuts: Nodes that pass no gradient on.
+        retain_graph: Whether the saved tensors of the nodes must survive.
         create_graph: Whether the run itself is recorded.
-
-    Returns:
-        A gradient, or None, for each of its ``next_functions``.
     """
-    behind = [GradientEdge(target, nr) for target, nr in node.next_functions if target is not None]
-    if not behind:
-        return (None,) * len(node.next_functions)
-    results: list[Gradients] = []
-    marks: list[Mark | None] = []
-    caller = get_ident()
-    is_on_cpu = _meta_of(node).device.type == "cpu"
-
-    def is_own_run() -> bool:
-        return not is_on_cpu or get_ident() == caller
-
-    def take(after: Gradients, _: Gradients) -> None:
-        if is_own_run():
-            if not is_on_cpu:
-                # The engine makes its caller's streams wait at the end of a run. This run fails.
-                marks.append(mark(_meta_of(node).device.index))
-            results.append(after)
-            raise _HasRun
-
-    with contextlib.nullcontext() if is_on_cpu else _one_elsewhere:
-        handles = [node.register_hook(take)]
-        if not gradients:
-            handles.append(_without_gradients(node, is_own_run))
-            gradients = {0: _zeros(node)}
-        try:
-            gradients_at(
-                behind,  # The engine computes only the requested results of a node.
-                tuple([GradientEdge(node, output_nr) for output_nr in gradients]),
-                tuple(gradients.values()),
-                retain_graph=True,
-                create_graph=create_graph,
-            )
-        except _HasRun:
-            if marks:
-                use(marks[0], results[0])
-            return results[0]
-        finally:
-            for handle in handles:
-                handle.remove()
-    raise AssertionError(f"the engine did not run {node.name()}")
+    if not inputs or not (edges or openings):
+        return [None] * len(inputs)
+    run = functools.partial(
+        gradients_at,
+        inputs,
+        (*edges, *[opening.edge for opening in openings]),
+        (*gradients, *[opening.zeros for opening in openings]),
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+    )
+    if not openings and not cuts:
+        return run()
+    # Otherwise nodes of other devices run in a thread for each device, which all passes share.
+    with torch.autograd.set_multithreading_enabled(False), _without_gradients(cuts):
+        return run()
 
 
-_one_elsewhere = threading.RLock()
-"""Held while a node runs on a device that is not the CPU."""
+@contextlib.contextmanager
+def _without_gradients(nodes: Iterable[Node]) -> Iterator[None]:
+    """Has nodes get no gradient in runs of this thread within a ``with`` block.
 
-
-def _meta_of(node: Any) -> Any:
-    return node._input_metadata[0]
-
-
-def _zeros(node: Node) -> Tensor:
-    meta = _meta_of(node)
-    return torch.zeros(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
-
-
-def _without_gradients(node: Node, is_own_run: Callable[[], bool]) -> Any:
-    """Removes the gradient that the engine needs to start, so that the node's hooks see none."""
+    The engine runs a node if any target lies behind it, also if it has captured the gradient there.
+    """
+    thread = get_ident()
 
     def take_away(incoming: tuple[Any, ...]) -> tuple[None, ...] | None:
-        return (None,) * len(incoming) if is_own_run() else None
+        return (None,) * len(incoming) if get_ident() == thread else None
 
-    handle = node.register_prehook(take_away)
-    hooks: Any = handle.hooks_dict_ref()
-    hooks.move_to_end(handle.id, last=False)
-    return handle
+    handles = [node.register_prehook(take_away) for node in nodes]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def hooks_of(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[..., Any]]:
@@ -253,3 +217,23 @@ def _accumulating(leaf: Tensor) -> Node:
     node = made.grad_fn.next_functions[0][0]
     assert node is not None
     return node
+
+
+OF_TORCH = "an operation of torch"
+"""The operation of an error if it is no function of the user."""
+
+
+def operation_of(error: BaseException) -> str:
+    """Returns the name of the user's function whose backward raised ``error``.
+
+    torch does not report which of its own operations failed; its message usually does.
+    """
+    is_weft = isinstance(error, WeftError)
+    name = "exchanging gradients" if is_weft else OF_TORCH
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        for value in list(step.tb_frame.f_locals.values()):
+            if isinstance(value, torch._C._FunctionBase):
+                name = type(value).__name__.removesuffix("Backward") + ".backward"
+        step = step.tb_next
+    return name

@@ -232,6 +232,7 @@ class _Ends(Mapping[Node, Any]):
                 nodes,
                 message.metas,
                 is_back=message.is_back,
+                is_outside=True,
             )
             self._records[message.message_id] = record
         record.nodes[place] = node
@@ -277,12 +278,6 @@ class Arrivals:
         self._records = records
         self._warns = warns
         self._has_warned = False
-
-    @property
-    def no_grad_id(self) -> int:
-        """The value that a call under ``torch.no_grad`` sends in place of its context's number."""
-        # As in ``torch.distributed.rpc``, results require grad whatever the caller's grad mode.
-        return 0 if self._warns else NO_GRAD
 
     @property
     def keeps_graphs(self) -> bool:

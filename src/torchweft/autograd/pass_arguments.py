@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.arguments import kind_of
-from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord, edges_of
+from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
 from torchweft.autograd.gradients import Sink, sum_of
 from torchweft.autograd.walk import End, Place, Stop
 from torchweft.errors import ArgumentTypeError, AutogradError
@@ -65,7 +65,7 @@ def roots_of(
         given = tuple([_one_at(place, tensor, what) for place, tensor in enumerate(checked)])
     else:
         given = _checked_gradients(checked, gradients, what)
-    return Roots(edges_of(checked)[0], given, checked)
+    return Roots(tuple(map(get_gradient_edge, checked)), given, checked)
 
 
 def _checked(tensors: Iterable[Tensor], what: str) -> tuple[Tensor, ...]:

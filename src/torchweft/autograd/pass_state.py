@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from torchweft.agent.peers import Peer
@@ -44,7 +45,13 @@ class PassState:
 
     name: PassName | None = None
     local: LocalPass | None = None
+    is_closed = False
+    awaited: int | None = None
+    """The worker whose gradients a gate waits for, if the state is no led one."""
+    waits_since_s = math.inf
+    """When this worker began to wait, by ``time.monotonic``; a leading one, for the first time."""
     _is_at_work = False
+    _signal: threading.Event | None = None
 
     def __init__(self, machine: Participant, pass_id: int, context_id: int) -> None:
         self.machine = machine
@@ -61,6 +68,8 @@ class PassState:
         with self._lock:
             self.inbox.append(item)
             was_at_work, self._is_at_work = self._is_at_work, True
+        if self._signal is not None:
+            self._signal.set()
         return not was_at_work
 
     def take_all(self) -> list[Item]:
@@ -82,6 +91,26 @@ class PassState:
         """Whether this worker works on the pass, or waits for more of its messages."""
         return self._is_at_work or (self.local is not None and self.local.is_waiting)
 
+    def wait(self, limit_s: float) -> bool:
+        """Blocks until an item is in the inbox or the pass is over; returns False if none is.
+
+        Args:
+            limit_s: The longest time.
+        """
+        # Publish the signal before checking the inbox: a concurrent ``put`` then sets it.
+        signal = self._signal = threading.Event()
+        if not (self.inbox or self.is_closed):
+            signal.wait(limit_s)
+        return bool(self.inbox)
+
+    def close(self) -> None:
+        """Ends this part, done or not; a thread that waits in a gate of it goes on."""
+        self.is_closed = True
+        if self._signal is not None:
+            self._signal.set()
+        if self.local is not None:
+            self.local.close()
+
     def apply(self, message: Gradients | Discover | Settled) -> None:
         """Delivers a message to the pass on this worker."""
         local = self.local
@@ -89,7 +118,7 @@ class PassState:
         if isinstance(message, Gradients):
             local.arrive(message.message_id, message.gradients)
         elif isinstance(message, Discover):
-            local.announce(message.message_ids)
+            local.announce(message.message_ids, message.parts)
         else:
             local.settle()
 
@@ -112,9 +141,8 @@ class LedPassState(PassState):
     local: LocalPass
     inbox: deque[Item]  # type: ignore[assignment]
     outcome: Complete | Fail | None = None
-    waits_since_s = math.inf
-    """When this worker first had to wait, by ``time.monotonic``."""
-    _signal: threading.Event | None = None
+    leading: Callable[[], object] = object
+    """Returns None once the function that leads the pass has ended."""
     _deadline_s: float | None = None
 
     def __init__(self, worker: int, name: PassName, local: LocalPass, timeout_s: float) -> None:

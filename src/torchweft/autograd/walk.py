@@ -7,8 +7,7 @@ user's graph, so they are written out.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -67,12 +66,8 @@ class Reached(NamedTuple):
     """Received messages by their reached placeholders."""
     passed: Sequence[Place] = ()
     """Node outputs, of any component, that a pass goes through and whose gradients are wanted."""
-    cuts: Container[Node] = ()
+    cuts: Collection[Node] = ()
     """Stops that the engine would run through unless prevented."""
-
-    def message_ids(self) -> list[int]:
-        """Returns the numbers of the received messages."""
-        return list({receive.message_id: None for receive in self.receives.values()})
 
 
 def targets_of(
@@ -192,6 +187,12 @@ class SentGraph:
                     whole.receives.update(reached.receives)
         return self._reached_of
 
+    def nodes_of(self, message_ids: Collection[int]) -> Iterator[Node]:
+        """Yields the nodes that walks from certain sends were the first to visit."""
+        for node, number in self._visitor.items():
+            if number in message_ids and node is not None:
+                yield node
+
 
 _NO_SEND = -1
 
@@ -238,148 +239,3 @@ def has_hooks(leaf: Leaf, node: Node) -> bool:
         return leaf.is_hooked
     # Post-accumulate hooks are called in passes that add to ``.grad``.
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or has_leaf_hooks(node)
-
-
-@dataclass(slots=True)
-class Group:
-    """The nodes with one signature, by kind.
-
-    Attributes:
-        signature: The sends that reach these nodes, one bit for each.
-        leaves: Leaves without hooks that nodes of the group lead to, and its leaves with hooks.
-        receives: Received messages by their placeholders in the group.
-        nodes: All other nodes, in topological order.
-    """
-
-    signature: int
-    leaves: dict[Node, Leaf] = field(default_factory=dict)
-    receives: dict[Node, ReceiveRecord] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)
-
-
-class Partition:
-    """The nodes that several sends reach, by signature.
-
-    Args:
-        seeds: For each send its bit and its edges.
-        ends: Where the graph ends, by node.
-        leaves: All leaves that the sends reach.
-
-    Attributes:
-        groups: The groups that have not run.
-    """
-
-    def __init__(
-        self,
-        seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]],
-        ends: Mapping[Node, End],
-        leaves: Mapping[Node, Leaf],
-    ) -> None:
-        seeds = list(seeds)
-        self._ends = ends
-        self._hooked = {node: leaf for node, leaf in leaves.items() if has_hooks(leaf, node)}
-        self._plain = {node: leaf for node, leaf in leaves.items() if node not in self._hooked}
-        self._edges = self._sorted_edges([edge.node for _, edges in seeds for edge in edges])
-        self._signatures = self._signatures_from(seeds)
-        self._place = {node: place for place, node in enumerate(self._edges)}
-        self.groups = self._grouped()
-
-    def signature_of(self, node: Node) -> int:
-        """Returns the sends that reach ``node``; 0 for a leaf without hooks: it is always ready."""
-        return self._signatures.get(node, 0)
-
-    def take_ready(self, arrived: int) -> list[Group]:
-        """Removes and returns the groups that may run now."""
-        ready = [group for group in self.groups if not group.signature & ~arrived]
-        self.groups = [group for group in self.groups if group.signature & ~arrived]
-        return ready
-
-    def in_order(self, groups: Iterable[Group]) -> list[Node]:
-        """Returns the inner nodes of ``groups`` in topological order."""
-        return sorted((node for group in groups for node in group.nodes), key=self._place.get)  # type: ignore[arg-type]
-
-    def before_cut(
-        self, groups: Iterable[Group], arrived: int, cuts: Container[Node] = ()
-    ) -> list[Node]:
-        """Returns the nodes of ``groups`` that lead to unready nodes or ``cuts``, in order.
-
-        Nodes that lead there through other nodes of ``groups`` are included.
-        """
-        nodes = self.in_order(groups)
-        leading_out: set[Node] = set()
-        for node in reversed(nodes):
-            for target, _ in self._edges[node]:
-                if target is not None and (
-                    target in leading_out or target in cuts or self.signature_of(target) & ~arrived
-                ):
-                    leading_out.add(node)
-                    break
-        return [node for node in nodes if node in leading_out]
-
-    def _sorted_edges(self, seeds: Iterable[Node]) -> dict[Node, tuple[Next, ...]]:
-        """Returns the edges out of each node, in topological order."""
-        entered: dict[Node, tuple[Next, ...]] = {}
-        finished: dict[Node, tuple[Next, ...]] = {}
-        stack = [seed for seed in seeds if seed not in self._plain]
-        while stack:
-            node = stack[-1]
-            if node in entered:
-                stack.pop()
-                # A node with several predecessors may be on the stack more than once.
-                finished.setdefault(node, entered[node])
-                continue
-            edges = () if node in self._ends else node.next_functions
-            entered[node] = edges
-            stack.extend(self._unplain(edges, entered))
-        return dict(reversed(finished.items()))
-
-    def _unplain(self, edges: Iterable[Next], entered: Mapping[Node, object]) -> Iterator[Node]:
-        for node, _ in edges:
-            if node is not None and node not in entered and node not in self._plain:
-                yield node
-
-    def _signatures_from(
-        self, seeds: Iterable[tuple[int, tuple[GradientEdge, ...]]]
-    ) -> dict[Node, int]:
-        signatures = dict.fromkeys(self._edges, 0)
-        plain = self._plain
-        for bit, edges in seeds:
-            for edge in edges:
-                if edge.node not in plain:
-                    signatures[edge.node] |= bit
-        for node, nexts in self._edges.items():
-            signature = signatures[node]
-            for target, _ in nexts:
-                if target is not None and target not in plain:
-                    signatures[target] |= signature
-        self._join_messages(signatures)
-        return signatures
-
-    def _join_messages(self, signatures: dict[Node, int]) -> None:
-        """Gives the placeholders of a message one signature: they are answered together."""
-        joint: dict[int, int] = {}
-        ends = [(node, self._ends[node]) for node in self._edges if node in self._ends]
-        receives = [(node, end.message_id) for node, end in ends if type(end) is ReceiveRecord]
-        for node, message_id in receives:
-            joint[message_id] = joint.get(message_id, 0) | signatures[node]
-        for node, message_id in receives:
-            signatures[node] = joint[message_id]
-
-    def _grouped(self) -> list[Group]:
-        groups: dict[int, Group] = {}
-        for node, nexts in self._edges.items():
-            signature = self._signatures[node]
-            group = groups.get(signature)
-            if group is None:
-                group = groups[signature] = Group(signature)
-            end = self._ends.get(node)
-            if type(end) is ReceiveRecord:
-                group.receives[node] = end
-            elif node in self._hooked:
-                group.leaves[node] = self._hooked[node]
-            else:
-                group.nodes.append(node)
-                for target, _ in nexts:
-                    if target is not None and target in self._plain:
-                        group.leaves[target] = self._plain[target]
-        return list(groups.values())

@@ -9,6 +9,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from torchweft.files import open_plain
+
 UNFINISHED = ".tmp"
 """The suffix of a file's name until all of the file is on the disk."""
 _CHUNK_BYTES = 4 << 20
@@ -73,7 +75,8 @@ def write_whole(path: str, write: Callable[[HashingFile], object]) -> Written:
     """
     unfinished = path + UNFINISHED
     try:
-        with open(unfinished, "wb") as file:
+        remove_file(unfinished)  # What a process that was killed has left.
+        with open(unfinished, "xb") as file:  # Follows no link.
             hashing = HashingFile(file)
             write(hashing)
             written = hashing.check()
@@ -144,7 +147,7 @@ def difference(path: str, expected: Written) -> str:
     """
     digest = hashlib.sha256()
     size_bytes = 0
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             size_bytes += len(chunk)

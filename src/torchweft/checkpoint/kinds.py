@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.errors import ArgumentTypeError
+from torchweft.nn.containers import local_modules
+from torchweft.optim import states
 from torchweft.serialize.reducers import has_memory
 
 # Plain values, which need no code to read
@@ -239,7 +241,7 @@ def check_whole(path: str, value: Any) -> None:
     Raises:
         ArgumentTypeError: It is such a module.
     """
-    for each in value.modules() if isinstance(value, nn.Module) else ():
+    for each in local_modules(value) if isinstance(value, nn.Module) else ():
         lacks = getattr(each, "weft_saved_by", "")
         if lacks:
             raise ArgumentTypeError(
@@ -273,13 +275,18 @@ def take(path: str, kind: str, value: Any, devices: DeviceCopies | None = None) 
 def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
     """Returns the differences that prevent putting a saved state into a value.
 
-    An optimizer has to have as many parameters in each group as the saved one. Any other object
-    with ``load_state_dict`` checks its state itself, when it loads it.
+    An optimizer has to have as many parameters in each group as the saved one. Weft's own objects
+    have a method ``weft_differences``. Any other object with ``load_state_dict`` checks its state
+    itself, when it loads it.
     """
+    own = getattr(value, "weft_differences", None)
+    if kind == OBJECT and own is not None:
+        return Differences([], [], own(path, state))
     if kind == OBJECT and isinstance(value, Optimizer):
-        return Differences([], [], _sizes(path, value, state))
-    if kind == TENSOR and value.shape != state.shape:
-        return Differences([], [], [_shapes(path, state, value)])
+        found = states.differences(value, states.lineage(type(value)), state)
+        return Differences([], [], [f"{path}: {text}" for text in found])
+    if kind == TENSOR:
+        return Differences([], [], _of_tensors(path, state, value))
     if kind != MODULE:
         return Differences([], [], [])
     saved = state["state"]
@@ -289,9 +296,10 @@ def differences(path: str, kind: str, value: Any, state: Any) -> Differences:
         [f"{path}:{key}" for key in present if key not in saved],
         [f"{path}:{key}" for key in saved if key not in present],
         [
-            _shapes(f"{path}:{key}", saved[key], present[key])
+            text
             for key in present
-            if key in saved and _is_of_another_shape(saved[key], present[key])
+            if key in saved
+            for text in _of_tensors(f"{path}:{key}", saved[key], present[key])
         ],
     )
 
@@ -314,6 +322,8 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
             value.copy_(state)
         elif kind == GENERATOR:
             value.set_state(state)
+        elif kind == OBJECT and isinstance(value, Optimizer):
+            states.load(value, state)
         elif kind == OBJECT:
             value.load_state_dict(state)
         else:
@@ -347,33 +357,19 @@ def _on_devices_of(present: Any, saved: Any) -> Any:
     return saved
 
 
-def _sizes(path: str, optimizer: Optimizer, state: Any) -> list[str]:
-    """Returns how the groups of a saved optimizer differ from those of an optimizer of this worker.
-
-    Optimizers with a ``load_state_dict`` of their own may take other states.
-    """
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return []
-    saved = [len(group["params"]) for group in state["param_groups"]]
-    present = [len(group["params"]) for group in optimizer.param_groups]
-    if saved == present:
-        return []
-    return [
-        f"{path} has groups of {', '.join(map(str, saved))} parameters in the snapshot and of "
-        f"{', '.join(map(str, present))} here"
-    ]
-
-
-def _is_of_another_shape(saved: Any, present: Any) -> bool:
+def _of_tensors(path: str, saved: Any, present: Any) -> list[str]:
+    """Returns how a saved tensor differs from the tensor that is to have its values."""
     if not isinstance(saved, Tensor) or not isinstance(present, Tensor):
-        return False
+        return []
     if nn.parameter.is_lazy(present):  # It has no shape before it is used or loaded.
-        return False
-    return saved.shape != present.shape
-
-
-def _shapes(path: str, saved: Tensor, present: Tensor) -> str:
-    return f"{path} has shape {tuple(saved.shape)} in the snapshot and {tuple(present.shape)} here"
+        return []
+    found = []
+    if saved.shape != present.shape:
+        shapes = tuple(saved.shape), tuple(present.shape)
+        found.append(f"{path} has shape {shapes[0]} in the snapshot and {shapes[1]} here")
+    if saved.dtype != present.dtype:  # torch would convert the values, and round or cut them.
+        found.append(f"{path} has type {saved.dtype} in the snapshot and {present.dtype} here")
+    return found
 
 
 # The random number generators of a worker: of Python, NumPy and PyTorch

@@ -16,6 +16,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 from torchweft.optim.local import LocalOptimizer
+from torchweft.optim.states import lineage
 from torchweft.rpc import RRef, get_worker_info, get_worker_infos
 
 SEPARATOR = "/"
@@ -125,18 +126,13 @@ class Plan:
         for path, leaf in self.values.items():
             if isinstance(leaf.value, Optimizer):
                 found[path] = type(leaf.value)
-        return {path: _lineage(each) for path, each in found.items()}
+        return {path: lineage(each) for path, each in found.items()}
 
     @property
     def paths(self) -> set[str]:
         """The paths of all entries except optimizers."""
         remote = {path for each in self.remote.values() for path, _ in each.items}
         return remote | self._held.keys() | self._local.keys()
-
-
-def _lineage(optimizer_class: type[Optimizer]) -> list[str]:
-    own = [each for each in optimizer_class.__mro__ if issubclass(each, Optimizer)]
-    return [each.__qualname__ for each in own[:-1]]  # The last one is Optimizer itself.
 
 
 def _ids(random_of: bool | Iterable[str | int | WorkerInfo]) -> set[int]:

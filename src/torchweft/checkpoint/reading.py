@@ -18,6 +18,7 @@ from torchweft.checkpoint.kinds import (
 from torchweft.checkpoint.parts import Content, Described, Owned
 from torchweft.checkpoint.plan import SEPARATOR, Leaf
 from torchweft.checkpoint.snapshots import Manifest, Parameter
+from torchweft.optim.states import fits_class
 
 Wanted = tuple[list[str], dict[str, dict[str, int]], bool]
 """The paths of entries; for each optimizer its parameters, by name in the snapshot, with their
@@ -252,7 +253,7 @@ def compare_classes(manifest: Manifest, classes: Mapping[str, list[str]]) -> lis
     return [
         f"{path} is of the class {saved[path][0]} in the snapshot and {classes[path][0]} here"
         for path in sorted(saved.keys() & classes.keys())
-        if saved[path][0] not in classes[path] and classes[path][0] not in saved[path]
+        if not fits_class(saved[path], classes[path])
     ]
 
 

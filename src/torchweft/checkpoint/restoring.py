@@ -34,6 +34,7 @@ from torchweft.errors import (
     SnapshotNotFound,
     StateMismatch,
 )
+from torchweft.files import read_plain
 from torchweft.optim.owners import Failure, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
 
@@ -156,8 +157,7 @@ class Restoring:
     def _read_manifest(self) -> Manifest:
         path = os.path.join(self._snapshot.path, snapshots.MANIFEST)
         try:
-            with open(path, "rb") as file:
-                return read_manifest(file.read())
+            return read_manifest(read_plain(path, snapshots.MANIFEST_LIMIT_BYTES))
         except PermissionError as error:
             raise snapshots.not_permitted(self._snapshot.directory, path) from error
         except (BadManifest, OSError) as error:

@@ -23,8 +23,10 @@ from typing import Any
 from torchweft.arguments import kind_of
 from torchweft.checkpoint import files
 from torchweft.errors import ArgumentTypeError, CheckpointError, ConfigurationError, WeftError
+from torchweft.files import read_plain
 
 MANIFEST = "manifest.json"
+MANIFEST_LIMIT_BYTES = 1 << 30
 _NAME = re.compile(r"(?P<number>\d{6,})-step(?P<step>\d+)-[0-9a-f]{8}")
 _FILE = re.compile(r"\d+-[A-Za-z0-9_:-]{1,127}\.pt")
 
@@ -290,7 +292,7 @@ def read_manifest(data: bytes) -> Manifest:
         return _manifest(content)
     except BadManifest:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise BadManifest(f"it is no manifest ({type(error).__name__}: {error})") from error
 
 
@@ -365,7 +367,7 @@ def names_to_keep(directory: str, keep: int | None) -> list[str]:
 
 def _needs(directory: str, name: str) -> list[str]:
     try:
-        with open(os.path.join(directory, name, MANIFEST), "rb") as file:
-            return read_manifest(file.read()).needs
+        path = os.path.join(directory, name, MANIFEST)
+        return read_manifest(read_plain(path, MANIFEST_LIMIT_BYTES)).needs
     except (BadManifest, OSError):
         return []  # It cannot be restored at all.

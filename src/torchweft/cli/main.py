@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torchweft import knobs
 from torchweft.cli import doctor, manifest, probe, run, top, trace
 from torchweft.errors import ConfigurationError
+from torchweft.runtime import standard_streams
 from torchweft.secret import write_new
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
+    standard_streams.open_missing()
     try:
         options, unknown = _build_parser(given).parse_known_args(given)
     except ConfigurationError as error:
@@ -63,9 +65,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return USAGE_STATUS
     try:
         status: int = options.execute(options)
+        sys.stdout.flush()
     except ConfigurationError as error:
         print(f"torchweft {options.subcommand}: {error}", file=sys.stderr)
         return USAGE_STATUS
+    except BrokenPipeError:  # As of a program whose output goes to ``head``.
+        standard_streams.drop_output()
+        return 0
     except KeyboardInterrupt:
         return run.INTERRUPTED_STATUS
     return status

@@ -115,9 +115,6 @@ def run_top(options: argparse.Namespace) -> int:
         return FAILURE_STATUS
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # As of a program whose output goes to ``head``.
-        sys.stdout = None  # Python would complain at exit.
-        return 0
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -129,6 +126,10 @@ def _check_together(options: argparse.Namespace) -> None:
         raise ConfigurationError("--waits is of all workers, and --worker of one: omit one")
     if not options.web and (options.host != LOOPBACK or options.port):
         raise ConfigurationError("--host and --port are for the page: add --web")
+    if not 0 <= options.port < 1 << 16:
+        raise ConfigurationError(
+            f"--port is {options.port}; it is a number up to 65535, or 0 for a free one"
+        )
 
 
 def run_explain(options: argparse.Namespace) -> int:

@@ -59,8 +59,8 @@ def run(options: argparse.Namespace) -> int:
             Path(options.svg).write_text(graph.svg())
         else:
             print(graph.text())
-    except BrokenPipeError:  # As of a program whose output goes to ``head``.
-        sys.stdout = None  # Python would complain at exit.
+    except BrokenPipeError:
+        raise
     except (ObserveError, OSError) as error:
         print(f"torchweft trace: {error}", file=sys.stderr)
         return FAILURE_STATUS

@@ -9,13 +9,14 @@ from torch import Tensor
 import torchweft.autograd
 from torchweft.agent import current as current_agent
 from torchweft.autograd import get_gradients, is_available
-from torchweft.autograd.contexts import current_id
+from torchweft.autograd.contexts import Context, current_id, set_current_id
 from torchweft.autograd.engine import current_engine
 from torchweft.autograd.graph import enable_zeros
 from torchweft.autograd.local_engine import enable_leaf_hooks
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
+from torchweft.ids import WORKER_SHIFT, scoped_id
 
-__all__ = ["backward", "context", "get_gradients", "is_available"]
+__all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 
 _MOST_WORKERS = 1 << 16
 
@@ -33,11 +34,11 @@ class context(torchweft.autograd.context):
         return super().__enter__()
 
 
-def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
+def backward(contextId: int, roots: Sequence[Tensor], retain_graph: bool = False) -> None:
     """Does what ``torchweft.autograd.backward`` does, but refuses leaves as roots.
 
     Args:
-        context_id: The context in which the roots were computed.
+        contextId: The context in which the roots were computed. Programs may pass it by this name.
         roots: Scalar tensors of this worker that require grad.
         retain_graph: Whether to keep the graphs for another pass over the same context.
 
@@ -53,7 +54,7 @@ def backward(context_id: int, roots: Sequence[Tensor], retain_graph: bool = Fals
                     f"root {place} does not have a valid gradient function: it is a leaf, "
                     "there is nothing to go back through"
                 )
-    torchweft.autograd.backward(context_id, roots, retain_graph)
+    torchweft.autograd.backward(contextId, roots, retain_graph)
 
 
 def _init(worker_id: int) -> None:
@@ -78,3 +79,74 @@ def _get_debug_info() -> dict[str, str]:
         "num_current_backward_passes": str(engine.count_passes()),
         "num_autograd_contexts": str(len(engine.contexts.ids())),
     }
+
+
+# Contexts by hand, as programs with an optimizer or a context manager of their own use them
+
+
+class DistAutogradContext:
+    """This worker's part of a context. Libraries import the name for their annotations.
+
+    Args:
+        context: The context itself.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def _context_id(self) -> int:
+        """Returns the number of the context."""
+        return self._context.id
+
+    def _known_worker_ids(self) -> set[int]:
+        """Returns the ranks of the workers with which this worker exchanged its messages."""
+        return set(self._context.known_workers)
+
+
+def _new_context() -> DistAutogradContext:
+    """Opens a context and makes it that of this thread, until ``_release_context``."""
+    return _retrieve_context(context().__enter__())
+
+
+def _release_context(context_id: int) -> None:
+    """Ends a context that is alive here, on all workers that know it.
+
+    Raises:
+        AutogradError: The context is not alive here.
+    """
+    engine = current_engine()
+    engine.contexts.get(context_id)
+    engine.release(context_id)
+    if current_id() == context_id:
+        set_current_id(0)
+
+
+def _retrieve_context(context_id: int) -> DistAutogradContext:
+    """Returns a context that is alive here.
+
+    Raises:
+        AutogradError: The context is not alive here.
+    """
+    return DistAutogradContext(current_engine().contexts.get(context_id))
+
+
+def _is_valid_context(context_id: int) -> None:
+    """Raises AutogradError unless the context is alive here."""
+    _retrieve_context(context_id)
+
+
+def _current_context() -> DistAutogradContext:
+    """Returns the context of this thread.
+
+    Raises:
+        AutogradError: The thread has no context.
+    """
+    context_id = current_id()
+    if not context_id:
+        raise AutogradError("Current thread doesn't have a valid autograd context")
+    return _retrieve_context(context_id)
+
+
+def _get_max_id() -> int:
+    """Returns the highest number that a context of this worker may have."""
+    return scoped_id(current_engine().contexts.worker, (1 << WORKER_SHIFT) - 1)

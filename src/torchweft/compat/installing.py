@@ -40,6 +40,10 @@ MODULES = {
     "torch.distributed.rpc.internal": "torchweft.compat.rpc.internal",
     "torch.distributed.rpc.options": "torchweft.compat.rpc.options",
     "torch.distributed.rpc.rref_proxy": "torchweft.compat.rpc.rref_proxy",
+    "torch.distributed.rpc.server_process_global_profiler": (
+        "torchweft.compat.rpc.server_process_global_profiler"
+    ),
+    "torch.distributed.rpc._utils": "torchweft.compat.rpc._utils",
     "torch.distributed.autograd": "torchweft.compat.autograd",
     "torch.distributed.optim.optimizer": "torchweft.compat.optimizer",
     "torch.distributed.nn.api.remote_module": "torchweft.compat.remote_module",

@@ -3,6 +3,8 @@
 There are no TorchScript optimizers here: a local optimizer steps in Python, whatever its class.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
@@ -12,10 +14,12 @@ import torch
 from torch.optim import Optimizer
 
 from torchweft.autograd import get_gradients
+from torchweft.compat import autograd as dist_autograd
+from torchweft.compat import rpc
+from torchweft.compat.rpc.references import RRef
 from torchweft.optim import DistributedOptimizer, eager
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer, step_lock
-from torchweft.rpc import RRef
 
 __all__ = ["DistributedOptimizer"]
 
@@ -42,7 +46,7 @@ class _LocalOptimizer:
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        references = list(local_params_rref)
+        references: list[Any] = list(local_params_rref)
         part = GroupPart(0, {}, list(range(len(references))), references)
 
         def make(groups: list[dict[str, Any]]) -> Optimizer:

@@ -2,9 +2,11 @@
 
 The remote module of ``torchweft.nn`` can do more than PyTorch's. Methods that PyTorch refuses, and
 that programs may expect to be refused, are refused here too, but only if the program itself calls
-them: a larger module that contains a remote module still reaches it in ``train``, ``state_dict``
-or ``modules``.
+them: a larger module that contains a remote module still reaches it in ``train`` or
+``state_dict``.
 """
+
+# ruff: noqa: F401
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ import torch
 from torch import nn
 
 import torchweft.nn
+from torchweft.compat import rpc
 from torchweft.compat.rpc import api
+from torchweft.compat.rpc.internal import _internal_rpc_pickler
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn.remote_module import Chain, refuse
 from torchweft.rpc import RRef, get_worker_info
@@ -28,9 +32,8 @@ __all__ = ["RemoteModule"]
 
 _ON_OWNER = "call it where the module is: get_module_rref().rpc_sync().{name}(...)"
 _REFUSED = {
-    **dict.fromkeys(["apply", "load_state_dict"], _ON_OWNER),
+    **dict.fromkeys(["apply", "load_state_dict", "requires_grad_"], _ON_OWNER),
     **dict.fromkeys(["register_forward_hook", "register_forward_pre_hook"], _ON_OWNER),
-    "modules": "its owner alone has them",
     "extra_repr": "repr() says where it is",
 }
 """Methods that ``torchweft.nn.RemoteModule`` allows and PyTorch does not, with alternatives."""
@@ -134,16 +137,6 @@ class RemoteModule(torchweft.nn.RemoteModule):
         )
 
     # PyTorch refuses direct calls of these methods; a containing module may call them.
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Raises ConfigurationError, unless a module that contains this one calls it."""
-        if memo is None:
-            _raise_not_supported("named_modules")
-        found: Iterator[tuple[str, nn.Module]]
-        found = nn.Module.named_modules(self, memo, prefix, remove_duplicate)
-        return found
 
     def state_dict(  # type: ignore[override]
         self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False

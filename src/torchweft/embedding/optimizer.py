@@ -18,6 +18,9 @@ from torchweft.embedding.rows import Part, sum_rows
 from torchweft.embedding.rules import Rule
 from torchweft.embedding.wire import Form, encode
 from torchweft.errors import ConfigurationError
+from torchweft.optim import states
+from torchweft.optim.distributed import check_context_id
+from torchweft.optim.groups import copied_options
 
 Pushes = dict[str, dict[int, tuple[int, list[Part]]]]
 """By server and stack: the members that were looked up, and gradients of rows or of bags."""
@@ -52,6 +55,7 @@ class TablesOptimizer(Optimizer):
         super().__init__([{"params": []}], {"lr": rule.lr})
         self._is_base_ready = True
         self.rule = rule
+        self.state = states.elsewhere("beside the rows on servers; Tables.save saves it")
         self.param_groups.append({"params": touched, "lr": rule.lr})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -64,14 +68,18 @@ class TablesOptimizer(Optimizer):
             raise ConfigurationError("the parameters of this optimizer are the rows of its tables")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients that were not pushed."""
+        """Drops the gradients that were not pushed.
+
+        Args:
+            set_to_none: Makes no difference: rows without a gradient are never stepped.
+        """
         for leaf in self._touched:
             leaf.grad = None
             leaf.weft_pulled.is_noted = False  # type: ignore[attr-defined]
         self._touched.clear()
 
     def step(self, context_id: int | None = None) -> None:  # type: ignore[override]
-        """Pushes the gradients, and waits until this trainer may go on. Blocks.
+        """Pushes the gradients and drops them; waits until this trainer may go on. Blocks.
 
         With ``staleness=0``, that is when all trainers have made this step. Every trainer calls it
         once for each step, also if it has looked nothing up.
@@ -90,6 +98,8 @@ class TablesOptimizer(Optimizer):
             InputError: A gradient is not of the shape and type of the rows; nothing was sent.
             AutogradError: There is no such context here.
         """
+        if context_id is not None:
+            check_context_id(context_id)
         lr = self.param_groups[0]["lr"]
         if (not is_number(lr) and not isinstance(lr, Tensor)) or not 0 <= lr < math.inf:
             raise ConfigurationError(f"the learning rate is {lr!r}; it is a number of at least 0")
@@ -127,6 +137,46 @@ class TablesOptimizer(Optimizer):
                 found.append((_pulled(leaf), gradient))
         self._touched[:] = mine.values()
         return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the settings of the rule, and the learning rate with all else in the group.
+
+        The state of the rows is beside them: ``Tables.save`` has it.
+        """
+        return states.saved_with_hooks(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        (group,) = self.param_groups
+        options = {key: value for key, value in group.items() if key != "params"}
+        return {
+            "state": {},
+            "param_groups": [{**copied_options(options), "params": []}],
+            "rule": self.rule.settings(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` has returned.
+
+        Raises:
+            ConfigurationError: It is that of another optimizer or rule.
+        """
+        states.loaded_with_hooks(self, state_dict, self._load_state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        problem = self.difference(state_dict)
+        if problem:
+            raise ConfigurationError(f"{problem}; load what state_dict() of the same rule returned")
+        (saved,) = state_dict["param_groups"]
+        (group,) = self.param_groups
+        group.clear()
+        group.update(copied_options(saved), params=self._touched)
+
+    def difference(self, state_dict: Any) -> str:
+        """Returns why a state is none of this optimizer; empty if it is."""
+        if not isinstance(state_dict, dict) or len(state_dict.get("param_groups", ())) != 1:
+            return "this is no state_dict of the optimizer of tables"
+        rule, own = state_dict.get("rule"), self.rule.settings()
+        return "" if rule == own else f"the state is that of {rule}, and the tables have {own}"
 
 
 def _pulled(leaf: Tensor) -> Pulled:

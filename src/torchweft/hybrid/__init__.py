@@ -4,6 +4,7 @@ from torchweft.embedding.recovery import recover
 from torchweft.hybrid.backends import Choice, choose_backend
 from torchweft.hybrid.clipping import measure
 from torchweft.hybrid.errors import PlacementError, TrainersDiffer
+from torchweft.hybrid.missing import begun_for
 from torchweft.hybrid.model import HybridModel
 from torchweft.hybrid.optimizer import HybridOptimizer
 from torchweft.hybrid.passes import BatchStream
@@ -13,9 +14,10 @@ from torchweft.hybrid.starting import init_process_group
 from torchweft.rpc.devices import Devices as Facts
 from torchweft.rpc.devices import find_devices as gather_facts
 
-CALLABLES = (measure, norms_of_means)
+CALLABLES = (begun_for, measure, norms_of_means)
 """The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of
-``torchweft.embedding``, so that trainers of hybrid models can clip gradients of rows there."""
+``torchweft.embedding``, so that trainers of hybrid models can clip gradients of rows there, and
+ask a trainer that is late where it is."""
 
 __all__ = [
     "CALLABLES",

@@ -19,7 +19,7 @@ from torchweft.embedding import host
 from torchweft.embedding.calls import call_servers
 from torchweft.embedding.pulled import Pulled
 from torchweft.embedding.rows import Part, summed
-from torchweft.errors import CallTimeout, ConfigurationError, OptimizerError, WorkerLost
+from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
 from torchweft.rpc.current_call import check_types
@@ -31,8 +31,6 @@ Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""
 Stacks = dict[int, list[Part]]
 """Gradients of rows of one server, by stack."""
-_DIVISION_GUARD = 1e-6
-"""The constant that torch adds to the norm before it divides by it."""
 _ROWS = 1 << 16
 """Rows that are summed at a time."""
 
@@ -105,40 +103,6 @@ def measure_rows(
             elapsed_s=error.elapsed_s,
         ) from error
     return [answers[name] for name in sorted(answers)]
-
-
-def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Returns both as numbers.
-
-    Raises:
-        ConfigurationError: One of them cannot work.
-    """
-    try:
-        max_norm, norm_type = float(max_norm), float(norm_type)
-    except (TypeError, ValueError):
-        raise ConfigurationError(
-            f"max_norm is {max_norm!r}, and norm_type is {norm_type!r}; pass numbers"
-        ) from None
-    if not max_norm >= 0:
-        raise ConfigurationError(f"max_norm is {max_norm}; it is at least 0")
-    if not norm_type > 0:
-        raise ConfigurationError(f"norm_type is {norm_type}; it is greater than 0, or math.inf")
-    return max_norm, norm_type
-
-
-def coefficient_of(total: Tensor, max_norm: float, *, error_if_nonfinite: bool) -> Tensor | None:
-    """Returns the factor of all gradients; None if they are left as they are.
-
-    Raises:
-        OptimizerError: The total is not finite, and that is an error.
-    """
-    if error_if_nonfinite and not bool(total.isfinite()):
-        raise OptimizerError(
-            f"the total norm of the gradients is {total.item()}, so they cannot be clipped; look "
-            "for the operation that made them so, or pass error_if_nonfinite=False"
-        )
-    coefficient = max_norm / (total + _DIVISION_GUARD)
-    return None if bool(coefficient >= 1) else coefficient
 
 
 # Servers

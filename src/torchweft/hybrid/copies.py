@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from torchweft.embedding import SGD, Adagrad, Rule
+from torchweft.errors import ConfigurationError
 from torchweft.hybrid.lookups import Copied
+from torchweft.optim import states
 
 
 class CopiesOptimizer(Optimizer):
@@ -42,13 +44,14 @@ class CopiesOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Makes one step; each trainer makes it."""
+        """Makes one step, and drops the gradients, as for rows on servers; each trainer does."""
         chosen: Sequence[Tensor | None] = [None] * len(self._copies)
         if not keeps_rows_without_gradient(self._rule):
             chosen = self._used_by_any()
         for each, rows in zip(self._copies, chosen, strict=True):
             self._step(each, rows)
             each.used.zero_()
+            each.parameter.grad = None
 
     def _used_by_any(self) -> list[Tensor]:
         joined = torch.cat([each.used for each in self._copies]).to(torch.uint8)
@@ -78,10 +81,48 @@ class CopiesOptimizer(Optimizer):
             held[name][rows] = state[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients."""
-        super().zero_grad(set_to_none)
+        """Drops the gradients.
+
+        Args:
+            set_to_none: Makes no difference: rows without a gradient are never stepped.
+        """
+        super().zero_grad(set_to_none=True)
         for each in self._copies:
             each.used.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of the copies, and the settings of the rule."""
+        return {**super().state_dict(), "rule": self._rule.settings()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what ``state_dict`` has returned.
+
+        Raises:
+            ConfigurationError: It is of another rule, or of other tables.
+        """
+        problem = self.difference(state_dict)
+        if problem:
+            raise ConfigurationError(problem)
+        super().load_state_dict({key: each for key, each in state_dict.items() if key != "rule"})
+
+    def difference(self, state_dict: Any) -> str:
+        """Returns why a state is none of these copies; empty if it is."""
+        if not isinstance(state_dict, dict) or "param_groups" not in state_dict:
+            return "this is no state_dict of copies of tables"
+        rule, own = state_dict.get("rule"), self._rule.settings()
+        if rule != own:
+            return f"the state of copies is that of {rule}, and the tables have {own}"
+        for number, each in enumerate(self._copies):
+            present = self.state[each.parameter]
+            saved = state_dict["state"].get(number, {})
+            problems = states.misfits(
+                f"copy {number}", each.parameter.shape, saved, type(self), present
+            )
+            if saved.keys() != present.keys():
+                return f"the state of copy {number} has {sorted(saved)}, not {sorted(present)}"
+            for problem in problems:
+                return problem
+        return ""
 
 
 def keeps_rows_without_gradient(rule: Rule) -> bool:

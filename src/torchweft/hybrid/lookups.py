@@ -8,6 +8,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from torchweft.embedding import Jagged
 from torchweft.errors import ConfigurationError
@@ -177,4 +178,11 @@ def _replica(
     replica = DistributedDataParallel(module, **options)
     # A function without annotations: DDP refuses those that are text.
     replica.register_comm_hook(reductions, lambda state, bucket: state.reduce(bucket))
+    buffers = list(module.buffers())
+    if all(each.device.type == "cpu" and each.layout is torch.strided for each in buffers):
+        replica._register_buffer_comm_hook(
+            reductions,
+            lambda state, buffers: state.broadcast(buffers),
+            _BufferCommHookLocation.PRE_FORWARD,
+        )
     return replica

@@ -23,14 +23,18 @@ from torchweft.hybrid import clipping, saving
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.finding import Found, find_tables
 from torchweft.hybrid.lookups import Copied, dissolve, replace_tables, replicate
+from torchweft.hybrid.missing import Turns
 from torchweft.hybrid.offers import Offer, agree, check_arguments, make_offer
 from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
 from torchweft.hybrid.trainers import Trainers
+from torchweft.optim.moved import Moved
 
 B = TypeVar("B")
 _WAIT_S = 60.0
+_COLLECTIVE_S = 270.0
+"""How long a collective waits by default: less than the process group, which names nobody."""
 
 
 class HybridModel(nn.Module):
@@ -76,7 +80,8 @@ class HybridModel(nn.Module):
         seed: Seed of the initial values of dynamic tables.
         aggregate: Which trainers share pulls and sum their gradients of rows before these go to
             the servers: ``"host"``, or lists of names. See ``torchweft.embedding.Tables``.
-        timeout: Seconds for each pull and step; 0 for no limit.
+        timeout: Seconds for each pull and step, by default 60, and for each collective on the CPU,
+            by default 270 or the limit of the process group; 0 for no limit but that one.
         comm_hook: Reduces the gradients of dense parameters and copies in place of an all-reduce:
             a function of a state and a bucket, as for ``register_comm_hook`` of
             ``DistributedDataParallel``, which takes no second one. Its future has the mean of the
@@ -156,7 +161,12 @@ class HybridModel(nn.Module):
         self._optimizer: HybridOptimizer | None = None
         self._replicas_at = tuple(replicas)
         self._timeout_s = limit_of(timeout, _WAIT_S)
+        self._collective_s = limit_of(timeout, _COLLECTIVE_S)
+        self._turns: Turns | None = None
         self.tables: Tables | None = None
+        self._moved = Moved(
+            "their rows are on servers: make the optimizer by HybridModel.optimizer(rows, dense)"
+        )
         moved = self._to_servers(tables, timeout=timeout, cache=cache, **options)
         table_of = {id(each.table): each.name for each in moved}
         self._paths = {
@@ -186,6 +196,7 @@ class HybridModel(nn.Module):
         there = {each.name for each in placed.configs}
         moved = [each for each in tables if each.name in there]
         self._fill(self.tables, moved)
+        self._moved.add(each.table.weight for each in moved)
         return moved
 
     def _replicate(
@@ -193,7 +204,11 @@ class HybridModel(nn.Module):
     ) -> None:
         """Puts the dense part under ``DistributedDataParallel``."""
         workers = {*self.trainers, *self.servers}
-        reductions = Reductions(process_group, workers, averages=self._averages, reducer=reducer)
+        turns = Turns(self._token, self.name, self.trainers, self._collective_s)
+        self._turns = turns
+        reductions = Reductions(
+            process_group, workers, turns, averages=self._averages, reducer=reducer
+        )
         self.called, self._replicas = replicate(
             module, list(self._replicas_at), reductions, process_group=process_group, **ddp
         )
@@ -233,7 +248,7 @@ class HybridModel(nn.Module):
         return self._module[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module. Blocks.
+        """Calls the module. Blocks; a backward pass does so, too.
 
         The rows of all tables are pulled before it begins, by one call to each server, as far as
         ids, offsets and weights are arguments of the module or slices of these. (Which argument is
@@ -325,10 +340,15 @@ class HybridModel(nn.Module):
         of_dense = make_dense(dense, self._dense)
         of_copies = None
         if self._copies:
-            of_copies = CopiesOptimizer(self._copies, rows, self._trainers.join_maximum)
+            of_copies = CopiesOptimizer(self._copies, rows, self._join_maximum)
         of_rows = None if self.tables is None else self.tables.optimizer(rows)
         self._optimizer = HybridOptimizer(of_rows, of_copies, of_dense, self._measure)
         return self._optimizer
+
+    def _join_maximum(self, tensor: Tensor) -> None:
+        """Replaces a tensor by the maximum of all trainers, element by element. Blocks."""
+        if self._turns is not None:
+            self._trainers.join_maximum(tensor, self._turns)
 
     def _measure(self, leaves: Sequence[tuple[Pulled, Tensor]], norm_type: float) -> list[Tensor]:
         if self.tables is None:
@@ -449,8 +469,11 @@ class HybridModel(nn.Module):
         Raises:
             WorkerLost: A server is lost; the others have released the rows.
         """
+        self._moved.close()
         self.called = self.module
         self._replicas.clear()
+        if self._turns is not None:
+            self._turns.close()
         dissolve(self.module, self._replicas_at)
         if self.tables is not None:
             self.tables.close()

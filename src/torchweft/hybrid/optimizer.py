@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -15,12 +16,15 @@ from torchweft.autograd import get_gradients
 from torchweft.embedding import TablesOptimizer
 from torchweft.embedding.pulled import Pulled
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.hybrid.clipping import check_norms, coefficient_of
 from torchweft.hybrid.copies import CopiesOptimizer
 from torchweft.hybrid.errors import PlacementError
-from torchweft.optim.clipping import norm, norm_of, on_host
+from torchweft.optim import states
+from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
+from torchweft.optim.distributed import check_context_id
 
 DenseFactory = Callable[[list[nn.Parameter]], Optimizer]
+_NAMED = 4
+"""How many differences a message names."""
 MeasureRows = Callable[[Sequence[tuple[Pulled, Tensor]], float], list[Tensor]]
 
 
@@ -30,7 +34,9 @@ class HybridOptimizer(Optimizer):
     ``param_groups`` has a group for the rows on servers, one for the tables that stay copies (each
     if there are such), and those of the dense part's optimizer. Learning rates may be changed
     there at any time, also by the schedulers of ``torch.optim.lr_scheduler``. Gradients of several
-    backward passes add up until ``step`` or ``zero_grad``. Not thread-safe.
+    backward passes add up. ``step`` drops those of rows, and ``zero_grad`` all of them; a step that
+    would use those of dense parameters a second time, without those of rows, warns. Not
+    thread-safe.
 
     Args:
         rows: Steps the rows on servers, if there are some.
@@ -50,9 +56,11 @@ class HybridOptimizer(Optimizer):
         self.copies = copies
         self.dense = dense
         self._measure = measure
+        self._are_dropped, self._has_warned = True, False
         self._is_base_ready = False
         super().__init__([{"params": []}], {})
         self._is_base_ready = True
+        self.state = states.elsewhere("in the parts of this optimizer: rows, copies and dense")
         self._collect_groups()
 
     def _collect_groups(self) -> None:
@@ -75,7 +83,13 @@ class HybridOptimizer(Optimizer):
             )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients that were not used in a step."""
+        """Drops all gradients.
+
+        Args:
+            set_to_none: Whether those of dense parameters become None, or zeros. Rows without a
+                gradient are never stepped.
+        """
+        self._are_dropped = True
         for part in self._parts():
             part.zero_grad(set_to_none)
 
@@ -94,12 +108,29 @@ class HybridOptimizer(Optimizer):
             CallTimeout: Other trainers have not made this step in time; names them.
             AutogradError: There is no such context here.
         """
+        if context_id is not None:
+            check_context_id(context_id)
         if self.rows is not None:
+            if context_id is None:
+                self._check_dropped(bool(self.rows.param_groups[0]["params"]))
             self.rows.step(context_id)
         with self._gradients_of(context_id):
             for part in (self.copies, self.dense):
                 if part is not None:
                     part.step()
+
+    def _check_dropped(self, has_rows: bool) -> None:
+        """Warns of a program that expects the gradients of an earlier step in this one."""
+        are_dropped, self._are_dropped = self._are_dropped, not has_rows
+        if not are_dropped and not self._has_warned and self.dense is not None:
+            self._has_warned = True
+            warnings.warn(
+                "step() without zero_grad() since the step before: the gradients of dense "
+                "parameters are used again, and those of rows are not; call zero_grad() before "
+                "each backward pass",
+                RuntimeWarning,
+                stacklevel=4,  # Outside of step, and of the wrapper that torch puts around it.
+            )
 
     @contextmanager
     def _gradients_of(self, context_id: int | None) -> Iterator[None]:
@@ -181,37 +212,62 @@ class HybridOptimizer(Optimizer):
         return dense, leaves
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the trainer's parts, and the learning rate of the rows.
+        """Returns the state of the trainer's parts, and the group of the rows.
 
-        The state of rows on servers is beside them: ``HybridModel.save`` has all of it.
+        The state of rows on servers is beside them: ``HybridModel.save`` has all of it. Beside the
+        parts there is ``classes``, the names of the dense optimizer's class and its bases.
         """
+        return states.saved_with_hooks(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        parts = {"rows": self.rows, "copies": self.copies, "dense": self.dense}
         return {
-            "rows": None if self.rows is None else float(self.rows.param_groups[0]["lr"]),
-            "copies": None if self.copies is None else self.copies.state_dict(),
-            "dense": None if self.dense is None else self.dense.state_dict(),
+            **{name: None if part is None else part.state_dict() for name, part in parts.items()},
+            "classes": [] if self.dense is None else states.lineage(type(self.dense)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what ``state_dict`` has returned.
+        """Loads what ``state_dict`` has returned; the state keeps its types.
 
         Raises:
-            ConfigurationError: It is of a model with other parts; nothing was changed.
+            ConfigurationError: It is of a model with other parts, of another rule or class, or of
+                parameters of other shapes; nothing was changed.
         """
+        states.loaded_with_hooks(self, state_dict, self._load_state_dict)
+
+    def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        problems = self.weft_differences("the state", state_dict)
+        if problems:
+            raise ConfigurationError(
+                f"{'; '.join(problems[:_NAMED])}. Nothing was loaded; load what state_dict() of an "
+                "optimizer of the same rule, class and model returned"
+            )
+        if self.rows is not None:
+            self.rows.load_state_dict(state_dict["rows"])
+        if self.copies is not None:
+            self.copies.load_state_dict(state_dict["copies"])
+        if self.dense is not None:
+            states.load(self.dense, state_dict["dense"])
+        self._collect_groups()
+
+    def weft_differences(self, path: str, state: Any) -> list[str]:
+        """Returns why this optimizer cannot have a saved state; for ``torchweft.checkpoint``."""
+        if not isinstance(state, dict):
+            return [f"{path} is {kind_of(state)}, and no state_dict of a HybridOptimizer"]
         parts = {"rows": self.rows, "copies": self.copies, "dense": self.dense}
         for name, part in parts.items():
-            if (state_dict.get(name) is None) != (part is None):
+            if (state.get(name) is None) != (part is None):
                 only, other = ("has", "lacks") if part is not None else ("lacks", "has")
-                raise ConfigurationError(
-                    f"this optimizer {only} the part {name!r}, and the state {other} it; place the "
+                return [
+                    f"this optimizer {only} the part {name!r}, and {path} {other} it: place the "
                     "tables as they were, by places={...}"
-                )
-        if self.rows is not None:
-            self.rows.param_groups[0]["lr"] = state_dict["rows"]
-        for name in ("copies", "dense"):
-            part = parts[name]
-            if part is not None:
-                part.load_state_dict(state_dict[name])
-        self._collect_groups()
+                ]
+        found = [] if self.rows is None else [self.rows.difference(state["rows"])]
+        found += [] if self.copies is None else [self.copies.difference(state["copies"])]
+        if self.dense is not None:
+            classes = states.lineage(type(self.dense))
+            found += states.differences(self.dense, classes, state["dense"], state["classes"])
+        return [f"{path}: {each}" for each in found if each]
 
 
 def make_dense(factory: Any, parameters: dict[str, nn.Parameter]) -> Optimizer | None:
@@ -224,6 +280,7 @@ def make_dense(factory: Any, parameters: dict[str, nn.Parameter]) -> Optimizer |
     Raises:
         ArgumentTypeError: The factory is none, or returns something else.
         PlacementError: It returns an optimizer of other parameters.
+        ConfigurationError: It returns one that needs a closure.
     """
     example = "dense=lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
     if not callable(factory):
@@ -237,6 +294,11 @@ def make_dense(factory: Any, parameters: dict[str, nn.Parameter]) -> Optimizer |
     if not isinstance(optimizer, Optimizer):
         raise ArgumentTypeError(
             f"dense returned {kind_of(optimizer)}; it returns an optimizer, such as {example}"
+        )
+    if states.needs_closure(type(optimizer)):
+        raise ConfigurationError(
+            f"dense returned a {type(optimizer).__name__}, which evaluates the model anew within a "
+            "step, by a closure; use an optimizer that steps with given gradients"
         )
     own = {id(each) for each in parameters.values()}
     for number, group in enumerate(optimizer.param_groups):

@@ -20,11 +20,12 @@ from torchweft.arguments import kind_of
 from torchweft.autograd import get_gradients
 from torchweft.autograd.contexts import enter
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.hybrid.clipping import check_norms, coefficient_of
 from torchweft.hybrid.trainers import Trainers
 from torchweft.nn import RemoteModule
+from torchweft.nn.containers import local_modules
 from torchweft.optim import DistributedOptimizer
 from torchweft.optim import clipping as of_contexts
+from torchweft.optim.clipping import check_norms, coefficient_of
 from torchweft.optim.groups import by_owner
 from torchweft.optim.owners import address_of, raise_failures, run_on_owners
 from torchweft.rpc import RRef
@@ -180,7 +181,7 @@ class RemoteHybridModel(nn.Module):
 
 
 def _replicas_in(module: nn.Module) -> Iterator[DistributedDataParallel]:
-    return (each for each in module.modules() if isinstance(each, DistributedDataParallel))
+    return (each for each in local_modules(module) if isinstance(each, DistributedDataParallel))
 
 
 def _norms_of_means(contexts: Sequence[int], addresses: Any, norm_type: float) -> list[Tensor]:

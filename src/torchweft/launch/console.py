@@ -11,6 +11,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import sys
@@ -18,11 +19,12 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from torchweft import knobs
 from torchweft.errors import LaunchError
 from torchweft.launch.folding import MANY, Folding, Held
+from torchweft.runtime import standard_streams
 from torchweft.runtime.interrupts import current_frames
 
 COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
@@ -61,7 +63,7 @@ class BinarySink:
         except BrokenPipeError:
             raise
         except OSError as error:
-            silence(self._stream)
+            standard_streams.drop(self._stream.fileno())
             raise LaunchError(
                 f"the output of the workers cannot be written: {error.strerror}"
             ) from error
@@ -71,13 +73,6 @@ class BinarySink:
         return self._stream.isatty()
 
 
-def silence(stream: BinaryIO) -> None:
-    """Has a stream drop its data: the interpreter would complain at exit about buffered ones."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, stream.fileno())
-    os.close(null)
-
-
 class InterpreterSink:
     """Writes to the current ``sys.stdout`` or ``sys.stderr``: a notebook replaces them."""
 
@@ -85,14 +80,23 @@ class InterpreterSink:
         self._name = name
 
     def write(self, data: bytes) -> None:
-        """Writes all of ``data`` and flushes it."""
-        stream = getattr(sys, self._name)
-        stream.write(data.decode(errors="replace"))
-        stream.flush()
+        """Writes all of ``data`` and flushes it.
+
+        The thread that writes reads what workers print, and sees them end. So it goes on if the
+        stream is missing, closed or broken: the program learns of that when it prints itself.
+        """
+        stream: Any = getattr(sys, self._name)
+        text = data.decode(errors="replace")
+        with contextlib.suppress(Exception):  # The program may have put any object there.
+            encoding = getattr(stream, "encoding", None) or "utf-8"  # A StringIO has none.
+            stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            stream.flush()
 
     def is_terminal(self) -> bool:
         """Whether a person sees the text as it is written."""
-        return bool(getattr(sys, self._name).isatty())
+        with contextlib.suppress(Exception):
+            return bool(getattr(sys, self._name).isatty())
+        return False
 
 
 class PromptSink:
@@ -226,7 +230,13 @@ class Console:
 
 def command_console() -> Console:
     """Returns the console of the ``torchweft`` command: bytes pass through unchanged."""
-    return Console(BinarySink(sys.stdout.buffer), BinarySink(sys.stderr.buffer))
+    return Console(binary_sink("stdout"), binary_sink("stderr"))
+
+
+def binary_sink(name: str) -> Sink:
+    """Returns the sink of ``"stdout"`` or ``"stderr"``, whatever the program has put there."""
+    buffer = getattr(getattr(sys, name), "buffer", None)
+    return InterpreterSink(name) if buffer is None else BinarySink(buffer)
 
 
 def session_console() -> Console:

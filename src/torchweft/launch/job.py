@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 from torchweft.errors import ConfigurationError, RendezvousTimeout, ShutdownError
 from torchweft.launch.signals import AwaitedSignal
 from torchweft.launch.worker import seed_generators
+from torchweft.runtime import standard_streams
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -311,8 +312,7 @@ def _end_at_once(end: Callable[[], None] = lambda: os._exit(0)) -> NoReturn:
     """
     vars(threading)["_shutdown"]()  # joins the non-daemon threads
     vars(atexit)["_run_exitfuncs"]()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    standard_streams.flush()
     end()
     os._exit(0)
 

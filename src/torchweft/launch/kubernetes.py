@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import secrets
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -222,7 +221,7 @@ class Kubernetes(Launcher):
             order.names, order.job, order.restarts.limit, order.master_port, order.metrics
         )
         if self._is_dry:
-            sys.stdout.write(as_yaml([job_set(pods)]))
+            print(as_yaml([job_set(pods)]), end="")
             return 0
         from torchweft.launch.kubernetes_api import connected
         from torchweft.launch.kubernetes_run import JobSetRun

@@ -45,6 +45,7 @@ from torchweft.launch.report import describe_death, describe_worker
 from torchweft.launch.supervisor import Supervisor
 from torchweft.launch.terms import Terms
 from torchweft.launch.worker import WorkerExit, WorkerSpec, compute_environment, worker_seed
+from torchweft.patching import check_unpatched
 
 if TYPE_CHECKING:
     from torchweft.launch.cluster_store import ClusterStore
@@ -534,6 +535,7 @@ def _leave_at_once() -> None:
 
 
 def _check_unset() -> None:
+    check_unpatched()
     # Not imported here: the caller loads torch while the workers do, not before them.
     current = sys.modules.get("torchweft.agent.current")
     if current is not None:

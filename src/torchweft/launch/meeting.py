@@ -167,6 +167,7 @@ class StoreServer:
             "get": self._values.__getitem__,
             "add": self._add,
             "compare_set": self._compare_set,
+            "delete": lambda key: self._values.pop(key, None) is not None,
             "check": lambda keys: all(key in self._values for key in keys),
         }
 

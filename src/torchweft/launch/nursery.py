@@ -16,6 +16,7 @@ from torchweft.errors import LaunchError
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.report import describe_exit
 from torchweft.launch.worker import WorkerSpec, compute_environment
+from torchweft.runtime import standard_streams
 
 WARM_MODULES = ("torch", "torchweft.rpc")
 """Modules that workers need and that take long to import."""
@@ -89,6 +90,7 @@ class Nursery(Closing):
         preload: Sequence[str] = WARM_MODULES,
         environment: Mapping[str, str] | None = None,
     ) -> None:
+        standard_streams.reserve_descriptors()
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

@@ -45,6 +45,7 @@ from torchweft.agent.deaths import leave_note
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.job import Job, run_job
 from torchweft.launch.report import MemoryKills, describe_exit
+from torchweft.runtime import standard_streams
 
 LEFTOVER_LADDER: Ladder = [(signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
 GROUP_POLL_S = 0.05
@@ -300,6 +301,7 @@ def main(own_path: Sequence[str]) -> None:
     Args:
         own_path: ``sys.path`` as the interpreter made it, before it was set to the launcher's.
     """
+    standard_streams.open_missing()
     connection, launcher_pid, preload = int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split()
     control = ControlSocket(socket.socket(fileno=connection))
     try:

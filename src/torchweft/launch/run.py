@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +11,7 @@ from contextlib import closing
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, LaunchError
-from torchweft.launch.console import Console, silence
+from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
 from torchweft.launch.job import Job
 from torchweft.launch.meeting import INIT_METHOD_VARIABLE, Meeting, PortMeeting, StoreMeeting
@@ -30,6 +29,7 @@ from torchweft.launch.worker import (
     identity_environment,
     worker_seed,
 )
+from torchweft.runtime import standard_streams
 from torchweft.scraping import Address
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]
@@ -278,7 +278,7 @@ def output_closed() -> int:
     Returns:
         The exit status of such a program.
     """
-    silence(sys.stdout.buffer)
+    standard_streams.drop_output()
     return BROKEN_PIPE_STATUS
 
 

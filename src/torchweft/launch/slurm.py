@@ -263,4 +263,16 @@ def _may_requeue(job: str) -> bool:
 
 
 def _nodes(text: str) -> list[str]:
-    return ask("scontrol", "show", "hostnames", text).split()
+    names = ask("scontrol", "show", "hostnames", _no_option("nodes", text)).split()
+    return [_no_option("node", name) for name in names]
+
+
+def _no_option(what: str, text: str) -> str:
+    """Returns a text of SLURM for its commands, unless they would take it for an option.
+
+    Raises:
+        ConfigurationError: They would.
+    """
+    if text.startswith("-"):
+        raise ConfigurationError(f"SLURM names the {what} {text!r}, which begins with a dash")
+    return text

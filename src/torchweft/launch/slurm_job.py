@@ -7,14 +7,12 @@ import os
 import re
 import selectors
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 from torchweft.errors import LaunchError
-from torchweft.launch.console import Console
+from torchweft.launch.console import Console, Sink, binary_sink
 from torchweft.launch.report import signal_name
 from torchweft.launch.run import output_closed
 from torchweft.launch.signals import watched_signals
@@ -25,6 +23,7 @@ ASK_S = 2.0
 """Seconds between questions to SLURM, whose controller serves all users."""
 
 _ASK_LIMIT_S = 30.0
+_SUBMIT_LIMIT_S = 120.0
 _READ_BYTES = 1 << 16
 _FIELD = re.compile(r"(\w+)=(\S*)")
 _CANCEL_S = 15.0
@@ -82,7 +81,7 @@ class BatchJob:
 
     def __init__(self, number: str, out: Path, err: Path) -> None:
         self.number = number
-        self._tails = (_Tail(out, sys.stdout.buffer), _Tail(err, sys.stderr.buffer))
+        self._tails = (_Tail(out, binary_sink("stdout")), _Tail(err, binary_sink("stderr")))
         self._signals = 0
         self._cancelled_s: float | None = None
         self._status = 0
@@ -98,7 +97,20 @@ class BatchJob:
             *("sbatch", "--parsable", "--requeue", "--open-mode=append", "--job-name=torchweft"),
             *("--output=torchweft-%j.out", "--error=torchweft-%j.err", *options),
         ]
-        done = subprocess.run(command, input=script, capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(
+                command,
+                input=script,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_SUBMIT_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"sbatch has not answered within {_SUBMIT_LIMIT_S:g} s; 'scontrol ping' tells "
+                "whether SLURM's controller is up, and 'squeue --me' whether it has the job"
+            ) from None
         if done.returncode:
             said = " / ".join(done.stderr.split("\n")).strip(" /")
             raise LaunchError(f"SLURM refuses the job: {said}", exit_code=done.returncode)
@@ -190,7 +202,7 @@ class BatchJob:
 class _Tail:
     """Shows what is appended to a file."""
 
-    def __init__(self, path: Path, sink: BinaryIO) -> None:
+    def __init__(self, path: Path, sink: Sink) -> None:
         self.path = path
         self._sink = sink
         self._descriptor: int | None = None
@@ -201,7 +213,6 @@ class _Tail:
                 self._descriptor = os.open(self.path, os.O_RDONLY)
         while self._descriptor is not None and (data := os.read(self._descriptor, _READ_BYTES)):
             self._sink.write(data)
-            self._sink.flush()
 
     def close(self) -> None:
         if self._descriptor is not None:

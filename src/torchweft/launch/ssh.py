@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch.host_connection import Host
 from torchweft.launch.hosts_launcher import HostsLauncher
 
@@ -21,6 +21,8 @@ _ALIVE_S = 10
 _ALIVE_COUNT = 3
 _ANSWER_S = 20.0
 """Seconds for the login and the interpreter's start, after the connection."""
+_CONFIGURATION_LIMIT_S = 20.0
+"""Seconds for ``ssh`` to read its own configuration, which may run commands."""
 
 _ENTRY = re.compile(r"(\[[^\]]+\]|[^:\[\]]+)(?::(\d+))?")
 
@@ -57,6 +59,8 @@ class Ssh(HostsLauncher):
     ) -> None:
         self._entries = _parse(hosts)
         self.python = python
+        if python.startswith("-"):
+            raise ConfigurationError(f"the interpreter on the hosts is {python!r}; pass a path")
         if connect_timeout < 1:
             raise ConfigurationError(
                 f"the connect timeout is {connect_timeout}; it must be at least 1 second"
@@ -119,7 +123,7 @@ class Ssh(HostsLauncher):
                 entry.name,
                 self._address_of(entry.name),
                 share,
-                (*self._ssh, entry.name, self._remote_command()),
+                (*self._ssh, "--", entry.name, self._remote_command()),
                 self._timeout_s + _ANSWER_S,
             )
             for entry, share in zip(self._entries, shares, strict=True)
@@ -133,12 +137,33 @@ class Ssh(HostsLauncher):
 
     def _address_of(self, name: str) -> str:
         """Returns the address that ``ssh`` itself would connect to, which may be another name's."""
-        asked = subprocess.run(
-            [*self._ssh, "-G", name], capture_output=True, text=True, check=False
-        )
+        try:
+            asked = subprocess.run(
+                [*self._ssh, "-G", "--", name],
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=_CONFIGURATION_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise HostError(
+                f"host {name!r}: 'ssh -G' has not read its configuration within "
+                f"{_CONFIGURATION_LIMIT_S:g} s; a command in it ('Match exec') hangs",
+                host=name,
+            ) from None
         lines = [line.split(None, 1) for line in asked.stdout.splitlines()]
         found = [line[1] for line in lines if line[0] == "hostname" and len(line) == 2]
         return found[0] if found else name.rpartition("@")[2]
+
+
+_UNSAFE = frozenset("\"'`$;&<>|(){}*?!# ")
+
+
+def _is_host(name: str) -> bool:
+    """Whether ``ssh``, and a shell that its settings run, would take a name for a host."""
+    parts = name.rpartition("@")
+    is_option = any(part.startswith("-") for part in parts)
+    return bool(parts[2]) and not is_option and name.isprintable() and _UNSAFE.isdisjoint(name)
 
 
 def _parse(text: str) -> list[_Entry]:
@@ -147,10 +172,10 @@ def _parse(text: str) -> list[_Entry]:
     entries: list[_Entry] = []
     for each in text.split(","):
         found = _ENTRY.fullmatch(each.strip())
-        if found is None or found[1].startswith("-"):
+        if found is None or not _is_host(found[1].strip("[]")):
             raise ConfigurationError(
                 f"the list of hosts {text!r} has {each!r}; write it like a,b:4, with the number of "
-                "workers after the colon"
+                "workers after the colon, and options in --ssh-options"
             )
         if found[2] is not None and int(found[2]) < 1:
             raise ConfigurationError(f"host {found[1]!r} is to have {found[2]} workers")

@@ -18,6 +18,9 @@ from typing import Any
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import check_worker_name
 
+MOST_WORKERS = 1 << 16
+"""No launcher could start more: each is a process."""
+
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -74,6 +77,10 @@ def worker_names(count: int, names: Sequence[str] | None, prefix: str = "worker"
     """
     if count < 1:
         raise ConfigurationError(f"the number of workers is {count}; it must be at least 1")
+    if count > MOST_WORKERS:
+        raise ConfigurationError(
+            f"the number of workers is {count}; it must be at most {MOST_WORKERS}"
+        )
     if names is None:
         made = [f"{prefix}{number}" for number in range(count)]
         check_worker_name(made[-1])

@@ -58,8 +58,10 @@ def remote_async_call(
     """Runs ``func`` over the parts of its arguments, on several workers, and returns a future.
 
     An argument that all parts share, such as a module, travels once to each worker; each part has
-    a copy of its own. In an autograd context the results stay in the graph. Any function that
-    ``rpc_sync`` can call can be mapped. A part may run again after the loss of a worker, so it
+    a copy of its own. Buffers of modules that the first part changes, such as BatchNorm's, come
+    back into the caller's modules when the map completes, as those of rank 0 do under DDP; other
+    changes stay in the copies. In an autograd context the results stay in the graph. Any function
+    that ``rpc_sync`` can call can be mapped. A part may run again after the loss of a worker, so it
     should draw random numbers from a seed among its arguments.
 
     Returns when the first parts are sent. Tensors among the arguments must not be changed before

@@ -15,7 +15,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +29,7 @@ from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.mapreduce import shared
+from torchweft.mapreduce.buffers import Changed, Outcome
 from torchweft.mapreduce.observers import observers
 from torchweft.mapreduce.plan import Plan, is_light, may_have_graph
 from torchweft.mapreduce.schedule import (
@@ -52,7 +53,6 @@ from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.reports import log_exception
-from torchweft.serialize.functions import describe
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""
@@ -122,6 +122,8 @@ class Execution:
         self._orders: dict[int, _Order] = {}
         self._calls: dict[tuple[int, int], _Call] = {}
         self._results: list[Any] = [None] * len(plan.parts)
+        self.changed: Sequence[Changed] = ()
+        """The buffers of modules that the first part has changed."""
         self._marks: list[Mark] = []  # of the threads that have put results there
         self._error: BaseException | None = None
         self._schedule = Schedule(
@@ -194,6 +196,9 @@ class Execution:
             self._ended(part, attempt, worker, result)
 
     def _ended(self, part: int, attempt: int, worker: int, result: Any) -> None:
+        changed: Sequence[Changed] = ()
+        if type(result) is Outcome:
+            result, changed = result
         has_graph = self._surroundings.is_recorded and may_have_graph(result)
         with self._lock:
             call = self._calls.pop((part, attempt), None)
@@ -203,6 +208,8 @@ class Execution:
             if not self._schedule.is_current(part, attempt):
                 return
             self._results[part] = result
+            if changed:
+                self.changed = changed
             mark = device_streams.mark() if device_streams.HAS_CUDA else None
             if mark is not None:
                 self._marks.append(mark)
@@ -351,11 +358,11 @@ class Execution:
         if timeout > 0:
             timeout = max(self._end_s - time.monotonic(), _SHORTEST_S)
         if made is None:
-            return start(self._worker, peer, self._plan.function, args, kwargs, timeout)
+            name = self._plan.name
+            return start(self._worker, peer, self._plan.function, args, kwargs, timeout, name)
         order = self._orders[action.worker].next(action.is_ahead)
         part = (tuple(made.id), args, kwargs, *order)
-        name = describe(self._plan.function)
-        future = start(self._worker, peer, shared.run, part, {}, timeout, name)
+        future = start(self._worker, peer, shared.run, part, {}, timeout, self._plan.name)
         future.kept = made
         return future
 

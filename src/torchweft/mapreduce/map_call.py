@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torchweft.agent.current import current
 from torchweft.errors import AutogradError
+from torchweft.mapreduce.buffers import Buffers
 from torchweft.mapreduce.execution import Execution, surroundings
 from torchweft.mapreduce.parts import Cut
 from torchweft.mapreduce.plan import Manner, make_plan, may_have_graph
@@ -31,7 +32,8 @@ _LOOK_S = 0.5
 class MapFuture(OrderedFuture[T]):
     """The result of a map that may not be there yet.
 
-    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``.
+    Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``, and
+    with ``await`` and ``asyncio.wait``.
 
     Args:
         reactor: Runs the tasks of this worker.
@@ -131,7 +133,10 @@ class MapCall:
         given = (*cut.workers, *(part[0] for part in cut.parts))
         self._peers = {rank: self._agent.find(rank) for rank in given}
         self._surroundings = surroundings()
-        self._plan = make_plan(self._worker, function, cut, manner, list(self._peers.values()))
+        first = cut.parts[0][1:] if cut.parts else ((), {})
+        self._buffers = Buffers(function, *first)
+        peers = list(self._peers.values())
+        self._plan = make_plan(self._worker, function, cut, manner, peers, self._buffers)
 
     def begin(self, reducer: Reducer | None) -> MapFuture[Any]:
         """Sends the first parts, and returns the future of the reduced results."""
@@ -143,6 +148,7 @@ class MapCall:
                 future.fail(error)
                 return
             try:
+                self._buffers.update(execution.changed)
                 self._keep(results)
                 reduced = self._reduced(reducer, results)
             except BaseException as failure:

@@ -21,6 +21,7 @@ from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.errors import SerializationError, WorkerLost
 from torchweft.mapreduce import trees
+from torchweft.mapreduce.buffers import Buffers
 from torchweft.mapreduce.parts import Cut, Error, Part, with_note
 from torchweft.mapreduce.shared import Slot
 from torchweft.rpc import RRef
@@ -122,12 +123,22 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    worker: Worker, function: Callable[..., Any], cut: Cut, manner: Manner, peers: Sequence[Peer]
+    worker: Worker,
+    function: Callable[..., Any],
+    cut: Cut,
+    manner: Manner,
+    peers: Sequence[Peer],
+    buffers: Buffers,
 ) -> Plan:
     """Returns the plan of a map, with the values that its parts share packed once."""
     me = worker.agent.me
     fan_out = max(knobs.FAN_OUT.get(), 1)
+    name = describe(function)
+    is_async = is_async_execution(function) or inspect.iscoroutinefunction(function)
     whole = [(part[1], part[2]) for part in cut.parts]
+    if buffers.are_any:
+        function = buffers.watched(function)
+        whole[0] = (whole[0][0], buffers.wanted_with(whole[0][1]))
     common, content, own_content = Common([], whole), None, None
     homes = len({part[0] for part in cut.parts})
     are_in_turn = len(cut.parts) > homes
@@ -140,7 +151,7 @@ def make_plan(
         if own_content.externals:
             own_content = None
     return Plan(
-        describe(function),
+        name,
         function,
         cut.parts,
         common.arguments,
@@ -152,7 +163,7 @@ def make_plan(
         manner.balance,
         manner.concurrency,
         fan_out,
-        is_async_execution(function) or inspect.iscoroutinefunction(function),
+        is_async,
     )
 
 

@@ -16,6 +16,7 @@ from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
+from torchweft.mapreduce.buffers import original
 from torchweft.mapreduce.turns import Place, Turns
 from torchweft.rpc.calls import start
 from torchweft.rpc.completion import WhenReady
@@ -94,7 +95,7 @@ class Shared:
         check_types(values=(values, list))
         served = current_call.get()
         if served is not None:  # By name: a function by value is another one for each part.
-            served.function = describe(function).encode()
+            served.function = describe(original(function)).encode()
         if _is_served_to_itself():
             args, kwargs = _own_arguments(args, kwargs)
         args, kwargs = _filled((args, kwargs), values)

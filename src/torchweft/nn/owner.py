@@ -305,6 +305,37 @@ def set_training(module: RRef[nn.Module], mode: bool) -> None:
 
 
 @remotely_callable
+def set_requires_grad(module: RRef[nn.Module], requires_grad: bool) -> None:
+    """Freezes a module of this worker, or has it learn again."""
+    check_types(requires_grad=(requires_grad, bool))
+    _module(module).requires_grad_(requires_grad)
+
+
+@remotely_callable
+def convert(module: RRef[nn.Module], function: Callable[[Tensor], Tensor], recurse: bool) -> None:
+    """Replaces the tensors of a module of this worker by what a function makes of them.
+
+    Raises:
+        ConfigurationError: The function moves them to another device.
+        NotAllowed: Another worker calls, and this one is strict.
+    """
+    if serves_another_strictly():
+        refuse("convert a module", "have the function that makes it return it in this form")
+    target = _module(module)
+    with torch.no_grad():
+        for tensor in (*target.parameters(recurse), *target.buffers(recurse)):
+            device = function(torch.empty(0, dtype=tensor.dtype, device=tensor.device)).device
+            if device != tensor.device:
+                raise ConfigurationError(
+                    f"a RemoteModule stays on device '{tensor.device}' of worker "
+                    f"{current().info.name!r}, and does not move to '{device}' with the module "
+                    "around it: move the local parts alone, and name the device of the other "
+                    f"when it is made, as in RemoteModule('worker/{device}', ...)"
+                )
+    target._apply(function, recurse)  # type: ignore[no-untyped-call]
+
+
+@remotely_callable
 def apply(module: RRef[nn.Module], function: Callable[[nn.Module], None]) -> None:
     """Applies a function to a module of this worker and all its submodules."""
     check_called(function)
@@ -313,21 +344,26 @@ def apply(module: RRef[nn.Module], function: Callable[[nn.Module], None]) -> Non
 
 @remotely_callable
 def load_state(
-    module: RRef[nn.Module], state: Mapping[str, Tensor]
+    module: RRef[nn.Module], state: Mapping[str, Tensor], assign: bool = False
 ) -> tuple[list[str], list[str], str]:
     """Loads a possibly partial state into a module of this worker.
+
+    Args:
+        module: The module.
+        state: The state.
+        assign: Whether its tensors replace those of the module, instead of being copied into them.
 
     Returns:
         The missing keys, the unexpected keys, and the error text for all others.
     """
     target = _module(module)
     if serves_another_strictly():
-        check_types(state=(state, dict))
+        check_types(state=(state, dict), assign=(assign, bool))
         for key, value in state.items():
             check_types(key=(key, str), value=(value, Tensor))
         state = dict(state)  # Drops attributes of the dict, such as ``_metadata``.
     try:
-        missing, unexpected = target.load_state_dict(state, strict=False)
+        missing, unexpected = target.load_state_dict(state, strict=False, assign=assign)
     except RuntimeError as error:
         return [], [], str(error)
     return list(missing), list(unexpected), ""

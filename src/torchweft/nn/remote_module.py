@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch._guards import TracingContext
 
 from torchweft.agent.current import current
 from torchweft.arguments import kind_of, wrong_type
-from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
@@ -79,6 +80,13 @@ Class = TypeVar("Class", bound=type)
 
 _ON_OWNER = "call it where the module is: get_module_rref().remote().{name}(...)"
 _IN_CLASS = "do so in the class of the module, which is made on its owner"
+_LEFT_OUT = (
+    "modules(), parameters(), buffers(), requires_grad_() and zero_grad() of a module around it "
+    "would leave it out, as would an optimizer, clipping or DistributedDataParallel over them. "
+    "Call them on the local parts, whose parameters torchweft.nn.local_parameters(model) returns; "
+    "for this one call requires_grad_() of the RemoteModule, and pass remote_parameters() to "
+    "DistributedOptimizer"
+)
 _DEVICE = "name the device when the module is made: RemoteModule('worker/cuda:0', ...)"
 _PARAMETERS = "remote_parameters() returns references to them"
 
@@ -86,14 +94,22 @@ ALTERNATIVES = {
     **dict.fromkeys(["parameters", "named_parameters", "get_parameter"], _PARAMETERS),
     **dict.fromkeys(["buffers", "named_buffers", "get_buffer"], "state_dict() has copies of them"),
     **dict.fromkeys(["children", "named_children", "get_submodule"], "its owner alone has them"),
+    "modules": _LEFT_OUT,
     **dict.fromkeys(["register_parameter", "register_buffer"], _IN_CLASS),
-    **dict.fromkeys(["add_module", "register_module"], _IN_CLASS),
+    **dict.fromkeys(["add_module", "register_module", "set_submodule"], _IN_CLASS),
+    **dict.fromkeys(["register_state_dict_pre_hook", "register_state_dict_post_hook"], _IN_CLASS),
+    "register_load_state_dict_pre_hook": _IN_CLASS,
+    "get_extra_state": "state_dict() has it",
+    "set_extra_state": "load_state_dict() takes it",
     **dict.fromkeys(["to", "to_empty", "cuda", "cpu", "ipu", "xpu", "mtia"], _DEVICE),
     **dict.fromkeys(["type", "float", "double", "half", "bfloat16"], _ON_OWNER),
-    **dict.fromkeys(["requires_grad_", "share_memory", "compile"], _ON_OWNER),
+    **dict.fromkeys(["share_memory", "compile"], _ON_OWNER),
     **dict.fromkeys(["register_backward_hook", "register_full_backward_hook"], _IN_CLASS),
     "register_full_backward_pre_hook": _IN_CLASS,
-    "zero_grad": "gradients are in autograd contexts, and each begins with none",
+    "zero_grad": (
+        "gradients are in autograd contexts, and each begins with none; for those of passes "
+        "outside of contexts, call get_module_rref().rpc_sync().zero_grad()"
+    ),
 }
 """The alternative to each unsupported method, by its name."""
 
@@ -111,15 +127,19 @@ def refuse(alternatives: dict[str, str]) -> Callable[[Class], Class]:
 
 def _refusing(name: str, alternative: str) -> Callable[..., NoReturn]:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigurationError(
-            f"Method ``{name}`` not supported for RemoteModule, whose module is on worker "
-            f"{self.on!r}: {alternative}"
-        )
+        _raise_unsupported(self, name, alternative)
 
     method.__name__ = name
     method.__qualname__ = f"RemoteModule.{name}"
     method.__doc__ = f"Raises ConfigurationError: {alternative}."
     return method
+
+
+def _raise_unsupported(module: Any, name: str, alternative: str) -> NoReturn:
+    raise ConfigurationError(
+        f"Method ``{name}`` not supported for RemoteModule, whose module is on worker "
+        f"{module.on!r}: {alternative}"
+    )
 
 
 @has_callable_methods
@@ -225,10 +245,11 @@ class RemoteModule(nn.Module):
 
     Calling it runs the module there; under an autograd context gradients flow back through it.
     It can be sent in arguments and results, as a reference. It can also be part of a larger
-    module. The larger module's ``parameters()`` are then the local parameters only; its ``train``,
-    ``eval``, ``apply``, ``state_dict`` and ``load_state_dict`` reach the remote part as well; and
-    its ``to`` leaves the remote part where it is. ``copy.deepcopy`` makes a copy on the owner, as
-    for a target network.
+    module. The larger module's ``train``, ``eval``, ``apply``, ``state_dict`` and
+    ``load_state_dict`` reach the remote part as well, and so do ``double``, ``to(dtype)`` and the
+    like. What would leave it out raises: ``parameters()``, ``modules()``, ``requires_grad_()`` and
+    all that goes through them, and a move to another device. ``copy.deepcopy`` makes a copy on the
+    owner, as for a target network.
 
     Methods that make no sense remotely, like ``parameters()`` or ``cuda()``, raise a
     ``ConfigurationError`` (a ``ValueError``) that names the alternative.
@@ -422,6 +443,32 @@ class RemoteModule(nn.Module):
         self.training = mode
         return self
 
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Raises ConfigurationError: ``modules()`` of a module around it would leave it out."""
+        # ``torch.compile`` looks for the parameters that it holds, and no others; it makes no call.
+        if TracingContext.try_get() is None:
+            _raise_unsupported(self, "named_modules", _LEFT_OUT)
+        found: Iterator[tuple[str, nn.Module]]
+        found = super().named_modules(memo, prefix, remove_duplicate)
+        return found
+
+    def requires_grad_(self, requires_grad: bool = True) -> RemoteModule:
+        """Freezes the module on its owner, or has it learn again. Blocks.
+
+        Args:
+            requires_grad: Whether its parameters get gradients.
+
+        Raises:
+            WorkerLost: The owner is lost.
+        """
+        self._ask(owner.set_requires_grad, requires_grad)
+        return self
+
     def apply(self, fn: Callable[[nn.Module], None]) -> RemoteModule:
         """Applies ``fn`` to the module and its submodules on the owner. Blocks.
 
@@ -445,14 +492,21 @@ class RemoteModule(nn.Module):
         Args:
             destination: The dict to add the state to; by default a new dict.
             prefix: The prefix of each key.
-            keep_vars: Accepted for compatibility; tensors are always detached.
+            keep_vars: Must be False: the parameters themselves are on the owner.
 
         Returns:
             The tensors by name, on the devices that device maps name.
 
         Raises:
+            ConfigurationError: ``keep_vars`` is True.
             WorkerLost: The owner is lost.
         """
+        if keep_vars:
+            raise ConfigurationError(
+                "state_dict(keep_vars=True) asks for the parameters themselves; those of this "
+                f"RemoteModule are on worker {self.on!r}: leave keep_vars out for copies, or use "
+                "remote_parameters()"
+            )
         state: dict[str, Any] = self._ask(owner.state, prefix)
         if destination is None:
             return state
@@ -477,14 +531,31 @@ class RemoteModule(nn.Module):
             for key, value in state_dict.items()
             if key.startswith(prefix)
         }
-        missing, unexpected, error = self._ask(owner.load_state, own)
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        missing, unexpected, error = self._ask(owner.load_state, own, assign)
         missing_keys += [prefix + key for key in missing]
         unexpected_keys += [prefix + key for key in unexpected] if strict else []
         error_msgs += [error] if error else []
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> RemoteModule:
-        # A containing module calls this in `to`, `double` or `share_memory`.
+        """Converts the tensors on the owner; a module around this one calls it in ``to``."""
+        try:
+            self._ask(owner.convert, fn, recurse)
+        except SerializationError as error:
+            raise SerializationError(
+                f"a conversion of the module around a RemoteModule cannot reach the latter on "
+                f"worker {self.on!r} ({error}): have the function that makes the module there "
+                "return it in this form, and convert the local parts alone"
+            ) from None
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module):
+            raise ConfigurationError(
+                f"a RemoteModule takes no submodule {name!r}: its module is on worker "
+                f"{self.on!r}, and would not have it; {_IN_CLASS}"
+            )
+        super().__setattr__(name, value)
 
     def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
         return rpc_sync(info_of(self.module_rref.id.owner), function, (self.module_rref, *args))

@@ -6,12 +6,15 @@ import os
 import time
 from collections.abc import Iterable
 
+from torchweft.columns import printable
 from torchweft.errors import ConfigurationError, GroupNotFound, ProtocolError
+from torchweft.files import read_plain
 from torchweft.observe.group import Answers
 from torchweft.observe.processes import is_stopped, told_of
 from torchweft.observe.session import process_at
 from torchweft.protocol.observing.report import FILE_SUFFIX, Member, Report, decode_report
 
+_LIMIT_BYTES = 256 << 20
 _LONG_S = 60.0
 _APART_S = 1.0
 """Reports of one moment are not further apart."""
@@ -40,11 +43,10 @@ def read_folder(folder: str) -> tuple[Answers, list[str]]:
     for name in names:
         path = os.path.join(folder, name)
         try:
-            with open(path, "rb") as file:
-                answers.reports.append(decode_report(file.read()))
+            answers.reports.append(decode_report(read_plain(path, _LIMIT_BYTES)))
         except (OSError, ProtocolError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            broken[name.removesuffix(FILE_SUFFIX)] = f"{path!r}: {reason}"
+            broken[printable(name.removesuffix(FILE_SUFFIX))] = f"{path!r}: {reason}"
     if broken and not answers.reports:
         raise GroupNotFound(f"no report can be read: {'; '.join(broken.values())}")
     if not answers.reports:
@@ -87,13 +89,20 @@ def _stopped_process(member: Member) -> int | None:
 
 
 def _why_old(report: Report, pid: int, latest: float) -> str:
-    written = time.strftime("%H:%M:%S", time.localtime(report.time))
+    written = _time_of_day(report.time)
     places = "".join(f"\n    {place}" for place in _places(report))
     told = f", when it was at{places}" if places else ""
     return (
         f"has written no file since {written}: {told_of(pid)}. Its last file is "
         f"{latest - report.time:.0f} s older than that of another worker{told}"
     )
+
+
+def _time_of_day(seconds: float) -> str:
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(seconds))
+    except (OverflowError, ValueError, OSError):
+        return "a time that no clock shows"
 
 
 def _places(report: Report) -> Iterable[str]:

@@ -53,16 +53,14 @@ def clip_grad_norm_(
 
     Raises:
         ConfigurationError: A parameter is not a reference, or occurs twice; ``max_norm`` is
-            negative.
+            negative, or ``norm_type`` is not positive.
         AutogradError: There is no such context here.
         OptimizerError: An owner failed, or the total is not finite; in the latter case nothing
             was scaled.
         WorkerLost: An owner is lost.
     """
     references = read_references(params_rref)
-    max_norm, norm_type = float(max_norm), float(norm_type)
-    if max_norm < 0:
-        raise ConfigurationError(f"max_norm is {max_norm}; it must not be negative")
+    max_norm, norm_type = check_norms(max_norm, norm_type)
     engine = current_engine()
     engine.contexts.get(context_id)
     addresses = {
@@ -71,13 +69,8 @@ def clip_grad_norm_(
     }
     with enter(context_id):
         total = _total_norm(context_id, addresses, norm_type)
-        if error_if_nonfinite and not bool(total.isfinite()):
-            raise OptimizerError(
-                f"the total norm of the gradients is {total.item()}, so they cannot be clipped; "
-                "look for the operation that made them so, or pass error_if_nonfinite=False"
-            )
-        coefficient = max_norm / (total + _DIVISION_GUARD)
-        if not bool(coefficient >= 1):  # Also true for NaN.
+        coefficient = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
+        if coefficient is not None:
             _scale_all(context_id, addresses, coefficient)
     return total
 
@@ -99,6 +92,40 @@ def _scale_all(context_id: int, addresses: Mapping[int, Members], coefficient: T
     arguments = {owner: (context_id, own, coefficient) for owner, own in addresses.items()}
     _, failures = run_on_owners(scale, arguments)
     raise_failures("scaling gradients", failures)
+
+
+def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Returns both as numbers.
+
+    Raises:
+        ConfigurationError: One of them cannot work.
+    """
+    try:
+        max_norm, norm_type = float(max_norm), float(norm_type)
+    except (TypeError, ValueError):
+        raise ConfigurationError(
+            f"max_norm is {max_norm!r}, and norm_type is {norm_type!r}; pass numbers"
+        ) from None
+    if not max_norm >= 0:
+        raise ConfigurationError(f"max_norm is {max_norm}; it is at least 0")
+    if not norm_type > 0:
+        raise ConfigurationError(f"norm_type is {norm_type}; it is greater than 0, or math.inf")
+    return max_norm, norm_type
+
+
+def coefficient_of(total: Tensor, max_norm: float, *, error_if_nonfinite: bool) -> Tensor | None:
+    """Returns the factor of all gradients; None if they are left as they are.
+
+    Raises:
+        OptimizerError: The total is not finite, and that is an error.
+    """
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise OptimizerError(
+            f"the total norm of the gradients is {total.item()}, so they cannot be clipped; look "
+            "for the operation that made them so, or pass error_if_nonfinite=False"
+        )
+    coefficient = max_norm / (total + _DIVISION_GUARD)
+    return None if bool(coefficient >= 1) else coefficient
 
 
 def norm_of(norms: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -8,7 +8,6 @@ previous step, usually none or one number.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
-from torchweft.optim import local
+from torchweft.optim import local, states
 from torchweft.optim.eager import with_hooks
 from torchweft.optim.groups import (
     Group,
@@ -30,6 +29,7 @@ from torchweft.optim.groups import (
     check_distinct,
     check_fits,
     copied_options,
+    misfit,
     read_group,
     read_groups,
     read_options,
@@ -60,7 +60,8 @@ class DistributedOptimizer(Optimizer):
     Args:
         optimizer_class: Any ``torch.optim.Optimizer`` that needs no closure.
         params_rref: References to the parameters, on this and other workers: a list, or a list
-            of groups like ``{"params": [rrefs], "lr": 0.1}``.
+            of groups like ``{"params": [rrefs], "lr": 0.1}``. Those of a lazy module may be passed
+            before its first forward pass.
         args: The optimizer's further positional arguments, after the parameters.
         kwargs: Its keyword arguments.
 
@@ -94,12 +95,13 @@ class DistributedOptimizer(Optimizer):
         groups = read_groups(params_rref)
         self._recipe = (optimizer_class, args, kwargs)
         self._locals: dict[int, RRef[local.LocalOptimizer]] = {}
-        self._shapes: dict[int, tuple[int, ...]] = {}
+        self._described: dict[int, tuple[tuple[int, ...] | None, str]] = {}
         self._told: list[Options] = []  # the hyper-parameters that the owners have
         self._has_warned = False
         self._is_base_ready = False
         super().__init__([{"params": []}], {})
         self._is_base_ready = True
+        self.state = states.elsewhere("on the parameter's owner; read it by state_dict()")
         self._add(groups)
 
     @without_own_frames
@@ -130,7 +132,7 @@ class DistributedOptimizer(Optimizer):
         options: dict[int, Options] = {}
         for owner, placed in answers.items():
             self._locals[owner] = placed.optimizer
-            self._shapes.update(placed.shapes)
+            self._described.update(placed.parameters)
             self.defaults.update(placed.defaults)
             options.update(placed.options)
         for number, group in enumerate(groups, start=len(self.param_groups)):
@@ -156,7 +158,7 @@ class DistributedOptimizer(Optimizer):
                 all workers where one raised; parameters of other workers have been stepped.
             WorkerLost: An owner is lost.
         """
-        _check_context_id(context_id)
+        check_context_id(context_id)
         engine = current_engine()
         engine.contexts.get(context_id)
         changes = self._changes()
@@ -238,13 +240,18 @@ class DistributedOptimizer(Optimizer):
         """Returns the state of all local optimizers, and all hyper-parameters. Blocks.
 
         It equals the result of ``optimizer_class`` over all the parameters in one process, plus
-        the key ``parameters`` with owners and shapes. Each can load a state that the other saved.
-        All tensors are copies. ``torch.save`` accepts it.
+        the keys ``parameters``, with owners, shapes and types, and ``classes``, the names of the
+        class and those that it derives from. Each can load a state that the other saved. All
+        tensors are copies. ``torch.save`` accepts it.
 
         Raises:
             OptimizerError: Some owners could not return their state.
             WorkerLost: An owner is lost.
         """
+        return states.saved_with_hooks(self, self._state_dict)
+
+    def _state_dict(self) -> dict[str, Any]:
+        self._describe_anew()
         changes = self._changes()
         arguments = {owner: (address, changes) for owner, address in self._addresses().items()}
         answers, failures = run_on_owners(local.save, arguments)
@@ -257,26 +264,33 @@ class DistributedOptimizer(Optimizer):
             state.update(saved.state)
         in_order = [options[number] for number in range(len(self.param_groups))]
         state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
-        return as_state_dict(in_order, self._group_sizes(), state, self._parameters())
+        classes = states.lineage(self.optimizer_class)
+        return as_state_dict(in_order, self._group_sizes(), state, self._parameters(), classes)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict`` of this class or of a local optimizer. Blocks.
 
-        The parameters must be the same, in the same order; they may have other owners now.
+        The parameters must be the same, in the same order; they may have other owners now. The
+        state keeps its types, where ``torch.optim`` converts them to those of the parameters.
 
         Args:
             state_dict: Hyper-parameters in ``param_groups``, and tensors in ``state``, by number of
                 the parameter.
 
         Raises:
-            ConfigurationError: It does not fit; names the difference.
+            ConfigurationError: It is of another class of optimizers, or does not fit the
+                parameters; names the difference. Nothing is changed.
             OptimizerError: Some owners could not load it.
             WorkerLost: An owner is lost.
         """
-        shapes = [parameter.shape for parameter in self._parameters()]
-        check_fits(state_dict, self._group_sizes(), shapes)
+        states.loaded_with_hooks(self, state_dict, self._load_state_dict)
+
+    def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._describe_anew()
+        check_fits(state_dict, self._group_sizes(), self._parameters())
         options = read_options(state_dict)
         state = read_state(state_dict)
+        self._check(state_dict, options, state)
         arguments = {
             owner: (address, local.Saved(dict(enumerate(options)), self._part_of(state, owner)))
             for owner, address in self._addresses().items()
@@ -284,6 +298,22 @@ class DistributedOptimizer(Optimizer):
         _, failures = run_on_owners(local.load, arguments)
         raise_failures("loading the optimizer's state", failures)
         self.adopt(options)
+
+    def _check(
+        self, state_dict: Mapping[str, Any], options: Sequence[Options], state: Mapping[Any, Any]
+    ) -> None:
+        kind, saved = self.optimizer_class, list(state_dict.get("classes", ()))
+        if not states.fits_class(saved, states.lineage(kind)):
+            raise misfit(f"the class {saved[0]}, the optimizer {kind.__qualname__}")
+        other = "" if saved else states.classes_by_options(options, self._told)
+        for number, (shape, _) in self._described.items():
+            if shape is None:
+                continue
+            name = f"parameter {number}"
+            problems = states.misfits(name, shape, state.get(number, {}), kind)
+            other = other or next(problems, "")
+        if other:
+            raise misfit(f"a difference: {other}")
 
     def adopt(self, options: Sequence[Options]) -> None:
         """Adopts the hyper-parameters of all groups, which the owners have already."""
@@ -299,12 +329,23 @@ class DistributedOptimizer(Optimizer):
         foreign = {number for number, reference in references if reference.id.owner != owner}
         return {key: value for key, value in state.items() if key not in foreign}
 
+    def _describe_anew(self) -> None:
+        """Asks for shapes and types: lazy modules get a shape, and modules are converted."""
+        arguments: dict[int, tuple[Any, ...]] = {
+            owner: (optimizer, *self._recipe, [])  # Adds no group.
+            for owner, optimizer in self._locals.items()
+        }
+        answers, failures = run_on_owners(local.place, arguments)
+        raise_failures("reading the optimizer's state", failures)
+        for placed in answers.values():
+            self._described.update(placed.parameters)
+
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.param_groups]
 
     def _parameters(self) -> list[Parameter]:
         return [
-            Parameter(name_of(reference.id.owner), self._shapes[number])
+            Parameter(name_of(reference.id.owner), *self._described[number])
             for number, reference in enumerate(self._references())
         ]
 
@@ -317,7 +358,7 @@ class DistributedOptimizer(Optimizer):
     def __repr__(self) -> str:
         kind = self.optimizer_class.__name__
         owners = ", ".join(repr(name_of(owner)) for owner in self._locals)
-        return f"DistributedOptimizer of {kind}, {len(self._shapes)} parameters on {owners}"
+        return f"DistributedOptimizer of {kind}, {len(self._described)} parameters on {owners}"
 
 
 def _check_class(optimizer_class: object) -> None:
@@ -326,15 +367,15 @@ def _check_class(optimizer_class: object) -> None:
             f"optimizer_class is {kind_of(optimizer_class)}; pass a class like torch.optim.SGD, "
             "and its arguments after the parameters"
         )
-    parameters = list(inspect.signature(optimizer_class.step).parameters.values())
-    if any(each.name == "closure" and each.default is each.empty for each in parameters):
+    if states.needs_closure(optimizer_class):
         raise ConfigurationError(
             f"{optimizer_class.__name__} evaluates the model anew within a step, by a closure, "
             "which no context covers; use an optimizer that steps with given gradients"
         )
 
 
-def _check_context_id(context_id: object) -> None:
+def check_context_id(context_id: object) -> None:
+    """Raises ConfigurationError unless it is a number, as that of a context."""
     if callable(context_id):
         raise ConfigurationError(
             "step() takes no closure; compute the loss and its gradients in an autograd context, "

@@ -49,7 +49,7 @@ def make(
 
 
 def call(optimizer: Optimizer, method: str, *args: Any) -> Any:
-    """Calls ``add_param_group``, ``state_dict`` or ``load_state_dict`` of an optimizer."""
+    """Calls a method that torch marks for its compiler, such as ``state_dict`` or ``zero_grad``."""
     if method not in vars(optimizer):
         plain = _unmarked(getattr(type(optimizer), method))
         if plain is not None:

@@ -185,7 +185,8 @@ def split_groups(
 #     {
 #         "state": {0: {"exp_avg": ..., ...}, 1: ...},          # by number of the parameter
 #         "param_groups": [{"lr": 0.1, ..., "params": [0, 1]}, ...],
-#         "parameters": [{"owner": "ps0", "shape": (3, 4)}, ...],  # by number; Weft's own
+#         "parameters": [{"owner": "ps0", "shape": (3, 4), "dtype": "float32"}, ...],  # by number
+#         "classes": ["Adam"],                                  # these two are Weft's own
 #     }
 #
 # So training can move to a single process, or from one, or to other owners of the parameters.
@@ -194,10 +195,14 @@ _NOT_OPTIONS = ("params", "param_names")
 
 
 class Parameter(NamedTuple):
-    """The name of a parameter's owner, and its shape."""
+    """The name of a parameter's owner, its shape, and the name of its type.
+
+    A lazy module's parameter has no shape before the first forward pass.
+    """
 
     owner: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
+    dtype: str
 
 
 def as_state_dict(
@@ -205,6 +210,7 @@ def as_state_dict(
     group_sizes: Sequence[int],
     state: dict[Any, Any],
     parameters: Sequence[Parameter],
+    classes: Sequence[str],
 ) -> dict[str, Any]:
     """Returns a ``state_dict``; groups and parameters are in order."""
     first = 0
@@ -215,7 +221,8 @@ def as_state_dict(
     return {
         "state": state,
         "param_groups": groups,
-        "parameters": [{"owner": owner, "shape": shape} for owner, shape in parameters],
+        "parameters": [each._asdict() for each in parameters],
+        "classes": list(classes),
     }
 
 
@@ -235,32 +242,42 @@ def read_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
 
 
 def check_fits(
-    state_dict: Any, group_sizes: Sequence[int], shapes: Sequence[tuple[int, ...]]
+    state_dict: Any, group_sizes: Sequence[int], parameters: Sequence[Parameter]
 ) -> None:
     """Raises ConfigurationError, naming the difference, if a ``state_dict`` does not fit.
 
     Args:
         state_dict: The ``state_dict`` to load.
         group_sizes: How many parameters each group of the optimizer has.
-        shapes: The shapes of all parameters, in order.
+        parameters: All parameters, in order.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ConfigurationError(
             'this is no state_dict of an optimizer: it has no "state" and "param_groups"'
         )
+    if not all("params" in group for group in state_dict["param_groups"]):
+        raise ConfigurationError(
+            'this is no state_dict of an optimizer: a parameter group has no "params"'
+        )
     sizes = [len(group["params"]) for group in state_dict["param_groups"]]
     if len(sizes) != len(group_sizes):
-        raise _misfit(f"{len(sizes)} parameter groups, the optimizer {len(group_sizes)}")
+        raise misfit(f"{len(sizes)} parameter groups, the optimizer {len(group_sizes)}")
     for group, (saved, mine) in enumerate(zip(sizes, group_sizes, strict=True)):
         if saved != mine:
-            raise _misfit(f"{saved} parameters in group {group}, the optimizer {mine}")
+            raise misfit(f"{saved} parameters in group {group}, the optimizer {mine}")
     for number, parameter in enumerate(state_dict.get("parameters", ())):
-        shape = tuple(parameter["shape"])
-        if shape != shapes[number]:
-            raise _misfit(f"shape {shape} for parameter {number}, the optimizer {shapes[number]}")
+        shape, present = parameter["shape"], parameters[number]
+        if None not in (shape, present.shape) and tuple(shape) != present.shape:
+            raise misfit(
+                f"shape {tuple(shape)} for parameter {number}, the optimizer {present.shape}"
+            )
+        dtype = parameter.get("dtype", present.dtype)
+        if dtype != present.dtype:
+            raise misfit(f"type {dtype} for parameter {number}, the optimizer {present.dtype}")
 
 
-def _misfit(difference: str) -> ConfigurationError:
+def misfit(difference: str) -> ConfigurationError:
+    """Returns the error for a ``state_dict`` that does not fit."""
     return ConfigurationError(
         f"the state_dict has {difference}; make the optimizer with the same parameters in the "
         "same order as the one that was saved"

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim import eager
+from torchweft.optim import eager, states
 from torchweft.optim.groups import GroupPart, Options
 from torchweft.optim.owners import Address, value_at
 from torchweft.rpc import RRef
@@ -40,13 +41,14 @@ class Placed(NamedTuple):
         optimizer: A reference to its local optimizer.
         defaults: The default hyper-parameters of groups.
         options: The hyper-parameters of each group, by its number.
-        shapes: The shapes of the parameters, by their numbers.
+        parameters: The shape of each parameter and the name of its type, by its number. A lazy
+            module's have no shape before its first forward pass.
     """
 
     optimizer: RRef[LocalOptimizer]
     defaults: Options
     options: dict[int, Options]
-    shapes: dict[int, tuple[int, ...]]
+    parameters: dict[int, tuple[tuple[int, ...] | None, str]]
 
 
 @rebuilds_plain
@@ -115,8 +117,8 @@ class LocalOptimizer:
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
-        shapes = {number: tuple(tensor.shape) for tensor, number in self._numbers.items()}
-        return Placed(reference, dict(self._optimizer.defaults), self._options(), shapes)
+        parameters = {number: _described(tensor) for tensor, number in self._numbers.items()}
+        return Placed(reference, dict(self._optimizer.defaults), self._options(), parameters)
 
     def _options(self) -> dict[int, Options]:
         groups = zip(self._group_numbers, self._optimizer.param_groups, strict=True)
@@ -194,7 +196,7 @@ class LocalOptimizer:
                 {**_placed_as(saved.options[number], group), "params": group["params"]}
                 for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
             ]
-            eager.call(self._optimizer, "load_state_dict", content)
+            states.load(self._optimizer, content)
 
     def _numbers_in_order(self) -> list[int]:
         """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
@@ -210,6 +212,11 @@ def _placed_as(options: Options, group: Mapping[str, Any]) -> Options:
         else value
         for name, value in options.items()
     }
+
+
+def _described(tensor: Tensor) -> tuple[tuple[int, ...] | None, str]:
+    shape = None if is_lazy(tensor) else tuple(tensor.shape)
+    return shape, str(tensor.dtype).removeprefix("torch.")
 
 
 # Functions that a distributed optimizer calls on owners, by name.

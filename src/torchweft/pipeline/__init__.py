@@ -19,6 +19,7 @@ from torchweft.pipeline.schedules import (
     ScheduleZBVZeroBubble,
     Table,
 )
+from torchweft.pipeline.values import broadcast
 from torchweft.pipeline.wiring import BATCH, Take, Wiring
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Table",
     "Take",
     "Wiring",
+    "broadcast",
     "check_stages",
     "cut_by_plan",
     "cut_evenly",

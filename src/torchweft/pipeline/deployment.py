@@ -12,7 +12,7 @@ from torchweft.agent.current import current
 from torchweft.arguments import check_workers, wrong_type
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.free_threading import shared_count
-from torchweft.pipeline import host, stream_host
+from torchweft.pipeline import host, stepping, stream_host
 from torchweft.pipeline.copies import Copies, find_copies
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.runner import Assignment
@@ -162,7 +162,7 @@ class Deployment:
             raise
         self._equalize(copies)
         if self._settings.maker is not None:
-            self.call_all(host.make_optimizer, self._settings.maker, {})
+            self.call_named(stepping.make, self._settings.maker, {})
 
     def _place(self, row: int, copies: Copies) -> Future[RRef[host.Host]]:
         """Has a worker make its stages, and the thread that runs them."""
@@ -220,6 +220,19 @@ class Deployment:
         """Calls a function of ``weights`` on all workers; returns the results by row."""
         return self.call_each(function, [(self.where, *args)] * len(self.infos))
 
+    def gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+        """Calls a function of ``weights`` on all workers; returns copies of all that they return.
+
+        Of replicas it has the first.
+        """
+        found: dict[str, Any] = {}
+        me = current().me.name
+        for worker, each in zip(self.workers, self.call_named(function), strict=True):
+            # This process has got what it changes in the next step, and not copies.
+            own = copy.deepcopy(each) if worker == me else each
+            found |= own | found
+        return found
+
     def call_each(self, function: Callable[..., Any], args: Iterable[Sequence[Any]]) -> list[Any]:
         """Calls a function on all workers, with arguments for each; returns the results by row."""
         limit_s = self._settings.answer_s
@@ -233,12 +246,14 @@ class Deployment:
             _cancel(futures)
             raise
 
-    def run_once(self, is_training: bool, zero_grad: bool, batch: Any, target: Any) -> list[Any]:
+    def run_once(
+        self, is_training: bool, zero_grad: bool | None, batch: Any, target: Any
+    ) -> list[Any]:
         """Runs all rows once; returns the results of the workers that have one.
 
         Args:
             is_training: Whether to run backwards as well.
-            zero_grad: Whether to drop the gradients first.
+            zero_grad: Whether gradients become None first, or zeros; None: they stay.
             batch: The batch.
             target: Its target, for training.
         """

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError
-from torchweft.optim import eager
-from torchweft.optim.clipping import on_host
+from torchweft.optim.clipping import norm, on_host
 from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
@@ -46,7 +44,7 @@ def start(
     pipe: int,
     step: int,
     is_training: bool,
-    zero_grad: bool,
+    zero_grad: bool | None,
     inputs: Mapping[int, Mapping[int, Sequence[Any]]],
     targets: Mapping[int, Any],
 ) -> torch.futures.Future[Any]:
@@ -90,41 +88,6 @@ def close(pipe: int) -> None:
         runner.close()
 
 
-def make_optimizer(
-    pipe: int, optimizer_class: Callable[..., Optimizer], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Makes the optimizer of this worker's weights; returns its hyper-parameters."""
-    runner = runner_of(pipe)
-    weights = [weight for stage in runner.stages.values() for weight in stage.parameters()]
-    runner.optimizer = made = _made(optimizer_class, weights, options) if weights else None
-    if made is None:
-        return {}
-    return {name: value for name, value in made.param_groups[0].items() if name != "params"}
-
-
-def _made(
-    optimizer_class: Callable[..., Optimizer], weights: Sequence[Tensor], options: Mapping[str, Any]
-) -> Optimizer:
-    if isinstance(optimizer_class, type):
-        return eager.make(optimizer_class, weights, (), dict(options))
-    return optimizer_class(weights, **options)
-
-
-def set_options(pipe: int, options: Mapping[str, Any]) -> None:
-    """Sets hyper-parameters of this worker's optimizer."""
-    optimizer = runner_of(pipe).optimizer
-    for group in optimizer.param_groups if optimizer is not None else ():
-        group.update(options)
-
-
-def step_optimizer(pipe: int, changes: Mapping[str, Any]) -> None:
-    """Steps this worker's optimizer, after changes of its hyper-parameters."""
-    set_options(pipe, changes)
-    optimizer = runner_of(pipe).optimizer
-    if optimizer is not None:
-        eager.step(optimizer)
-
-
 def first_values(pipe: int, group: int) -> list[Tensor]:
     """Returns the weights of the first member of a group of copies, which this worker holds."""
     runner = runner_of(pipe)
@@ -145,16 +108,17 @@ def set_values(pipe: int, group: int, values: Sequence[Tensor]) -> None:
                     weight.copy_(value)
 
 
-def squared_norm(pipe: int) -> Tensor:
-    """Returns the squared norm of this worker's gradients, each weight once in the pipeline."""
+def norms(pipe: int, norm_type: float) -> Tensor:
+    """Returns the norms of this worker's gradients, each weight once in the pipeline."""
     runner = runner_of(pipe)
     copies, me = runner.assignment.copies, runner.assignment.worker
-    squares = [torch.zeros((), dtype=torch.float64, device="cpu")]
-    for number, stage in runner.stages.items():
-        for name, weight in stage.module.named_parameters():
-            if weight.grad is not None and copies.is_first(me, number, name):
-                squares.append(weight.grad.detach().double().square().sum())
-    return torch.stack(on_host(squares)).sum()
+    found = [
+        norm(weight.grad.detach().double(), norm_type)
+        for number, stage in runner.stages.items()
+        for name, weight in stage.module.named_parameters()
+        if weight.grad is not None and copies.is_first(me, number, name)
+    ]
+    return torch.stack(on_host(found)) if found else torch.empty(0, dtype=torch.float64)
 
 
 def scale_gradients(pipe: int, factor: float) -> None:

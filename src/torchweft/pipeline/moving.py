@@ -8,38 +8,44 @@ from typing import Any, NamedTuple
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline import weights
 from torchweft.pipeline.deployment import Deployment
+from torchweft.pipeline.groups import Group
+from torchweft.pipeline.optimizer import SavedGroups
 
 Places = dict[str, list[str]]
 """By worker, the names whose state is asked of it."""
+
+
+Forms = Mapping[str, weights.Form]
+"""The shape and type of each weight and buffer, by name."""
 
 
 class _Held(NamedTuple):
     """The holders of one name.
 
     Attributes:
-        shape: The shape of the weight or buffer.
+        form: The shape and type of the weight or buffer.
         workers: The workers that hold it, in the order of the table's rows.
     """
 
-    shape: tuple[int, ...]
+    form: weights.Form
     workers: list[str]
 
 
 def _held(deployment: Deployment) -> dict[str, _Held]:
     found: dict[str, _Held] = {}
-    for worker, its in zip(deployment.workers, deployment.call_named(weights.shapes), strict=True):
-        for name, shape in its.items():
-            found.setdefault(name, _Held(shape, [])).workers.append(worker)
+    for worker, its in zip(deployment.workers, deployment.call_named(weights.forms), strict=True):
+        for name, form in its.items():
+            found.setdefault(name, _Held(form, [])).workers.append(worker)
     return found
 
 
-def shapes(deployment: Deployment) -> dict[str, tuple[int, ...]]:
-    """Returns the names and shapes of all weights and buffers."""
-    return _shapes(_held(deployment))
+def forms(deployment: Deployment) -> Forms:
+    """Returns the names of all weights and buffers, with their shapes and types."""
+    return _forms(_held(deployment))
 
 
-def _shapes(held: dict[str, _Held]) -> dict[str, tuple[int, ...]]:
-    return {name: each.shape for name, each in held.items()}
+def _forms(held: dict[str, _Held]) -> Forms:
+    return {name: each.form for name, each in held.items()}
 
 
 def move(old: Deployment, new: Deployment, limit_s: float) -> None:
@@ -54,7 +60,7 @@ def move(old: Deployment, new: Deployment, limit_s: float) -> None:
         ConfigurationError: They are not of the same model.
     """
     sources, targets = _held(old), _held(new)
-    check_same(_shapes(sources), _shapes(targets))
+    check_same(_forms(sources), _forms(targets))
     _adopt(new, old.where, [_nearest(worker, sources, targets) for worker in new.workers], limit_s)
 
 
@@ -89,8 +95,8 @@ def _adopt(
     deployment.call_each(weights.adopt, [(where, origin, each, limit_s) for each in places])
 
 
-def check_same(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
-    """Compares the names and shapes of two states.
+def check_same(old: Forms, new: Forms) -> None:
+    """Compares the names, shapes and types of two states.
 
     Raises:
         ConfigurationError: They differ; names the differences.
@@ -100,13 +106,18 @@ def check_same(old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, 
         raise ConfigurationError(
             f"the state is of another model: missing {missing}, unexpected {extra}"
         )
-    differing = [name for name, shape in new.items() if old[name] != shape]
-    if differing:
-        name = differing[0]
-        raise ConfigurationError(
-            f"the state is of another model: {name} has shape {list(old[name])} there and "
-            f"{list(new[name])} here"
-        )
+    for name, here in new.items():
+        there = old[name]
+        if there.shape != here.shape:
+            raise ConfigurationError(
+                f"the state is of another model: {name} has shape {list(there.shape)} there and "
+                f"{list(here.shape)} here"
+            )
+        if there.dtype != here.dtype:
+            raise ConfigurationError(
+                f"the state is of another model: {name} has type {there.dtype} there and "
+                f"{here.dtype} here; convert one of them"
+            )
 
 
 def references(deployment: Deployment) -> dict[str, Any]:
@@ -125,3 +136,20 @@ def references(deployment: Deployment) -> dict[str, Any]:
         tree["weights"].update(each.values)
         tree["optimizer"].update(each.optimizer)
     return {key: entries for key, entries in tree.items() if entries}
+
+
+def tree(
+    deployment: Deployment, groups: list[Group] | None, state: dict[str, Any] | None
+) -> tuple[dict[str, Any], SavedGroups]:
+    """Returns all that a snapshot holds; and of that, the optimizer's groups.
+
+    Args:
+        deployment: The stages.
+        groups: The groups of the optimizer; None if there is none.
+        state: Further state of the program.
+    """
+    saved = SavedGroups(groups or [])
+    found: dict[str, Any] = {"pipe": references(deployment)}
+    if groups is not None:
+        found["groups"] = saved
+    return {**found, "program": {} if state is None else state}, saved

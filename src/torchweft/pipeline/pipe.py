@@ -14,20 +14,26 @@ from torch import Tensor, nn
 
 from torchweft import checkpoint as snapshots
 from torchweft.agent.current import current
-from torchweft.arguments import is_number, limit_of, wrong_type
+from torchweft.arguments import check_callable, check_choice, limit_of, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
-from torchweft.pipeline import host, moving, stream_host, weights
+from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
+from torchweft.optim.moved import Moved
+from torchweft.pipeline import host, moving, stepping, stream_host, weights
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
 from torchweft.pipeline.deployment import WAIT_S, Deployment, Layout, Schedules, Settings
-from torchweft.pipeline.optimizer import PipeOptimizer
+from torchweft.pipeline.groups import Group
+from torchweft.pipeline.optimizer import Dropping, PipeOptimizer
 from torchweft.pipeline.recording import Recording, WorkerNotes
 from torchweft.pipeline.schedules import Table
 from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
+from torchweft.pipeline.values import joined
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
+
+_ON_WORKERS = "pass a function or class, which is called on workers"
 
 
 class Pipe(Closing):
@@ -108,19 +114,25 @@ class Pipe(Closing):
         check_finite: bool = False,
         share_memory: bool = False,
     ) -> None:
-        _check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
-        _check_choice("reduction", reduction, ("mean", "sum"))
-        _check_callable("loss", loss)
-        _check_callable("optimizer", optimizer)
+        check_choice("checkpoint", checkpoint, ("never", "except_last", "always"))
+        check_choice("reduction", reduction, ("mean", "sum"))
+        check_callable("loss", loss, _ON_WORKERS)
+        check_callable("optimizer", optimizer, _ON_WORKERS)
         limit_s = limit_of(timeout, WAIT_S)
         self._settings = Settings(
             loss, checkpoint, reduction == "mean", limit_s, optimizer, check_finite, share_memory
         )
         self._schedule = schedule
         self._mode: bool | None = None
-        self._zero_grad = self._is_recorded = self._is_running = False
+        self._is_recorded = self._is_running = False
+        self._dropping = Dropping()
         self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
         self._optimizer: PipeOptimizer | None = None
+        self._moved = Moved(
+            "the workers of a pipeline have copies of its weights: step the optimizer that "
+            "pipe.optimizer(torch.optim.SGD, lr=...) returns (an asynchronous schedule takes "
+            "Pipe(..., optimizer=)), and read the weights by pipe.state_dict()"
+        )
         self._deployment = self._deploy(stages, workers, schedule, wiring, ties, example)
 
     def _deploy(
@@ -136,7 +148,10 @@ class Pipe(Closing):
         found = stages_of(stages, layout.table.n_stages, wiring, ties)
         if example is not None:
             check_stages(found, example, layout.table.n_microbatches)
-        return Deployment(layout, found, self._settings)
+        deployment = Deployment(layout, found, self._settings)
+        modules = [each for each in found.sources if isinstance(each, nn.Module)]
+        self._moved.add(weight for each in modules for weight in each.parameters())
+        return deployment
 
     @property
     def workers(self) -> tuple[str, ...]:
@@ -162,7 +177,8 @@ class Pipe(Closing):
 
         Args:
             batch: A tensor, or a tuple, list or dict of tensors, with the samples along dimension
-                0; cut evenly into the schedule's micro-batches. Other objects go to each of them.
+                0; cut evenly into the schedule's micro-batches. Other objects go to each of them,
+                and tensors that are marked by ``broadcast``.
             target: The same for the loss function; cut in the same way.
 
         Returns:
@@ -178,8 +194,13 @@ class Pipe(Closing):
         self._check_loss()
         self._check_synchronous("step")
         self._check_idle()
-        zero_grad, self._zero_grad = self._zero_grad, False
-        losses = self._deployment.run_once(True, zero_grad, batch, target)
+        self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
+        zero_grad = self._dropping.take()
+        try:
+            losses = self._deployment.run_once(True, zero_grad, batch, target)
+        except BaseException:
+            self._dropping.want(zero_grad)
+            raise
         return torch.cat(losses).sum()
 
     def run(self, batches: Iterable[Any]) -> Iterator[Tensor]:
@@ -251,55 +272,75 @@ class Pipe(Closing):
         The outputs of the micro-batches are joined along dimension 0. Blocks.
         """
         self._check_idle()
-        results = self._deployment.run_once(False, False, batch, None)
+        results = self._deployment.run_once(False, None, batch, None)
         parts = sorted(pair for pair in itertools.chain(*results))
-        return _joined([output for _, output in parts])
+        return joined([output for _, output in parts])
 
     # Weights
 
     def optimizer(
         self, optimizer_class: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> PipeOptimizer:
-        """Makes an optimizer for the weights of each worker.
+        """Makes an optimizer for the weights of each worker; it replaces an earlier one.
 
         Args:
-            optimizer_class: Called on each worker with its weights and ``options``.
+            optimizer_class: Called on each worker with a list of its weights and ``options``; also
+                a function, which may make several parameter groups of the weights that it gets.
             options: Keyword arguments of the optimizer.
 
         Raises:
-            ArgumentTypeError: ``optimizer_class`` cannot be called.
-            ConfigurationError: The schedule is asynchronous.
+            ArgumentTypeError: ``optimizer_class`` cannot be called, or returns no optimizer.
+            ConfigurationError: The schedule is asynchronous; or the optimizer needs a closure, or
+                steps other tensors.
         """
         self._check_synchronous("optimizer")
         self._check_idle()
         if not callable(optimizer_class):
             raise wrong_type("optimizer_class", optimizer_class, "pass a class of torch.optim")
+        if self._optimizer is not None:
+            self._optimizer.replace()
+        self._optimizer = None
         self._optimizer = PipeOptimizer(
-            lambda: self._deployment, self._drop_gradients, optimizer_class, options
+            lambda: self._deployment, self._dropping, optimizer_class, options
         )
         return self._optimizer
 
-    def _drop_gradients(self) -> None:
-        self._zero_grad = True
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales all gradients so that their joint norm is at most ``max_norm``. Blocks.
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their joint norm is at most ``max_norm``.
+        Weights that exist more than once count once. A norm that is not finite scales all gradients
+        as that of ``torch.nn.utils.clip_grad_norm_`` does: to zeros or NaN.
 
-        Weights that exist more than once count once.
+        Args:
+            max_norm: The largest norm.
+            norm_type: The p of the p-norm; ``math.inf`` for the largest absolute value.
+            error_if_nonfinite: Whether to raise if the norm is infinite or NaN.
 
         Returns:
-            The norm over all stages before it, a float64 tensor without dimensions.
+            The norm over all stages before it, a float64 tensor without dimensions; 0 without
+            gradients.
 
         Raises:
-            ConfigurationError: The schedule is asynchronous, or ``max_norm`` is no number of at
-                least 0.
+            ConfigurationError: The schedule is asynchronous, ``max_norm`` is no number of at least
+                0, or ``norm_type`` none greater than 0.
+            OptimizerError: The norm is not finite, and that is an error. Nothing was scaled.
         """
         self._check_synchronous("clip_grad_norm_")
-        if not is_number(max_norm) or not max_norm >= 0:
-            raise ConfigurationError(f"max_norm is {max_norm!r}; it is a number of at least 0")
-        norm = torch.stack(self._all(host.squared_norm)).sum().sqrt()
-        self._all(host.scale_gradients, min(1.0, max_norm / (float(norm) + 1e-6)))
+        max_norm, norm_type = check_norms(max_norm, norm_type)
+        self._drop_now()
+        norm = norm_of(torch.cat(self._all(host.norms, norm_type)).unbind(), norm_type).double()
+        factor = coefficient_of(norm, max_norm, error_if_nonfinite=error_if_nonfinite)
+        if factor is not None:
+            self._all(host.scale_gradients, float(factor))
         return norm
+
+    def _drop_now(self) -> None:
+        """Drops the gradients before they are looked at, if that is due."""
+        set_to_none = self._dropping.take()
+        if set_to_none is not None:
+            self._all(stepping.zero_grad, set_to_none)
 
     def train(self, mode: bool = True) -> Pipe:
         """Sets the training mode of all stages; returns the pipeline."""
@@ -318,26 +359,32 @@ class Pipe(Closing):
         stage in front. Of replicas it returns the first, whose weights are those of all; the
         statistics of a batch normalization follow only the micro-batches of that replica.
         """
-        return self._gathered(weights.values)
+        self._check_idle()
+        return self._deployment.gathered(weights.values)
 
     def gradients(self) -> dict[str, Tensor | None]:
         """Returns the gradients of all weights, copied to the driver; keys as in ``state_dict``."""
-        return self._gathered(weights.gradients)
+        self._check_idle()
+        self._drop_now()
+        return self._deployment.gathered(weights.gradients)
 
     def squared_norms(self) -> dict[str, float]:
         """Returns the squared norm of each weight's gradient; keys as in ``state_dict``."""
-        return self._gathered(weights.squared_norms)
+        self._check_idle()
+        self._drop_now()
+        return self._deployment.gathered(weights.squared_norms)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Sets the weights and buffers of all stages.
 
         Raises:
-            ConfigurationError: Keys are missing, or there are others.
+            ConfigurationError: Keys are missing, or there are others; or a value is of another
+                shape or type.
         """
         self._check_idle()
         placed = self._deployment
-        shapes = {name: tuple(getattr(value, "shape", ())) for name, value in state.items()}
-        moving.check_same(shapes, moving.shapes(placed))
+        given = {name: weights.Form.of(value) for name, value in state.items()}
+        moving.check_same(given, moving.forms(placed))
         placed.call_named(weights.set_values, dict(state))
 
     # Moving and saving
@@ -374,10 +421,14 @@ class Pipe(Closing):
             WorkerLost: A worker was lost.
         """
         old, schedule = self._deployment, schedule or self._schedule
+        if self._optimizer is not None:
+            self._optimizer.follow()
         new = self._replacement(stages, workers or old.workers, schedule, wiring, ties, example)
-        with self._placed(new):
+        with self._placed(new) as groups:
             moving.move(old, new, self._settings.answer_s)
         self._deployment, self._schedule = new, schedule
+        if self._optimizer is not None and groups is not None:
+            self._optimizer.adopt(groups)
         old.close()
 
     def resume(
@@ -415,8 +466,8 @@ class Pipe(Closing):
         """
         old, schedule = self._deployment, schedule or self._schedule
         new = self._replacement(stages, workers, schedule, wiring, ties, None)
-        with self._placed(new):
-            snapshot = self._restored(new, directory, state, step)
+        with self._placed(new) as groups:
+            snapshot = self._restored(new, directory, state, step, groups)
         self._deployment, self._schedule = new, schedule
         old.close()
         return snapshot
@@ -428,14 +479,16 @@ class Pipe(Closing):
         return self._deploy(*given)
 
     @contextlib.contextmanager
-    def _placed(self, new: Deployment) -> Iterator[None]:
-        """Prepares stages that are to take the place of the present ones; closes them on errors."""
+    def _placed(self, new: Deployment) -> Iterator[list[Group] | None]:
+        """Prepares stages that are to take the place of the present ones; closes them on errors.
+
+        Yields the optimizer's groups there.
+        """
         try:
-            if self._optimizer is not None:
-                self._optimizer.move(new)
+            groups = None if self._optimizer is None else self._optimizer.move(new)
             if self._mode is not None:
                 new.call_all(host.set_mode, self._mode)
-            yield
+            yield groups
         except BaseException:
             new.close()
             raise
@@ -462,7 +515,9 @@ class Pipe(Closing):
             CheckpointError: A worker could not write its part.
             WorkerLost: A worker was lost. Earlier snapshots are unchanged.
         """
-        tree, _ = self._tree(self._deployment, state)
+        self._check_idle()
+        groups = None if self._optimizer is None else self._optimizer.follow()
+        tree, _ = moving.tree(self._deployment, groups, state)
         random_of = {*self.workers, current().me.name}
         return snapshots.save(directory, tree, step=step, keep=keep, random_states=random_of)
 
@@ -488,7 +543,9 @@ class Pipe(Closing):
             StateMismatch: It is of another model; lists the differences. Nothing is changed.
             WorkerLost: A worker was lost.
         """
-        return self._restored(self._deployment, directory, state, step)
+        self._check_idle()
+        groups = None if self._optimizer is None else self._optimizer.groups()
+        return self._restored(self._deployment, directory, state, step, groups)
 
     def _restored(
         self,
@@ -496,22 +553,14 @@ class Pipe(Closing):
         directory: str | os.PathLike[str],
         state: dict[str, Any] | None,
         step: int | None,
+        groups: list[Group] | None,
     ) -> snapshots.Snapshot:
-        tree, options = self._tree(deployment, state)
+        tree, saved = moving.tree(deployment, groups, state)
         snapshot = snapshots.restore(directory, tree, step=step)
         moving.spread(deployment, self._settings.answer_s)
         if self._optimizer is not None:
-            self._optimizer.adopt(options, deployment)
+            self._optimizer.restore(deployment, saved.groups)
         return snapshot
-
-    def _tree(
-        self, deployment: Deployment, state: dict[str, Any] | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns what a snapshot holds; and of that, the optimizer's hyper-parameters."""
-        self._check_idle()
-        options = {} if self._optimizer is None else self._optimizer.options()
-        tree = {"pipe": moving.references(deployment), "options": options}
-        return {**tree, "program": {} if state is None else state}, options
 
     # Measuring
 
@@ -566,13 +615,6 @@ class Pipe(Closing):
             return [1] * len(self.workers)
         return self._all(stream_host.versions_held)
 
-    def _gathered(self, function: Callable[..., dict[str, Any]]) -> dict[str, Any]:
-        gathered: dict[str, Any] = {}
-        self._check_idle()
-        for each in self._deployment.call_named(function):
-            gathered |= each | gathered  # Of replicas, the first.
-        return gathered
-
     def _all(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Calls a function of the host on all workers; returns the results by row."""
         self._check_idle()
@@ -588,28 +630,5 @@ class Pipe(Closing):
         losses = self._losses() if self._losses else None
         if losses is not None:
             losses.close()
+        self._moved.close()
         self._deployment.close()
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigurationError(
-            f"{name} is {value!r}; pass one of {', '.join(map(repr, choices))}"
-        )
-
-
-def _check_callable(name: str, value: object) -> None:
-    if value is not None and not callable(value):
-        raise wrong_type(name, value, "pass a function or class, which is called on workers")
-
-
-def _joined(outputs: Sequence[Any]) -> Any:
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    if isinstance(first, dict):
-        return {key: _joined([each[key] for each in outputs]) for key in first}
-    if isinstance(first, (tuple, list)):
-        columns = [_joined(column) for column in zip(*outputs, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    return list(outputs)

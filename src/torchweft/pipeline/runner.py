@@ -21,6 +21,7 @@ from torchweft.agent.agent import SERVED_STREAMS
 from torchweft.agent.peers import Peer
 from torchweft.arguments import kind_of
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
+from torchweft.optim import eager
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
@@ -99,7 +100,7 @@ class Start(NamedTuple):
     Attributes:
         step: Number of the step.
         is_training: Whether to run backwards as well.
-        zero_grad: Whether to drop the gradients first.
+        zero_grad: Whether gradients become None first, or zeros; None: they stay.
         inputs: By stage and micro-batch, what the stage takes of the batch.
         targets: By micro-batch, its target, for the last stage.
         done: Gets the result.
@@ -109,7 +110,7 @@ class Start(NamedTuple):
 
     step: int
     is_training: bool
-    zero_grad: bool
+    zero_grad: bool | None
     inputs: Mapping[int, Mapping[int, Sequence[Any]]]
     targets: Mapping[int, Any]
     done: torch.futures.Future[Any]
@@ -150,6 +151,8 @@ class Runner:
             for stage, made in separated(assignment.stages).items()
         }
         self.optimizer: torch.optim.Optimizer | None = None
+        self.group_numbers: list[int] = []
+        """The numbers that the groups of the optimizer have in the pipeline."""
         self.peak_held = 0
         self.notes: Notes | None = None
         self._row = table.rows[assignment.worker]
@@ -405,9 +408,9 @@ class Runner:
         return failure.with_traceback(error.__traceback__)
 
     def _train(self, start: Start) -> Tensor | None:
-        if start.zero_grad:
-            for stage in self.stages.values():
-                stage.module.zero_grad()
+        if start.zero_grad is not None:
+            self.zero_grad(start.zero_grad)
+        earlier = self._set_copies_aside()
         losses: dict[int, Tensor] = {}
         self.peak_held = 0
         notes = self.notes
@@ -430,6 +433,8 @@ class Runner:
             stage.check_weights()
         self._send_copies()
         self._add_copies()
+        for weight, gradient in earlier:
+            weight.grad = gradient if weight.grad is None else gradient.add_(weight.grad)
         if not losses:
             return None
         return torch.stack([losses[each] for each in sorted(losses)]) / self.assignment.divisor
@@ -505,6 +510,25 @@ class Runner:
             mask, leaves = 0, (mask, structure, *leaves)
         head = _HEAD.pack(self._step, *key, mask, not is_plain)
         self._ports.post(peer, self.assignment.pipe, head, leaves)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Drops the gradients that the optimizer steps with."""
+        if self.optimizer is not None:
+            eager.call(self.optimizer, "zero_grad", set_to_none)
+
+    def _set_copies_aside(self) -> list[tuple[Tensor, Tensor]]:
+        """Takes away gradients of earlier steps, of weights that exist more than once.
+
+        All copies have them, so they must not be added over the copies once more.
+        """
+        earlier = []
+        for group in range(len(self.assignment.copies.groups)):
+            for weights in self._own_copies(group).values():
+                for weight in weights:
+                    if weight.grad is not None:
+                        earlier.append((weight, weight.grad))
+                        weight.grad = None
+        return earlier
 
     def _send_copies(self, microbatch: int = 0) -> None:
         """Sends the gradients of weights that exist more than once to the other copies.

@@ -7,12 +7,16 @@ So each node's work is done once (Qi et al. 2023, "Zero Bubble Pipeline Parallel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+from torchweft.autograd.local_engine import accumulate
+from torchweft.runtime import device_streams
+from torchweft.runtime.device_streams import Mark
 
 
 class _Fork(NamedTuple):
@@ -30,7 +34,7 @@ class WeightPart:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
+        self._parameters = tuple(parameters)
         self._whole: tuple[list[Tensor], list[Tensor]] | None = None
         self._forks: list[tuple[_Fork, tuple[Tensor | None, ...]]] = []
 
@@ -43,43 +47,72 @@ class WeightPart:
         self._forks.append((fork, gradients))
 
     def run(self) -> None:
-        """Adds the gradients to ``grad`` of the weights, and releases the graph."""
+        """Adds the gradients to ``grad`` of the weights, and releases the graph.
+
+        The engine itself adds them: it runs the hooks of the weights, and gives each weight a
+        gradient of its own, also where one tensor is the gradient of several.
+        """
         whole, self._whole = self._whole, None
         forks, self._forks = self._forks, []
         if whole is not None:
             roots, gradients = whole
-            _accumulate(self._parameters, roots, gradients)
+            accumulate(tuple(roots), tuple(gradients), self._parameters)
         edges: list[Any] = []
         arrived: list[Tensor] = []
         for fork, captured in forks:
-            pairs = [
-                pair for pair in zip(fork.outputs, captured, strict=True) if pair[1] is not None
-            ]
-            if not pairs:
+            pairs = zip(fork.outputs, captured, strict=True)
+            given = {edge: gradient for edge, gradient in pairs if gradient is not None}
+            if not given:
                 continue
-            branches = torch.autograd.grad(
-                [pair[0] for pair in pairs],
-                fork.branches,
-                [pair[1] for pair in pairs],
-                retain_graph=True,
-                allow_unused=True,
-            )
-            for edge, gradient in zip(fork.branches, branches, strict=True):
-                if gradient is not None:
-                    edges.append(edge)
-                    arrived.append(gradient)
-        _accumulate(self._parameters, edges, arrived)
+            for edge, gradient in _run(fork, given):
+                edges.append(edge)
+                arrived.append(gradient)
+        if edges:
+            accumulate(tuple(edges), tuple(arrived), self._parameters)
 
 
-def _accumulate(
-    parameters: Sequence[Tensor], roots: Sequence[Any], gradients: Sequence[Tensor]
-) -> None:
-    if not roots:
-        return
-    results = torch.autograd.grad(roots, parameters, gradients, allow_unused=True)
-    for parameter, gradient in zip(parameters, results, strict=True):
-        if gradient is not None:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+class _HasRun(BaseException):
+    """Ends a run after its first node."""
+
+
+def _run(
+    fork: _Fork, gradients: dict[GradientEdge, Tensor]
+) -> Iterator[tuple[GradientEdge, Tensor]]:
+    """Runs the node of a fork once; yields the gradients of its branches.
+
+    The run ends before the branches: the engine would run the hooks at their beginning, which run
+    when the branches do.
+    """
+    node = fork.outputs[0].node
+    found: list[tuple[Tensor | None, ...]] = []
+    marks: list[Mark | None] = []
+
+    def take(after: tuple[Tensor | None, ...], _: Any) -> None:
+        if device_streams.HAS_CUDA:
+            marks.append(device_streams.mark())
+        found.append(after)
+        raise _HasRun
+
+    handle = node.register_hook(take)
+    try:
+        torch.autograd.grad(
+            tuple(gradients),
+            fork.branches,
+            tuple(gradients.values()),
+            retain_graph=True,
+            allow_unused=True,
+        )
+    except _HasRun:
+        for mark in marks:
+            device_streams.use(mark, found)
+    finally:
+        handle.remove()
+    for after in found:
+        for (child, number), gradient in zip(node.next_functions, after, strict=True):
+            if child is not None and gradient is not None:
+                edge = GradientEdge(child, number)
+                if edge in fork.branches:
+                    yield edge, gradient
 
 
 def input_part(

@@ -24,7 +24,7 @@ from torchweft.ids import WorkerInfo
 from torchweft.pipeline import host, stream_host
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
-from torchweft.pipeline.values import picked_for
+from torchweft.pipeline.values import picked_for, uncut
 from torchweft.pipeline.window import Window
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import rpc_async
@@ -278,7 +278,7 @@ def _pair(found: Any, number: int) -> tuple[Any, Any]:
         raise ArgumentTypeError(
             f"minibatch {number} is {kind_of(found)}{size}; run takes pairs of a batch and a target"
         )
-    return found[0], found[1]
+    return uncut(found[0]), uncut(found[1])
 
 
 def blame(error: Exception) -> int:

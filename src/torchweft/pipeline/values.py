@@ -101,10 +101,48 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
+class _Whole:
+    """Marks a value of a batch that is not cut."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"broadcast({describe(self.value)})"
+
+
+def broadcast(value: Any) -> Any:
+    """Marks a value in a batch or target that each micro-batch gets whole.
+
+    A tensor that is not per sample, such as a mask or weights of classes, needs the mark: all other
+    tensors are cut along dimension 0, also one that has as many rows as the batch by chance. Stages
+    must not change it in place.
+
+    Args:
+        value: A tensor, or a tuple, list or dict of tensors.
+
+    Returns:
+        The mark, to be passed in place of ``value``. Stages and the loss function see ``value``.
+    """
+    return _Whole(value)
+
+
+def uncut(batch: Any) -> Any:
+    """Returns a batch without marks of ``broadcast``."""
+    leaves, structure = _pytree.tree_flatten(batch)
+    if not any(isinstance(leaf, _Whole) for leaf in leaves):
+        return batch
+    bare = [leaf.value if isinstance(leaf, _Whole) else leaf for leaf in leaves]
+    return _pytree.tree_unflatten(bare, structure)
+
+
 def cut_batch(batch: Any, count: int, name: str = "the batch") -> list[Any]:
     """Cuts each tensor of a batch into ``count`` equal parts along dimension 0.
 
-    Objects that are no tensors, and tensors without dimensions, go to all parts.
+    Objects that are no tensors, tensors without dimensions, and values that are marked by
+    ``broadcast`` go to all parts.
 
     Raises:
         ConfigurationError: A tensor cannot be cut evenly, or two tensors differ in size.
@@ -113,7 +151,8 @@ def cut_batch(batch: Any, count: int, name: str = "the batch") -> list[Any]:
     sizes = {leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()}
     if len(sizes) > 1:
         raise ConfigurationError(
-            f"the tensors of {name} have {sorted(sizes)} rows; all need the same number"
+            f"the tensors of {name} have {sorted(sizes)} rows; all need the same number. Mark one "
+            "that is not per sample: torchweft.pipeline.broadcast(tensor)"
         )
     for size in sizes:
         if size % count or not size:
@@ -124,10 +163,23 @@ def cut_batch(batch: Any, count: int, name: str = "the batch") -> list[Any]:
     columns = [
         torch.tensor_split(leaf, count)
         if isinstance(leaf, Tensor) and leaf.dim()
-        else (leaf,) * count
+        else (leaf.value if isinstance(leaf, _Whole) else leaf,) * count
         for leaf in leaves
     ]
     return [
         _pytree.tree_unflatten([column[number] for column in columns], structure)
         for number in range(count)
     ]
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """Returns the outputs of all micro-batches as one, joined along dimension 0."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, dict):
+        return {key: joined([each[key] for each in outputs]) for key in first}
+    if isinstance(first, (tuple, list)):
+        columns = [joined(column) for column in zip(*outputs, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    return list(outputs)

@@ -9,6 +9,7 @@ when the optimizer is about to change memory that is still needed, and only then
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -53,6 +54,9 @@ class WeightVersions:
             found, leaves[name].grad = leaves[name].grad, None
             if found is not None:
                 weight.grad = found if weight.grad is None else weight.grad + found
+                hooks: Any = weight
+                for hook in list((hooks._post_accumulate_grad_hooks or {}).values()):
+                    hook(weight)
         self._release()
 
     def want(self, version: float) -> None:
@@ -83,9 +87,7 @@ class WeightVersions:
             assert version == self.newest, f"version {version} is gone; {self.newest} is the newest"
             # ``data`` shares the memory, and counts changes by itself: a step after the move to
             # new memory is no change of the leaf.
-            self._leaves[version] = {
-                name: weight.data.requires_grad_() for name, weight in self._own.items()
-            }
+            self._leaves[version] = {name: _leaf_of(weight) for name, weight in self._own.items()}
         return self._leaves[version]
 
     def _is_needed(self, version: int) -> bool:
@@ -94,3 +96,12 @@ class WeightVersions:
     def _release(self) -> None:
         for version in [each for each in self._leaves if not self._is_needed(each)]:
             del self._leaves[version]
+
+
+def _leaf_of(weight: Tensor) -> Tensor:
+    """Returns a leaf with the memory of a weight, and its hooks on the gradient."""
+    leaf = weight.data.requires_grad_()
+    hooked: Any = weight
+    if hooked._backward_hooks:
+        setattr(leaf, "_backward_hooks", hooked._backward_hooks)  # noqa: B010
+    return leaf

@@ -6,7 +6,6 @@ and in stages of any number. So state moves to other stages, and to and from sna
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
 from torchweft.errors import ConfigurationError
+from torchweft.optim import states
 from torchweft.pipeline import host
 from torchweft.rpc import RRef, rpc_async
 
@@ -62,9 +62,23 @@ def _named(where: Where) -> dict[str, Any]:
     }
 
 
-def shapes(where: Where) -> dict[str, tuple[int, ...]]:
-    """Returns the names of this worker's weights and buffers, and their shapes."""
-    return {name: tuple(getattr(value, "shape", ())) for name, value in _named(where).items()}
+class Form(NamedTuple):
+    """The shape of a weight or buffer, and the name of its type."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        """Returns the form of a tensor; that of other state is always the same."""
+        if not isinstance(value, Tensor):
+            return cls((), "")
+        return cls(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+
+
+def forms(where: Where) -> dict[str, Form]:
+    """Returns the names of this worker's weights and buffers, and their forms."""
+    return {name: Form.of(value) for name, value in _named(where).items()}
 
 
 def values(where: Where) -> dict[str, Any]:
@@ -103,8 +117,20 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
+def weights_of(where: Where) -> dict[str, tuple[int, nn.Parameter]]:
+    """Returns this worker's weights by name, each with the number of its stage."""
+    return {
+        prefix + name: (number, value)
+        for (number, stage), (prefix, _) in zip(
+            host.runner_of(where.pipe).stages.items(), _modules(where), strict=True
+        )
+        for name, value in stage.module.state_dict(keep_vars=True).items()
+        if isinstance(value, nn.Parameter)
+    }
+
+
 def _weights(where: Where) -> dict[str, nn.Parameter]:
-    return {name: each for name, each in _named(where).items() if isinstance(each, nn.Parameter)}
+    return {name: weight for name, (_, weight) in weights_of(where).items()}
 
 
 # The optimizer of this worker's weights
@@ -135,7 +161,7 @@ def _put_optimizer_state(where: Where, state: Mapping[str, dict[str, Any] | None
     stepped = _stepped(optimizer)
     for name, weight in _weights(where).items():
         if name in state and weight in stepped:
-            WeightState(optimizer, weight).load_state_dict(state[name] or {})
+            WeightState(optimizer, weight).put(state[name] or {})
 
 
 def _stepped(optimizer: Optimizer) -> set[Tensor]:
@@ -154,15 +180,32 @@ class WeightState:
         self._optimizer = optimizer
         self._weight = weight
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state; empty before the first step."""
+    def _present(self) -> dict[str, Any]:
         return dict(self._optimizer.state.get(self._weight, {}))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state, empty before the first step, and the lineage of the class."""
+        return {"classes": states.lineage(type(self._optimizer)), "state": self._present()}
+
+    def weft_differences(self, path: str, saved: Mapping[str, Any]) -> list[str]:
+        """Returns the differences that prevent loading what ``state_dict`` of another returned."""
+        kind = type(self._optimizer)
+        classes = states.lineage(kind)
+        if not states.fits_class(saved["classes"], classes):
+            return [f"{path} is of the class {saved['classes'][0]} there and {classes[0]} here"]
+        shape, present = self._weight.shape, self._present()
+        return list(states.misfits(path, shape, saved["state"], kind, present))
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Loads what ``state_dict`` of another returned."""
+        self.put(saved["state"])
+
+    def put(self, state: Mapping[str, Any]) -> None:
         """Replaces the state."""
         self._optimizer.state.pop(self._weight, None)
         if state:
-            self._optimizer.state[self._weight] = copy.deepcopy(dict(state))
+            placed = states.placed(self._optimizer, self._weight, state)
+            self._optimizer.state[self._weight] = placed
 
 
 class References(NamedTuple):

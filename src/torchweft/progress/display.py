@@ -178,7 +178,8 @@ class Display:
         try:
             self._out.write(f"{line}\n")
             self._out.flush()
-        except (OSError, ValueError):  # a closed or lost stream must not fail the program
+        except (AttributeError, OSError, ValueError):  # a missing, closed or lost stream must
+            # not fail the program
             pass
 
     def _encodable(self, text: str) -> str:

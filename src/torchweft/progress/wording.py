@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from torchweft.columns import printable
 from torchweft.progress.work import Job, Loss, Steps, Straggler, Work, WorkerShare
 
 GAP = "  "
@@ -100,13 +101,6 @@ def counted(count: int, noun: str) -> str:
 def plural(noun: str) -> str:
     """Returns the plural of a regular noun, also of ``batch``."""
     return noun + ("es" if noun.endswith(("ch", "sh", "s", "x")) else "s")
-
-
-def printable(text: str) -> str:
-    """Removes characters that would move the cursor."""
-    if text.isprintable():
-        return text
-    return "".join(character for character in text if character.isprintable())
 
 
 def short(name: str) -> str:

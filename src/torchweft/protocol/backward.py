@@ -17,8 +17,8 @@ Guarantees, assumptions and flows: ``docs/protocols/autograd.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torchweft.errors import AutogradError, BackwardLost, WorkerLost
@@ -31,6 +31,19 @@ CONNECTION = "its connection"
 """The failed operation in errors about a lost worker."""
 
 
+Parts = Mapping[int, int]
+"""Some tensors of messages: by the message's number, a bit for each of its tensors."""
+
+NO_PARTS: Parts = {}  # Never changed.
+
+
+def _joined(first: Parts, second: Parts) -> Parts:
+    both = dict(first)
+    for message_id, bits in second.items():
+        both[message_id] = both.get(message_id, 0) | bits
+    return both
+
+
 @dataclass(slots=True, init=False)
 class Progress:
     """The progress of messages, by their numbers, on its way to the driver.
@@ -41,12 +54,16 @@ class Progress:
         executed: Live messages whose gradients have run as far as they lead.
         answered: Messages that were reached and whose gradients have been sent.
         reached: Messages that were reached and whose gradients are not complete.
+        walked_parts: The tensors of messages in ``walked`` of which not all are live, as bits.
+        reached_parts: The tensors of messages in ``reached`` of which not all were reached.
     """
 
     walked: list[int]
     executed: list[int]
     answered: list[int]
     reached: list[int]
+    walked_parts: Parts
+    reached_parts: Parts
 
     def __init__(
         self,
@@ -54,11 +71,15 @@ class Progress:
         executed: list[int] | None = None,
         answered: list[int] | None = None,
         reached: list[int] | None = None,
+        walked_parts: Parts = NO_PARTS,
+        reached_parts: Parts = NO_PARTS,
     ) -> None:
         self.walked = [] if walked is None else walked
         self.executed = [] if executed is None else executed
         self.answered = [] if answered is None else answered
         self.reached = [] if reached is None else reached
+        self.walked_parts = walked_parts
+        self.reached_parts = reached_parts
 
     def add(self, other: Progress) -> None:
         """Adds the progress of another object."""
@@ -66,6 +87,14 @@ class Progress:
         self.executed += other.executed
         self.answered += other.answered
         self.reached += other.reached
+        self.add_parts(other.walked_parts, other.reached_parts)
+
+    def add_parts(self, walked: Parts, reached: Parts) -> None:
+        """Adds the parts of messages that were walked from and reached."""
+        if walked:
+            self.walked_parts = _joined(self.walked_parts, walked)
+        if reached:
+            self.reached_parts = _joined(self.reached_parts, reached)
 
     def __bool__(self) -> bool:
         return bool(self.walked or self.executed or self.answered or self.reached)
@@ -85,9 +114,15 @@ class Gradients:
 
 @dataclass(slots=True)
 class Discover:
-    """Tells a worker that messages that it sent are live."""
+    """Tells a worker that messages that it sent are live.
+
+    Attributes:
+        message_ids: The messages.
+        parts: The live tensors of those messages of which not all are live.
+    """
 
     message_ids: tuple[int, ...]
+    parts: Parts = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -201,6 +236,11 @@ class Driver:
         self._unwalked = {ROOTS}  # announced, and not walked
         self._unannounced: set[int] = set()  # reached, and neither announced nor walked
         self._told: set[int] = set()
+        # The tensors of messages that were not reached as a whole: those reached, those announced
+        # by a ``Discover``, and those from which their sender has walked.
+        self._reached_parts: dict[int, int] = {}
+        self._announced_parts: dict[int, int] = {}
+        self._walked_parts: dict[int, int] = {}
 
     def progressed(self, progress: Progress) -> list[Action]:
         """Takes progress from any worker."""
@@ -209,6 +249,8 @@ class Driver:
         walked, executed, answered = progress.walked, progress.executed, progress.answered
         # A pass has many messages, and each of them is in few notes: look at the new notes only.
         news = {*walked, *executed, *answered, *progress.reached}
+        if self._reached_parts or progress.reached_parts or progress.walked_parts:
+            walked = self._take_parts(progress)
         self._walked.update(walked)
         self._executed.update(executed)
         self._announced.update(answered)
@@ -227,6 +269,40 @@ class Driver:
             return []  # Gradients, a discovery, or progress is on its way.
         return self._discover() if self._unannounced else self._settle()
 
+    def _take_parts(self, progress: Progress) -> list[int]:
+        """Takes the parts in ``progress``; returns the messages that were walked from as a whole.
+
+        More tensors of a message may be reached after it was announced, and even walked from. It
+        is then announced again.
+        """
+        parts, whole = progress.walked_parts, []
+        for message_id in progress.walked:
+            bits = parts.get(message_id)
+            if bits is None:
+                whole.append(message_id)
+                self._walked_parts.pop(message_id, None)
+            elif message_id in self._walked_parts or message_id not in self._walked:
+                self._walked_parts[message_id] = self._walked_parts.get(message_id, 0) | bits
+        for message_id, bits in progress.reached_parts.items():
+            self._reached_parts[message_id] = self._reached_parts.get(message_id, 0) | bits
+        for message_id in parts.keys() | progress.reached_parts.keys():
+            walked = self._walked_parts.get(message_id)
+            if walked is None and message_id in self._walked:
+                continue  # As a whole.
+            reached, announced = (
+                each.get(message_id, 0) for each in (self._reached_parts, self._announced_parts)
+            )
+            if walked is not None and not announced & ~walked:
+                self._unwalked.discard(message_id)
+            if walked is not None and not reached & ~walked:
+                self._walked.add(message_id)
+            elif announced and reached & ~announced and message_id not in whole:
+                self._walked.discard(message_id)
+                self._announced.discard(message_id)
+                self._open.add(message_id)
+                self._unannounced.add(message_id)
+        return whole
+
     def _discover(self) -> list[Action]:
         by_sender: dict[int, list[int]] = {}
         for message_id in sorted(self._unannounced):
@@ -235,7 +311,15 @@ class Driver:
         self._unwalked |= self._unannounced
         self._unannounced.clear()
         self._told.update(by_sender)
-        return [Send(worker, Discover(tuple(ids))) for worker, ids in by_sender.items()]
+        return [Send(worker, self._announcement(ids)) for worker, ids in by_sender.items()]
+
+    def _announcement(self, message_ids: Sequence[int]) -> Discover:
+        reached = self._reached_parts
+        if not reached:
+            return Discover(tuple(message_ids))
+        parts = {number: reached[number] for number in message_ids if number in reached}
+        self._announced_parts.update(parts)
+        return Discover(tuple(message_ids), parts)
 
     def _settle(self) -> list[Action]:
         # All reached messages have been walked: no further message becomes live.

@@ -24,14 +24,17 @@ from torchweft.agent.peers import Members, Peer
 from torchweft.agent.rendezvous import carry_out, enter, join, note_left, perform
 from torchweft.agent.stores import BoundedStore, SignedStore, host_of
 from torchweft.errors import (
+    CallTimeout,
     ConfigurationError,
     DuplicateName,
+    NotInitialized,
     ProtocolError,
     ShutdownError,
     WorkerLost,
 )
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.membership.devices import check_devices
 from torchweft.protocol.membership.joining import (
     Admission,
@@ -43,9 +46,7 @@ from torchweft.protocol.membership.joining import (
 )
 from torchweft.protocol.membership.registration import (
     HAS_SECRET,
-    HOST,
     IS_FAR,
-    NETWORK,
     PYTHON,
     REFUSES_VERSIONS,
     STRICT,
@@ -97,6 +98,21 @@ def enter_closed(
         agent = _make_agent(directory.token, members, listeners, options)
         node = Node(agent, options, store, group=group_of(directory.token))
     node.start()
+    if not deaths.are_told_by_launcher():
+        agent.reactor.submit(_watch_first, agent)
+
+
+def _watch_first(agent: Agent, _: object) -> None:
+    """Connects to the first worker: then it notices if this worker dies, and this one if it does.
+
+    Workers that have not called each other have no connection, and a worker that runs its own code
+    may call nobody.
+    """
+    first = min(agent.peers.values(), key=lambda peer: peer.info.id)
+    ignored = contextlib.suppress(CallTimeout, WorkerLost, NotInitialized)
+    if not first.is_self:
+        with agent.reactor.idling(), ignored:
+            agent.connect(first)
 
 
 def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> None:
@@ -118,7 +134,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         admission = enter(signed, registration, options.init_timeout)
         members = _members(admission.me, (), options, is_open=True)
         agent = _make_agent(admission.token, members, listeners, options)
-        left = partial(note_left, place=admission.place)
+        left = partial(note_left, worker=admission.me.id, token=admission.token)
         node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:
@@ -127,7 +143,7 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         check_devices({each.name: each.devices for each in present}, is_open=True)
         check_versions(present)
     except BaseException:
-        note_left(store, admission.place)
+        note_left(store, admission.me.id, admission.token)
         node.end()
         raise
 
@@ -169,7 +185,7 @@ def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> No
         if isinstance(request, Introduce):
             return _meet_all(node, end_s, request)
         if isinstance(request, NoteLeft):
-            return note_left(store, request.place)
+            return note_left(node.store, request.worker, admission.token, is_over=request.is_over)
         if isinstance(request, Forget):
             return _forget(node.agent, request)
         return perform(store, request)
@@ -181,7 +197,8 @@ def _forget(agent: Agent, request: Forget) -> None:
     peer = agent.peers.get(request.other.id)
     if peer is not None:  # Otherwise a later life of it has introduced itself.
         agent.lose(peer, f"it does not answer: {request.error}")
-        _log.warning("%s", peer.lost)
+        if deaths.are_told_by_launcher():  # It knows of no worker that does not answer.
+            _log.warning("%s", peer.lost)
 
 
 def _meet_all(node: Node, end_s: float, request: Introduce) -> list[Exception | None]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+from torch.autograd import profiler
+
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of, limit_of, wrong_type
@@ -16,6 +18,7 @@ from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
+from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
 from torchweft.rpc.worker import WORKER, Worker
 
 Destination = str | int | WorkerInfo
@@ -117,6 +120,9 @@ def call_and_wait(
     subject: Subject | str | None = None,
 ) -> Any:
     """Calls ``peer``, waits for the answer, and returns the result. Blocks."""
+    event = None
+    if profiler._is_profiler_enabled:
+        event = begin(RPCExecMode.SYNC, worker.agent.info.name, peer, subject or function)
     limit_s = worker.agent.default_timeout_s
     if timeout is not UNSET_RPC_TIMEOUT:
         limit_s = limit_of(timeout, limit_s)
@@ -139,6 +145,9 @@ def call_and_wait(
         # The callee may have a message that has a number.
         request.take_back(keeps_graph=call is not None and call.number != 0)
         raise
+    finally:
+        if event is not None:
+            end(event)
     return worker.result_of(call)
 
 
@@ -155,6 +164,9 @@ def start(
 
     Messages name ``subject`` if it is given, otherwise the function.
     """
+    event = None
+    if profiler._is_profiler_enabled:
+        event = begin(RPCExecMode.ASYNC, worker.agent.info.name, peer, subject or function)
     limit_s = worker.agent.default_timeout_s
     if timeout is not UNSET_RPC_TIMEOUT:
         limit_s = limit_of(timeout, limit_s)
@@ -167,6 +179,8 @@ def start(
         # References among them must outlive the call, also if the program changes ``args``.
         call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)
         future: Future[Any] = Future(worker, call)
+        if event is not None:
+            end_with_call(event, call)
         worker.agent.calls.ask(peer, call, request)
     except BaseException:
         request.take_back()
@@ -187,6 +201,9 @@ def create(
 
     The value is wanted as long as a reference to it exists, so ``timeout`` is only checked.
     """
+    event = None
+    if profiler._is_profiler_enabled:
+        event = begin(RPCExecMode.REMOTE, worker.agent.info.name, peer, subject or function)
     references = worker.references
     if timeout != UNSET_RPC_TIMEOUT:
         limit_of(timeout, math.inf)
@@ -212,6 +229,8 @@ def create(
         raise
     if worker.note_creation is not None:
         worker.note_creation(subject or function, reference)
+    if event is not None:
+        handle.end_event(event)
     return handle
 
 

@@ -145,6 +145,8 @@ class Gatherings:
         """Fails the gatherings that lack a lost worker."""
         self.led.lost(peer)
         with self._lock:
+            for ids, kind in [each for each in self._numbers if peer.id in each[0]]:
+                del self._numbers[ids, kind]  # A life that is over takes part in no other.
             headless = [each for key, each in self._awaited.items() if key.workers[0] == peer.id]
         for gathering in headless:
             gathering.fail(peer.lost_error())

@@ -21,7 +21,9 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import own_copy
 from torchweft.runtime import device_streams
 from torchweft.serialize import inline
+from torchweft.serialize.bounds import unfolded_limit
 from torchweft.serialize.by_value import Code
+from torchweft.serialize.extents import separated
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
 from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
@@ -66,6 +68,7 @@ class Decoder:
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         # Looked up once: every message needs them.
         self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
+        self._is_strict = reader.is_strict
         self._take_home = self._come_home
 
     def open(
@@ -102,6 +105,8 @@ class Decoder:
                 received, flags = inline.decode(control, end)
                 if len(received) > self._tensor_limit:
                     raise too_many(len(received), self._tensor_limit, self._agent.info.name)
+                if self._is_strict:
+                    unfolded_limit(len(control), received)
             except BaseException:
                 self.give_back(peer, context_id, message_id)
                 raise
@@ -113,7 +118,10 @@ class Decoder:
         payload = control[start:end]
         if payload[0] == PICKLE:
             return self._unpack(payload, tensors, externals, codes=codes)
-        return decode(payload, tensors, externals, self._resolve_value, self._take_home)
+        limit_bytes = unfolded_limit(len(control), tensors) if self._is_strict else None
+        return decode(
+            payload, tensors, externals, self._resolve_value, self._take_home, limit_bytes
+        )
 
     def _not_its_own(self, peer: Peer, message_id: int) -> ProtocolError:
         """Turns away a worker whose message has the number of another worker's message."""
@@ -183,10 +191,14 @@ class Decoder:
         context_id, message_id, *_ = head
         if context is not None and message_id:
             tensors = message.tensors(detached=True)
+            if self._is_strict:
+                unfolded_limit(0, tensors)
             flags = message.flags()
             return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
         try:
             tensors = message.tensors(detached=False)
+            if self._is_strict:
+                unfolded_limit(0, tensors)
             if message.some_are_computed:
                 self._place_computed(peer, tensors, message.flags(), head, is_answer)
             return tensors
@@ -227,7 +239,7 @@ class Decoder:
         computed = [place for place, flag in enumerate(flags) if flag & COMPUTED]
         for place in computed:
             if flags[place] & SHARED:  # As in a context: separate graphs need separate memory.
-                tensors[place] = tensors[place].detach().clone()
+                tensors[place] = separated(tensors[place].detach())
         if computed:
             context_id, message_id, *_ = head
             self._arrivals.place(

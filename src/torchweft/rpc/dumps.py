@@ -18,6 +18,7 @@ from collections.abc import Iterator
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
+from torchweft.files import replacing
 from torchweft.protocol.observing.report import DETAIL, FILE_SUFFIX, SHUTDOWN, encode
 from torchweft.rpc.activity import threads
 from torchweft.rpc.reporting import Reporter
@@ -90,9 +91,8 @@ class Dumps:
             path = os.path.join(folder, self._agent.info.name.replace(":", "_") + FILE_SUFFIX)
             self._agent.events.note("wrote a report: %s", reason)
             data = encode(self._reporter.report(DETAIL))
-            with open(path + ".new", "wb") as file:
+            with replacing(path) as file:
                 file.write(data)
-            os.replace(path + ".new", path)
         _log.warning(
             "worker %r wrote what it does to %s, as %s; torchweft explain %s",
             self._agent.info.name,

@@ -27,13 +27,20 @@ from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.by_value import pack_function
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request, TableRequest, names_of
+from torchweft.runtime.thread_modes import (
+    check_untraced,
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+    transform_level,
+)
 from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
 from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
 from torchweft.serialize.reducers import is_dense
-from torchweft.serialize.tensors import too_many
+from torchweft.serialize.tensors import NO_MEMORY, too_many
 from torchweft.serialize.values import ATOMS, encode_atom, encode_simple, no_home, with_names
 from torchweft.wire.messages import (
     NAMED,
@@ -79,29 +86,27 @@ class Encoder:
         self._outside = outside
         self._arrivals = arrivals
         self._codes = codes
-        self._home_of: dict[int, Callable[[Any], ReferenceId | None]] = {}
-        self._packers: dict[int, Callable[..., Packed]] = {}
-        self._obstacles: dict[int, str] = {}
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         agent.members.on_joined(self._learn_to_encode)
 
     def _learn_to_encode(self, peer: Peer) -> None:
         by_name = peer.main_by_name
         if peer.registration.is_strict and not peer.is_self:
-            self._packers[peer.id] = partial(pack_plain, main_by_name=by_name)
+            peer.pack = partial(pack_plain, main_by_name=by_name)
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
-            self._obstacles[peer.id] = obstacle
+            peer.not_by_value = obstacle
             peer.keeps_code = not (obstacle or peer.is_self)
-            self._packers[peer.id] = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+            peer.pack = partial(pack, main_by_name=by_name, not_by_value=obstacle)
+        owner = peer.id
 
         def home_of(value: Any) -> ReferenceId | None:
-            if not isinstance(value, Handle) or value.id.owner != peer.id:
+            if not isinstance(value, Handle) or value.id.owner != owner:
                 return None
             value.check_travels()
             return value.id
 
-        self._home_of[peer.id] = home_of
+        peer.home_of = home_of
 
     def request(
         self,
@@ -138,12 +143,19 @@ class Encoder:
             flags, values = NAMED, with_names(args, kwargs)
         if name is not None and values is not None and not peer.is_self:
             # No caller waits for a remote() call or keeps its references: hand them on.
-            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            home_of = peer.home_of if creation == NO_CREATION else no_home
             payload = encode_simple(values, tensors, peer.main_by_name, home_of)
-            if tensors and payload is not None:
-                inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
-                if inlined is None and not all(map(is_dense, tensors)):
-                    payload = None
+        if (tensors or payload is None) and (
+            has_dispatch_modes() or has_function_modes() or transform_level()
+        ):
+            check_untraced()
+            with plain_operations():
+                self._check_whole(peer, args, kwargs)
+                return self.request(peer, function, args, kwargs, timeout_s, creation)
+        if payload is not None and tensors:
+            inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
+            if inlined is None and not all(map(is_dense, tensors)):
+                payload = None
         if payload is None:
             (payload, tensors, externals), flags, entries = self._pack_arguments(
                 peer, name, args, kwargs, function, creation
@@ -161,7 +173,7 @@ class Encoder:
         context_id, message_id = current_id(), 0
         if not torch.is_grad_enabled():
             # Neither the arguments nor the result of a call under no_grad are part of a graph.
-            context_id = 0 if peer.is_self else self._arrivals.no_grad_id
+            context_id = 0 if peer.is_self else NO_GRAD
         elif context_id or inlined is None or inlined[1]:
             context_id, message_id = self.record_send(context_id, tensors, peer)
         handed: Sequence[HandedReference] = ()
@@ -194,6 +206,16 @@ class Encoder:
             self.take_back(peer, handed, message_id)
             raise
 
+    def _check_whole(self, peer: Peer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
+        is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        try:
+            tensors = peer.pack((args, kwargs)).tensors
+        except SerializationError:
+            return  # The same error with a better text follows.
+        if any(map(is_wrapped, tensors)):
+            raise SerializationError(NO_MEMORY)
+
     def _pack_arguments(
         self,
         peer: Peer,
@@ -204,9 +226,9 @@ class Encoder:
         creation: int,
     ) -> tuple[Packed, int, Sequence[SentCode]]:
         """Returns arguments that are not simple, the flags of the call, and the code it names."""
-        packer = self._packers[peer.id]
+        packer = peer.pack
         if name is None and peer.keeps_code:
-            home_of = self._home_of[peer.id] if creation == NO_CREATION else no_home
+            home_of = peer.home_of if creation == NO_CREATION else no_home
             return pack_function(self._codes, peer, packer, function, args, kwargs, home_of)
         # A message without the name of a function is for a port, and names no code.
         codes: list[Code] | None = [] if name and peer.keeps_code else None
@@ -243,7 +265,7 @@ class Encoder:
         by_name = all(peer.main_by_name for peer in peers)
         if any(peer.registration.is_strict for peer in others):
             return pack_plain(value, main_by_name=by_name)
-        obstacle = next(filter(None, [self._obstacles[peer.id] for peer in others]), "")
+        obstacle = next(filter(None, [peer.not_by_value for peer in others]), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
     def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
@@ -261,7 +283,7 @@ class Encoder:
         """Returns the parts of ``Packed``, and the tensors if they stand in the message."""
         kind = type(result)
         if peer.is_self:
-            return (*self._packers[peer.id](result), None)
+            return (*peer.pack(result), None)
         if peer.device_maps.moves_host_of_answers:
             return self._packed_for_tables(peer, result)
         if kind is Tensor and not result.__dict__:
@@ -285,7 +307,7 @@ class Encoder:
                 inlined = inline.encode(tensors) if tensors else NO_TENSORS
                 if inlined is not None or all(map(is_dense, tensors)):
                     return payload, tensors, (), inlined
-        packed = self._packers[peer.id](result)
+        packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
 
@@ -296,7 +318,7 @@ class Encoder:
         if type(result) is EncodedValue:
             tensors, _ = inline.decode(result.content, 0)
             result = unpack(result.payload, tensors, ())
-        packed = self._packers[peer.id](result)
+        packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, None if packed.tensors else NO_TENSORS)
 

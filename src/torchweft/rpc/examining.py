@@ -23,7 +23,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
-from torchweft.protocol.membership.registration import HOST, NETWORK
+from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.observing.clocks import Reading, lead_of
 from torchweft.protocol.observing.facts import HostFacts, PairFacts, WorkerFacts, encode_facts
 from torchweft.rpc.api import rpc_sync

@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
 
 
 def async_execution(
-    function: Callable[P, torch.futures.Future[T]],
+    fn: Callable[P, torch.futures.Future[T]],
 ) -> Callable[P, torch.futures.Future[T]]:
     """Marks a function that returns a future, whose value is then the result of the remote call.
 
@@ -49,13 +49,13 @@ def async_execution(
     returns the future unchanged.
     """
 
-    @functools.wraps(function)
+    @functools.wraps(fn)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[T]:
-        return function(*args, **kwargs)
+        return fn(*args, **kwargs)
 
-    setattr(wrapper, _MARK, function)
-    if isinstance(function, torch.jit.ScriptFunction):
-        _name_after(wrapper, function)
+    setattr(wrapper, _MARK, fn)
+    if isinstance(fn, torch.jit.ScriptFunction):
+        _name_after(wrapper, fn)
     return wrapper
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Generator
+from contextvars import Context, copy_context
 from typing import Any, TypeVar, cast
 
 import torch
 
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import CallCancelled
 from torchweft.protocol.calls import failures
 from torchweft.rpc.ordered_futures import OrderedFuture, begin, fail
@@ -28,11 +28,11 @@ class Future(OrderedFuture[T]):
     """The result of a remote call, which may still be running.
 
     Works with ``then``, ``add_done_callback``, ``torch.futures.collect_all`` and ``wait_all``;
-    callbacks run on a thread of the worker. Thread-safe.
+    callbacks run on a thread of the worker. Works with ``await`` and ``asyncio.wait``. Thread-safe.
     """
 
     # Thousands may wait at a time: a dictionary in each would make garbage collection long.
-    __slots__ = ("_call", "_guard", "_worker", "is_watched", "kept")
+    __slots__ = ("_call", "_guard", "_variables", "_worker", "is_watched", "kept")
 
     def __init__(self, worker: Worker, call: PendingCall) -> None:
         if device_streams.HAS_CUDA:
@@ -46,6 +46,8 @@ class Future(OrderedFuture[T]):
         self.is_watched = False
         """Whether an error needs no report even if the value is never read."""
         self._guard: Guard | None = None
+        self._variables: Context | None = copy_context()
+        """The context variables of the code that made the call; callbacks have them as well."""
         call.on_done = self._complete
 
     @property
@@ -61,17 +63,17 @@ class Future(OrderedFuture[T]):
             return
         call.on_done = None  # Breaks a cycle: the garbage collector does not traverse futures.
         call.kept = None
-        # Callbacks belong to the same served call as the code that made this call.
-        parent, call.parent = call.parent, None
-        before = current_call.set(parent)
+        call.parent = None
+        # Callbacks belong to the autograd context and the served call of the code that made this
+        # call, also those of PyTorch's own futures, as of ``collect_all``.
+        variables, self._variables = self._variables, None
+        assert variables is not None
         try:
-            result = self._worker.result_of(call)
+            result = variables.run(self._worker.result_of, call)
         except BaseException as error:
-            self._fail(error)
+            variables.run(self._fail, error)
         else:
-            self.set_result(result)
-        finally:
-            current_call.reset(before)
+            variables.run(self.set_result, result)
 
     def _fail(self, error: BaseException) -> None:
         guard = None
@@ -128,16 +130,18 @@ class Future(OrderedFuture[T]):
             raise
 
     def then(self, callback: Callable[[Future[T]], S]) -> torch.futures.Future[S]:
-        """Calls ``callback`` with this future when it is done; returns a future of its result."""
+        """Calls ``callback`` with this future when it is done; returns a future of its result.
+
+        The callback has the context variables and the grad mode of the code that adds it. So its
+        calls belong to the autograd context that is open there.
+        """
         self._watch()
-        if device_streams.HAS_CUDA:
-            return OrderedFuture.then(self, callback)
-        return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
+        return OrderedFuture.then(self, callback)
 
     def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Calls ``callback`` with this future when it is done."""
+        """Calls ``callback`` with this future when it is done; it runs as that of ``then``."""
         self._watch()
-        torch._C.Future.add_done_callback(self, callback)
+        OrderedFuture.add_done_callback(self, callback)
 
     def cancel(self) -> bool:
         """Cancels the call: the future fails with ``CallCancelled``, and the callee is told.

@@ -9,11 +9,14 @@ from __future__ import annotations
 import sys
 from typing import TypeVar
 
+from torch.autograd.profiler import record_function
+
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current, is_forked
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import NotInitialized, ReferenceGone
 from torchweft.ids import ReferenceId, WorkerInfo
+from torchweft.rpc.profiler_events import end
 from torchweft.serialize.objects import register_external
 from torchweft.serialize.registry import has_callable_methods
 
@@ -87,6 +90,10 @@ class Handle:
         if agent is not self._keeper.agent:
             raise ReferenceGone("this reference belongs to a group that has been shut down")
         return agent
+
+    def end_event(self, event: record_function) -> None:
+        """Ends the profiler's event of the call that makes the value."""
+        end(event)
 
     check_travels = agent
     """Called before the reference is handed on; a subclass may refuse that by raising."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,6 +13,8 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
+from torchweft.protocol.membership.registration import ENDED_LIMIT
+from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime.reports import log_exception
 
 
@@ -80,12 +83,16 @@ def on_worker_lost(callback: Callable[[WorkerLost], None]) -> Callable[[], None]
         NotInitialized: This process is in no group.
     """
     agent = current()
-    told: dict[int, object] = dict.fromkeys(agent.members.replaced())
+    replaced = agent.members.replaced()
+    told = Tombstones(ENDED_LIMIT)
+    lock = threading.Lock()
 
     def tell(peer: Peer) -> None:
         # Race: a worker lost during the registration is found by both ways below.
-        mine = object()
-        if told.setdefault(peer.id, mine) is mine:
+        with lock:
+            is_news = peer.id not in replaced and peer.id not in told
+            told.add(peer.id)
+        if is_news:
             try:
                 callback(peer.lost_error())
             except BaseException:

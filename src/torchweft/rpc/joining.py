@@ -30,6 +30,7 @@ from torchweft.rpc.options import (
     warn_of_ignored,
 )
 from torchweft.rpc.placement import Placement, find
+from torchweft.runtime import standard_streams
 from torchweft.runtime.reports import Following
 from torchweft.serialize.tracebacks import without_own_frames
 
@@ -125,6 +126,7 @@ def join_group(
         raise ConfigurationError(
             f"rank {rank} does not fit world_size {world_size}; ranks go from {fitting}"
         )
+    standard_streams.reserve_descriptors()
     heed()
     metrics = numbered = None
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +13,7 @@ from multiprocessing.util import Finalize
 from torch.distributed.distributed_c10d import Store
 
 from torchweft.agent import current as current_agent
+from torchweft.agent import deaths
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
@@ -31,6 +34,8 @@ from torchweft.runtime.compiler import hide_from_compiler
 from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
+
+_log = logging.getLogger("torchweft")
 
 END_LIMIT_S = 5.0
 _UNASKED_LIMIT_S = 0.3
@@ -145,6 +150,7 @@ class Node:
             self._cancel_creations,
             worker.codes.peer_lost,
             self.leaving.peer_lost,
+            _warn,
             self.agent.tell_watchers,
         )
 
@@ -215,13 +221,33 @@ class Node:
 
     def _end_unasked(self) -> None:
         """Leaves when the interpreter ends, if the program has not done so before."""
+        self.end(_UNASKED_LIMIT_S, f"{_program_end()}its process ended without shutdown()")
+
+
+def _program_end() -> str:
+    """Returns how the program has ended, for a text about its process; empty if it returned."""
+    # ``multiprocessing`` calls finalizers while the exception of its target is on the way.
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # At a prompt, the error may be old.
         error = getattr(sys, "last_value", None)
-        if error is None or hasattr(sys, "ps1"):  # At a prompt, the error may be old.
-            farewell = "its process ended without shutdown()"
-        else:
-            raised = f"{type(error).__name__}: {error}".splitlines()[0][:_SHOWN_LENGTH]
-            farewell = f"its program raised {raised}; its process ended without shutdown()"
-        self.end(_UNASKED_LIMIT_S, farewell)
+    if isinstance(error, SystemExit):
+        if not error.code:
+            return ""
+        if error.__context__ is None:
+            return f"its program called sys.exit({error.code!r}); "[:_SHOWN_LENGTH]
+        error = error.__context__  # So ``torch.multiprocessing`` ends a target that has raised.
+    if error is None:
+        return ""
+    raised = type(error).__name__
+    with contextlib.suppress(Exception):  # The text of an exception is code of the program.
+        raised = f"{raised}: {error}".splitlines()[0][:_SHOWN_LENGTH].removesuffix(": ")
+    return f"its program raised {raised}; "
+
+
+def _warn(peer: Peer) -> None:
+    """Logs a loss: a worker that runs its own code, and waits for no other one, would not hear."""
+    if not (peer.has_left or deaths.are_told_by_launcher()):
+        _log.warning("%s", peer.lost)
 
 
 NODE: Slot[Node] = Slot()

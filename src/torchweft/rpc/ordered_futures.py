@@ -16,12 +16,15 @@ functions for several futures, which make new objects for the same futures, show
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from contextvars import copy_context
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from torchweft.errors import CallCancelled
 from torchweft.rpc.handles import Handle
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
@@ -85,9 +88,81 @@ class OrderedFuture(torch.futures.Future[T]):
 
     def then(self, callback: Callable[[Any], S]) -> torch.futures.Future[S]:
         """Calls ``callback`` with this future when it is done; returns a future of its result."""
-        if device_streams.HAS_CUDA:
-            return chained(self, callback)
-        return cast("torch.futures.Future[S]", torch._C.Future.then(self, callback))
+        return chained(self, as_here(callback))
+
+    # For ``asyncio.wait``, which asks these of the futures that it is given
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Calls ``callback`` with this future when it is done, on a thread of the worker.
+
+        A callback of asyncio itself is called on its event loop, as only that thread may use it.
+        """
+        loop = asyncio._get_running_loop()
+        if loop is not None and str(getattr(callback, "__module__", "")).startswith("asyncio."):
+            of_asyncio = _OnLoop(loop, callback)
+            self.__dict__.setdefault("_on_loops", []).append(of_asyncio)
+            torch._C.Future.add_done_callback(self, of_asyncio)
+        else:
+            torch._C.Future.add_done_callback(self, as_here(callback))
+
+    def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
+        """Takes back a callback of asyncio; returns how many there were. Others remain."""
+        callbacks: list[_OnLoop] = self.__dict__.get("_on_loops", [])
+        removed = [each for each in callbacks if each.callback == callback]
+        for each in removed:
+            each.callback = None
+            callbacks.remove(each)
+        return len(removed)
+
+    def exception(self) -> BaseException | None:
+        """Returns the error of a future that is done; None if it has a result.
+
+        Raises:
+            asyncio.InvalidStateError: It is not done.
+        """
+        if not self.done():
+            raise asyncio.InvalidStateError("the future is not done")
+        try:
+            self.value()
+        except BaseException as error:
+            return error
+        return None
+
+    def cancelled(self) -> bool:
+        """Returns whether it ended because it was cancelled."""
+        return self.done() and isinstance(self.exception(), CallCancelled)
+
+
+def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
+    """Returns a callback that has this code's context variables and grad mode, on any thread."""
+    variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
+
+    def run(done: Any) -> S:
+        with torch.set_grad_enabled(is_grad_enabled):
+            return variables.run(callback, done)
+
+    return run
+
+
+class _OnLoop:
+    """A callback of asyncio. It runs on the event loop on whose thread it was added."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None] | None
+    ) -> None:
+        self._loop = loop
+        self.callback = callback
+
+    def __call__(self, done: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._run, done)
+        except RuntimeError:  # The loop has been closed: nobody waits there any more.
+            if not self._loop.is_closed():
+                raise
+
+    def _run(self, done: object) -> None:
+        if self.callback is not None:
+            self.callback(done)
 
 
 def wait_unseen(future: torch.futures.Future[T]) -> T:
@@ -114,16 +189,20 @@ def native_devices(numbers: Sequence[int]) -> list[torch.device]:
 
 
 def chained(future: OrderedFuture[Any], callback: Callable[[Any], S]) -> torch.futures.Future[S]:
-    """Does what ``then`` does, for results that PyTorch's own ``then`` may refuse."""
+    """Does what PyTorch's ``then`` does, with a child that is ordered and has our ``then``."""
     child: OrderedFuture[S] = OrderedFuture()
 
     def run(_: object) -> None:
         try:
             result = callback(future)
         except BaseException as error:
-            fail(child, error)
+            # The type and text of PyTorch's own futures.
+            text = f"Got the following error when running the callback: {type(error).__name__}: "
+            failure = RuntimeError(text + str(error))
+            failure.__cause__ = error
+            fail(child, failure)
             return
-        if not child._devices:
+        if device_streams.HAS_CUDA and not child._devices:
             # CUDA was initialized meanwhile, if at all. Readers of the child that know nothing of
             # marks need a result that is complete.
             device_streams.finish()

@@ -19,7 +19,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import ServedCall as Served
-from torchweft.protocol.membership.registration import HOST
+from torchweft.protocol.connecting.reaching import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
 from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
@@ -207,13 +207,30 @@ def _size_of(value: object) -> int:
     if isinstance(value, torch.Tensor):
         return value.nbytes if value.layout is torch.strided else 0
     if isinstance(value, torch.nn.Module):
-        return sum([each.nbytes for each in (*value.parameters(), *value.buffers())])
+        return _size_of_module(value, set())
     parts: list[object] = []
     if type(value) is dict:
         parts = list(value.copy().values())
     elif type(value) is list or type(value) is tuple:
         parts = list(value)
     return sum([_size_of(each) for each in parts if isinstance(each, torch.Tensor)])
+
+
+def _size_of_module(module: torch.nn.Module, seen: set[int]) -> int:
+    """Returns the bytes of a module's tensors in this process; those in ``seen`` are counted."""
+    size_bytes = 0
+    held = vars(module)  # A remote module refuses to be asked for its parameters.
+    for each in (*held.get("_parameters", {}).values(), *held.get("_buffers", {}).values()):
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            size_bytes += each.nbytes
+    return size_bytes + sum(
+        [
+            _size_of_module(each, seen)
+            for each in held.get("_modules", {}).values()
+            if each is not None
+        ]
+    )
 
 
 class Observers:

@@ -15,6 +15,12 @@ from torchweft.protocol.connecting import Outgoing
 from torchweft.protocol.kept_code import SentCode
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
+from torchweft.runtime.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+    transform_level,
+)
 from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import (
     NUMBER,
@@ -127,6 +133,9 @@ class TableRequest(Request):
         return self._encode(Kind.POST, port)
 
     def _encode(self, kind: Kind, number: int) -> Outgoing:
+        if has_dispatch_modes() or has_function_modes() or transform_level():
+            with plain_operations():
+                return self._encode(kind, number)
         packed, flags = self._packed, self._flags
         maps = self._peer.device_maps
         if self._mark is not None and self._maker != get_ident():

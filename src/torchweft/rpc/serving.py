@@ -16,7 +16,7 @@ from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
 from torchweft.arguments import did_you_mean
-from torchweft.autograd.contexts import current_id, set_current_id
+from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import (
     ArgumentTypeError,
     AutogradError,
@@ -181,11 +181,11 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     was_slow = name in worker.slow
     if was_slow or not (name or (codes and not codes[0].is_slow)):
         worker.agent.reactor.arm_all()
-    entered_id = entered_before = 0
+    entered_id = 0
     if context_id and context_id != NO_GRAD:
-        entered_id, entered_before = context_id, current_id()
+        entered_id = context_id
         set_current_id(entered_id)
-    before = current_call.set(call)
+    current_call.set(call)  # Never reset: each task has a Python context of its own.
     try:
         find: Callable[[bytes], Any] = resolve if is_local else worker.reader.resolve
         if is_local:
@@ -207,9 +207,6 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     else:
         settle(worker, entered_id, function, result, call)
     finally:
-        current_call.reset(before)
-        if entered_id:
-            set_current_id(entered_before)
         is_slow = time.monotonic() - began_s > SLOW_S
         if was_slow != is_slow:
             worker.slow.note(name, was_slow=was_slow)

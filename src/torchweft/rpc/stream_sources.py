@@ -34,6 +34,11 @@ from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import arguments_of
 from torchweft.runtime.reports import log_exception
 from torchweft.runtime.served_streams import Attached, ServedStreams
+from torchweft.runtime.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.messages import NO_GRAD
@@ -159,7 +164,11 @@ class Source:
         except BaseException as error:
             call(None, error)
         else:
-            call((value,), None)
+            if has_dispatch_modes() or has_function_modes():  # of a block around the ``yield``
+                with plain_operations():
+                    call((value,), None)
+            else:
+                call((value,), None)
             return True
         finally:
             current_call.reset(before)

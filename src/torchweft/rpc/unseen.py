@@ -27,6 +27,7 @@ from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallCancelled, NotInitialized
 from torchweft.protocol.calls import function_name
 from torchweft.rpc.ordered_futures import content_of
+from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import fresh_copy, shown
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
@@ -151,7 +152,10 @@ class UnseenErrors:
         for _, content, creator in _taken(self._untold):
             assert creator is not None
             assert isinstance(content, bytes)
-            self._agent.sender.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
+            try:
+                self._agent.sender.post(creator, encode_frame(Kind.FAILED, 0, 0, content))
+            except Exception:  # The other reports, and the references behind them, go out.
+                log_exception("an error could not be reported to worker %r", creator.name)
 
     def tick(self, now_s: float) -> float:
         """Empties the queues; a job of the timers."""

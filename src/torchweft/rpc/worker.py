@@ -28,6 +28,11 @@ from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.replies import Replies
 from torchweft.rpc.unseen import UnseenErrors
+from torchweft.runtime.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
 from torchweft.serialize.exceptions import unpack_error
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
@@ -134,6 +139,9 @@ class Worker:
         """
         if _is_in_inference_mode():
             with _InferenceMode(False):
+                return Worker.result_of(self, call)
+        if has_dispatch_modes() or has_function_modes():
+            with plain_operations():
                 return Worker.result_of(self, call)
         if call.error is not None:
             raise call.error

@@ -11,6 +11,7 @@ module                contents
 ``thread_modes``      the PyTorch modes that a task leaves on its thread
 ``events``            the last rare events, to find the cause of a problem
 ``reports``           log messages: exceptions of the program, and waits that take long
+``standard_streams``  standard streams that are closed or missing
 ``log_records``       the worker and the call of each log record
 ``stacks``            the stacks of all threads
 ``contention``        how soon a waiting thread gets the interpreter lock; idle OpenMP threads that

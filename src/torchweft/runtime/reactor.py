@@ -30,7 +30,8 @@ Rules of this file:
 * Tasks that others may be waiting for (answers to calls, news of a lost worker, a new connection)
   are *urgent*: any thread that waits for events runs them, whatever the limit. A task may block
   unseen, as in PyTorch's ``wait_all``, until an urgent task completes what it waits for.
-* A thread has no PyTorch modes when a task begins: modes that a task leaves behind are ended.
+* A thread has no PyTorch modes when a task begins: modes that a task leaves behind are ended. And
+  each task has a Python context of its own: variables that it sets are unset for the next.
 * If the system refuses a thread, for instance at a container's limit, the existing threads go on,
   and the timer thread retries until there is one.
 * No exception ends a thread, whatever its type: tasks answer calls with what user code raises.
@@ -46,6 +47,7 @@ import select
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import Context
 from itertools import repeat
 from time import monotonic
 from typing import Any
@@ -555,7 +557,7 @@ class Reactor:
             before_task = self.before_task
             begun = None if before_task is None else before_task()
             try:
-                function(first, second)
+                Context().run(function, first, second)
             except BaseException:
                 log_exception("a message could not be handled")
             if before_task is not None:
@@ -567,6 +569,16 @@ class Reactor:
             del function, first, second
             if self._running > self._limit + self._extra:
                 return  # Other tasks came back from a wait; this thread makes room.
+
+    def abandon(self) -> None:
+        """Frees the descriptors in a forked process; takes no lock, and runs no waiting task."""
+        self._is_closing = True
+        self.urgent.clear()
+        self.held.clear()
+        self._epoll.close()
+        for fd in (self._wake_fd, self._close_fd):
+            os.close(fd)
+        self._wake_fd = self._close_fd = _CLOSED
 
     def close(self, timeout_s: float) -> list[str]:
         """Ends all threads; returns the names of the threads that did not end in time.

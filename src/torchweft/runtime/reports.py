@@ -17,9 +17,28 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torchweft import knobs
+from torchweft.columns import LAYOUT, printable
 from torchweft.free_threading import shared_count
 
 _log = logging.getLogger("torchweft")
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Escapes what others have put into a record to control a terminal; a filter of the log."""
+    with contextlib.suppress(Exception):  # An argument's own code raises: the handlers tell.
+        text = record.getMessage()
+        shown = printable(text, LAYOUT)
+        if shown != text:
+            record.msg, record.args = shown, ()
+        if record.exc_info and record.exc_info[0] is not None and not record.exc_text:
+            text = logging.Formatter().formatException(record.exc_info)
+            shown = printable(text, LAYOUT)
+            if shown != text:
+                record.exc_text = shown
+    return True
+
+
+_log.addFilter(_escape)
 
 
 def log_exception(text: str, *values: object) -> None:
@@ -134,15 +153,26 @@ class LongWaits:
 
     def tick(self, now_s: float) -> float:
         """Reports the waits that are due; a job of the timers."""
-        waits = [wait for source in self._sources for wait in source()]
+        waits = [wait for source in self._sources for wait in _waits_of(source)]
         self._told.intersection_update([wait.key for wait in waits])
         due = [wait for wait in waits if now_s - wait.since_s >= self._after_s]
         for wait in due:
             if wait.key not in self._told:
                 self._told.add(wait.key)
-                self.on_notice(_tell(self._subject, wait.since_s, wait.describe))
+                try:
+                    self.on_notice(_tell(self._subject, wait.since_s, wait.describe))
+                except Exception:  # The other waits are reported nevertheless.
+                    log_exception("a long wait could not be described")
         untold = [wait.since_s for wait in waits if wait.key not in self._told]
         return min(untold, default=math.inf) + self._after_s
+
+
+def _waits_of(source: Source) -> Iterable[OpenWait]:
+    try:
+        return source()
+    except Exception:
+        log_exception("some waits cannot be told")
+        return ()
 
 
 def subject_of(worker: str) -> str:

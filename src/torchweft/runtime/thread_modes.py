@@ -1,8 +1,9 @@
 """The PyTorch modes of a thread: modes that one call leaves behind must not affect the next.
 
 Recording of gradients, inference mode, autocast, modes for torch functions, hooks for saved
-tensors and a default device belong to a thread. The threads of a worker serve one call after the
-other, so each of them is *untouched* when a task begins, and each coroutine has its own modes.
+tensors, a default device and some switches of autograd belong to a thread. The threads of a worker
+serve one call after the other, so each of them is *untouched* when a task begins, and each
+coroutine has its own modes.
 
 Settings of the process are left to the program: the default dtype, deterministic algorithms,
 anomaly detection. The number of threads that operations use is one as well, but PyTorch keeps it
@@ -13,12 +14,15 @@ number when another thread sets one. ``Threads`` makes it a setting of the proce
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from torchweft.errors import SerializationError
 from torchweft.runtime.interrupts import call
 
 _native: Any = torch._C
@@ -28,7 +32,15 @@ _EXPECTED: dict[str, object] = {
     "_is_any_autocast_enabled": False,
     "_len_torch_function_stack": 0,
     "_len_torch_dispatch_stack": 0,
+    "_is_multithreading_enabled": True,
+    "_is_fwd_grad_enabled": True,
+    "_is_view_replay_enabled": False,
+    "is_autocast_cache_enabled": True,
 }
+_AUTOCAST_DTYPES = {"cpu": torch.bfloat16}
+"""What autocast computes in, by kind of device, on a thread that has not been told otherwise."""
+if torch.version.cuda is not None:
+    _AUTOCAST_DTYPES["cuda"] = torch.float16
 # Older versions of torch do not report hooks for saved tensors, so there the hooks stay.
 _top_hooks: Callable[[], Any] = partial(
     getattr(_native._autograd, "_top_saved_tensors_default_hooks", lambda _: None), False
@@ -37,9 +49,10 @@ _default: Any = torch._GLOBAL_DEVICE_CONTEXT
 READERS: tuple[Callable[[], object], ...] = (
     *(getattr(_native, name) for name in _EXPECTED),
     _top_hooks,
+    *(partial(torch.get_autocast_dtype, kind) for kind in _AUTOCAST_DTYPES),
 )
-UNTOUCHED = (*_EXPECTED.values(), None)
-"""What ``READERS`` return on a thread without modes: ``tuple(map(call, READERS))`` takes 0.3 us."""
+UNTOUCHED = (*_EXPECTED.values(), None, *_AUTOCAST_DTYPES.values())
+"""What ``READERS`` return on a thread without modes: ``tuple(map(call, READERS))`` takes 0.4 us."""
 
 
 def _has_autocast(kind: str) -> bool:
@@ -101,6 +114,9 @@ def tidy() -> None:
     if torch.is_inference_mode_enabled():
         _for_good.append(_without_inference())
     torch._C._set_grad_enabled(True)
+    _native._set_multithreading_enabled(True)
+    _native._set_fwd_grad_enabled(True)
+    _native._set_view_replay_enabled(False)
 
 
 class Modes:
@@ -109,28 +125,63 @@ class Modes:
     def __init__(self) -> None:
         self._device = _take_default_device()
         self._stacks = _take_stacks()
-        # On exit it also restores the recording of gradients, inference mode and autocast.
+        # On exit it also restores autocast and the switches of autograd.
         self._guard = _without_inference()
+        self._autocast = _autocast_settings()
         self._nesting = _end_autocast()
 
     def put_back(self) -> None:
         """Restores the modes on this thread, which must be the same one and untouched."""
         self._guard.__exit__(None, None, None)
+        _set_autocast(*self._autocast)
         for _ in range(self._nesting):
             torch.autocast_increment_nesting()
         functions, dispatchers, hooks = self._stacks
         for pack, unpack in reversed(hooks):
             _native._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        for mode in reversed(functions):
-            _native._push_on_torch_function_stack(mode)
-        for mode in reversed(dispatchers):
-            _native._push_on_torch_dispatch_stack(mode)
+        _put_modes(functions, dispatchers)
         _put_default_device(self._device)
 
 
 def take_away() -> Modes | None:
     """Removes and returns the modes of this thread; None if it is untouched."""
     return None if tuple(map(call, READERS)) == UNTOUCHED else Modes()
+
+
+has_dispatch_modes: Callable[[], int] = _native._len_torch_dispatch_stack
+has_function_modes: Callable[[], int] = _native._len_torch_function_stack
+transform_level: Callable[[], int | None] = _native._functorch.maybe_current_level
+"""Whether operations on tensors do what they say on this thread: all three are 0 or None there.
+
+Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory, and record
+instead of compute; within ``torch.func`` they may return wrappers of tensors. So the code that
+turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` where one is not."""
+
+
+def check_untraced() -> None:
+    """Raises SerializationError if a trace of PyTorch records this thread's operations.
+
+    The result of a call would be a constant in it.
+    """
+    traces = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if traces is not None and traces.get_proxy_mode() is not None:
+        raise SerializationError(
+            "PyTorch traces the code around a call, as make_fx and torch.export do, and would "
+            "record its result as a constant: trace what the remote function runs, on its worker"
+        )
+
+
+@contextlib.contextmanager
+def plain_operations() -> Iterator[None]:
+    """Suspends torch's modes and transforms on this thread within a ``with`` block."""
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    functions, dispatchers = _take_modes()
+    try:
+        with temporarily_clear_interpreter_stack():
+            yield
+    finally:
+        _put_modes(functions, dispatchers)
 
 
 def _without_inference() -> Any:
@@ -156,19 +207,45 @@ def _put_default_device(context: Any) -> None:
 
 def _take_stacks() -> tuple[list[Any], list[Any], list[Any]]:
     """Empties the stacks of modes and hooks; returns their entries, the last first."""
-    functions, dispatchers, hooks = [], [], []
-    while _native._len_torch_function_stack():
-        functions.append(_native._pop_torch_function_stack())
-    while _native._len_torch_dispatch_stack():
-        dispatchers.append(_native._pop_torch_dispatch_stack(None))
+    functions, dispatchers = _take_modes()
+    hooks = []
     while (top := _top_hooks()) is not None:
         _native._autograd._pop_saved_tensors_default_hooks()
         hooks.append(top)
     return functions, dispatchers, hooks
 
 
+def _take_modes() -> tuple[list[Any], list[Any]]:
+    functions, dispatchers = [], []
+    while has_function_modes():
+        functions.append(_native._pop_torch_function_stack())
+    while has_dispatch_modes():
+        dispatchers.append(_native._pop_torch_dispatch_stack(None))
+    return functions, dispatchers
+
+
+def _put_modes(functions: Sequence[Any], dispatchers: Sequence[Any]) -> None:
+    for mode in reversed(functions):
+        _native._push_on_torch_function_stack(mode)
+    for mode in reversed(dispatchers):
+        _native._push_on_torch_dispatch_stack(mode)
+
+
+def _autocast_settings() -> tuple[bool, dict[str, torch.dtype]]:
+    """Returns whether autocast keeps casts of weights, and what it computes in."""
+    dtypes = {kind: torch.get_autocast_dtype(kind) for kind in _AUTOCAST_DTYPES}
+    return torch.is_autocast_cache_enabled(), dtypes
+
+
+def _set_autocast(is_cached: bool, dtypes: dict[str, torch.dtype]) -> None:
+    torch.set_autocast_cache_enabled(is_cached)
+    for kind, dtype in dtypes.items():
+        torch.set_autocast_dtype(kind, dtype)
+
+
 def _end_autocast() -> int:
     """Switches autocast off; returns this thread's nesting depth of autocast blocks."""
+    _set_autocast(True, _AUTOCAST_DTYPES)
     if _native._is_any_autocast_enabled():
         for kind in _AUTOCAST_KINDS:
             if torch.is_autocast_enabled(kind):

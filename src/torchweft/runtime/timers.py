@@ -79,6 +79,12 @@ class Timers:
             with contextlib.suppress(OSError):
                 os.eventfd_write(self._wake_fd, 1)
 
+    def abandon(self) -> None:
+        """Frees the descriptor in a forked process, which has no such thread."""
+        self._is_closing = True
+        wake_fd, self._wake_fd = self._wake_fd, -1
+        os.close(wake_fd)
+
     def close(self) -> None:
         """Ends the thread. Not from within a job."""
         self._is_closing = True
@@ -101,7 +107,7 @@ class Timers:
             for timer in self._timers.copy():
                 if timer.next_s <= now_s:
                     timer.next_s = math.inf  # As above.
-                    timer.next_s = min(_called(timer.job, now_s), now_s + _LONGEST_SLEEP_S)
+                    timer.next_s = _called(timer.job, now_s)
                 if timer.next_s < next_s:
                     next_s = timer.next_s
             self._next_s = next_s
@@ -111,8 +117,11 @@ class Timers:
 
 
 def _called(job: Job, now_s: float) -> float:
+    latest_s = now_s + _LONGEST_SLEEP_S
     try:
-        return job(now_s)
+        due_s = job(now_s)
+        # Not ``min``: a job that reckons with NaN would never be called again.
+        return due_s if due_s < latest_s else latest_s
     except BaseException:  # The finalizer of a value that the job drops may run any code.
         log_exception("a timer's job failed; it is tried again in a second")
         return now_s + 1.0

@@ -27,8 +27,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchweft.columns import LAYOUT, printable
 from torchweft.errors import RemoteError, WeftError
 from torchweft.serialize import values
+from torchweft.serialize.bounds import limit_of_repetition
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.registry import rebuilds_pickled
@@ -107,7 +109,8 @@ def _dump(content: object, is_plain: bool) -> bytes:
 
 def _load(content: bytes | bytearray | memoryview) -> Any:
     if len(content) and content[0] != values.PICKLE:
-        return values.decode(content, (), (), _refuse_name)
+        limit_bytes = limit_of_repetition(len(content), ())
+        return values.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
     return _PlainUnpickler(BytesIO(content)).load()
 
 
@@ -132,6 +135,8 @@ def unpack_error(
     """
     try:
         worker, rows = _load(content)
+        if len(rows) > _ERRORS_LIMIT:
+            raise ValueError(f"it has {len(rows)} parts, more than {_ERRORS_LIMIT}")
         records = [_Record(*row) for row in rows]
         error = _Rebuilder(records, worker, find, unpack).rebuild()
         if not PRINTS_NOTES:
@@ -261,6 +266,7 @@ class _Rebuilder:
         self._find = find
         self._unpack = unpack
         self._made: dict[int, BaseException] = {}
+        self._sizes: dict[int, int] = {}
 
     def rebuild(self) -> BaseException:
         errors = [self._once(number) for number in range(len(self._records))]
@@ -277,7 +283,14 @@ class _Rebuilder:
         error = self._made.get(number)
         if error is None:
             error = self._made[number] = self._make(self._records[number])
+            self._sizes[number] = 1
+            if isinstance(error, GROUPS):
+                self._sizes[number] += self._size_of(self._records[number].members)
         return error
+
+    def _size_of(self, members: tuple[int, ...]) -> int:
+        """Counts errors as often as they are printed: in each group that has them."""
+        return sum(self._sizes[number] for number in members)
 
     def _make(self, record: _Record) -> BaseException:
         error = self._exact(record) if record.is_error else None
@@ -314,6 +327,8 @@ class _Rebuilder:
         native = _native_base(kind)
         if record.members:
             members = [self._once(number) for number in record.members]
+            if self._size_of(record.members) > _ERRORS_LIMIT:
+                raise ValueError(f"a group has more than {_ERRORS_LIMIT} errors")
             group: BaseException = native.__new__(kind, record.text, members)
             return group
         arguments = [self._open(blob) for blob in record.arguments]
@@ -341,7 +356,7 @@ class _Rebuilder:
         try:
             value = self._open(blob)
             if name == _NOTES:
-                value = [with_lines_from_here(note) for note in value]
+                value = [with_lines_from_here(printable(note, LAYOUT)) for note in value]
         except Exception:
             return
         try:

@@ -186,6 +186,20 @@ def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     return copy.view(-1), tuple(stride if before else 0 for stride, before in pairs)
 
 
+def separated(tensor: Tensor) -> Tensor:
+    """Returns a copy of a dense tensor without a graph, which takes no more than its memory.
+
+    A copy by torch takes as much as the shape announces: an expanded tensor has one element in
+    memory for many.
+    """
+    strides = tensor.stride()
+    length = extent(tensor.shape, strides) if tensor.numel() else 0
+    if length >= tensor.numel():
+        return tensor.clone()
+    memory = tensor.as_strided((length,), (1,)).clone()
+    return memory.as_strided(tensor.shape, strides).detach()  # No view to autograd.
+
+
 def _distinct(tensor: Tensor) -> int:
     """Counts the elements of ``tensor`` that can lie at distinct addresses."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -471,7 +471,9 @@ def _places(message: bytes, count: int) -> list[_Place] | None:
                 start, extended = start + 8 * ndim, extent(shape, strides)
             elif flags:
                 return None
-            if not size_bytes or extended * dtype.itemsize != size_bytes or not prod(shape):
+            if not size_bytes or extended * dtype.itemsize != size_bytes:
+                return None
+            if not 0 < prod(shape) * dtype.itemsize <= LIMIT_BYTES:  # Empty, or widely expanded.
                 return None
             position = start + size_bytes
             places.append((dtype, shape, strides, start, position))

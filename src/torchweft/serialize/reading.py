@@ -23,6 +23,7 @@ from torchweft.errors import NotAllowed, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.serialize import by_value, functions, objects, values
 from torchweft.serialize.allowed import AllowList
+from torchweft.serialize.bounds import limit_of_repetition
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.callables import StrictNames
 from torchweft.serialize.exceptions import unpack_error
@@ -122,7 +123,8 @@ class _Restricted:
         if not payload:
             return tensors[0] if tensors else None
         if payload[0] != values.PICKLE:
-            return values.decode(payload, tensors, externals, self._resolve, come_home)
+            limit_bytes = limit_of_repetition(len(payload), tensors)
+            return values.decode(payload, tensors, externals, self._resolve, come_home, limit_bytes)
         return self._unpickle(payload, tensors, externals)
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.registry import loads_script, rebuilds_pickled, rebuilds_plain
+from torchweft.serialize.sparse_graphs import indices_of, values_of, with_values
 from torchweft.serialize.table import CODES, INT64_LIMIT
 
 Reduced = tuple[Any, ...]
@@ -34,7 +35,6 @@ Reduced = tuple[Any, ...]
 
 _DENSE_REDUCE = (Tensor.__reduce_ex__, Parameter.__reduce_ex__)
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
 
 
 def reduce_tensor(tensor: Tensor) -> Any:
@@ -221,14 +221,10 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
     if tensor.layout is torch.sparse_coo:
         if tensor.requires_grad:
             tensor = tensor.coalesce()  # only then torch returns values that carry gradients
-            values = tensor.values()
-            return _sparse_coo, (tensor.indices(), values, shape, True)
+            return _sparse_coo, (tensor.indices(), values_of(tensor), shape, True)
         return _sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
     if tensor.layout in _COMPRESSED:
-        by_column = tensor.layout in _BY_COLUMN
-        compressed = tensor.ccol_indices() if by_column else tensor.crow_indices()
-        plain = tensor.row_indices() if by_column else tensor.col_indices()
-        return _sparse_compressed, (compressed, plain, tensor.values(), shape, tensor.layout)
+        return _sparse_compressed, (*indices_of(tensor), values_of(tensor), shape, tensor.layout)
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
     if tensor.is_meta:
@@ -248,14 +244,15 @@ def _sparse_coo(
         if not isinstance(part, Tensor) or part.layout is not torch.strided:
             raise ProtocolError(f"a message makes a sparse tensor of a {type(part).__name__}")
     indices = indices.detach().clone()
-    return torch.sparse_coo_tensor(
+    made = torch.sparse_coo_tensor(
         indices,
-        values,
+        values.detach() if is_coalesced else values,
         shape,
         is_coalesced=is_coalesced,
         check_invariants=not (is_coalesced and _are_coalesced(indices, shape)),
         device=values.device,
     )
+    return with_values(made, values) if is_coalesced else made
 
 
 def _are_coalesced(indices: Tensor, shape: tuple[int, ...]) -> bool:
@@ -281,15 +278,16 @@ def _are_coalesced(indices: Tensor, shape: tuple[int, ...]) -> bool:
 def _sparse_compressed(
     compressed: Tensor, plain: Tensor, values: Tensor, shape: Any, layout: torch.layout
 ) -> Tensor:
-    return torch.sparse_compressed_tensor(
+    made = torch.sparse_compressed_tensor(
         compressed,
         plain,
-        values,
+        values.detach(),
         shape,
         layout=layout,
         check_invariants=True,
         device=values.device,
     )
+    return with_values(made, values)
 
 
 @rebuilds_pickled
@@ -531,6 +529,13 @@ def _path(kind: str, text: str) -> pathlib.PurePath:
     return made
 
 
+def _refuse_proxy(_: object) -> Reduced:
+    raise SerializationError(
+        "torch.fx.symbolic_trace records the code around a call, whose arguments have no values "
+        "yet: call the remote function outside of the traced module"
+    )
+
+
 _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     np.ndarray: _reduce_array,
     **dict.fromkeys(
@@ -541,6 +546,7 @@ _REDUCERS: dict[type, Callable[[Any], Reduced | None]] = {
     torch.TypedStorage: _reduce_typed_storage,
     torch.memory_format: _reduce_memory_format,
     torch.layout: _reduce_memory_format,
+    torch.fx.Proxy: _refuse_proxy,
     torch.finfo: _reduce_number_info,
     torch.iinfo: _reduce_number_info,
     torch.jit.ScriptFunction: _reduce_script_function,

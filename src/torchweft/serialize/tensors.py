@@ -62,6 +62,13 @@ HOST_DEVICE = (0, 0)
 """The numbers of the CPU in the entry of a simple tensor."""
 
 
+NO_MEMORY = (
+    "a tensor has no memory that could be sent; within torch.func.grad, vmap, jvp and "
+    "functionalize tensors stand for others: call these in the remote function, or, for gradients "
+    "through calls, use torchweft.autograd.grad"
+)
+
+
 def describe(
     tensors: Sequence[Tensor], place: Callable[[torch.device], torch.device] | None = None
 ) -> tuple[bytes, list[Tensor]]:
@@ -86,11 +93,7 @@ def describe(
         try:
             described = _describe_simple(tensors, place)
         except RuntimeError as error:  # A tensor has no address.
-            raise SerializationError(
-                "a tensor has no memory that could be sent; within torch.func.grad, vmap and jvp "
-                "tensors stand for several: call these in the remote function, or, for gradients "
-                "through calls, use torchweft.autograd.grad"
-            ) from error
+            raise SerializationError(NO_MEMORY) from error
         if described is not None:
             return described
     sources = [as_dense(tensor) for tensor in tensors]
@@ -390,6 +393,7 @@ class _ReceivedMemory:
         self._worker = worker
         self._bytes: dict[int, Tensor] = {}
         self._shared: dict[tuple[int, torch.device | None], Tensor] = {}
+        self._alone: set[int] = set()
 
     def tensor(self, entry: Entry, index: int) -> Tensor:
         """Makes the tensor ``index`` of the message, without grad."""
@@ -404,7 +408,12 @@ class _ReceivedMemory:
                 f"tensor {index} of the message needs {needed} bytes of a buffer of "
                 f"{memory.numel()} bytes"
             )
-        if entry.flags & SHARED:
+        if not entry.flags & SHARED:
+            # A tensor by itself may be copied: many with one buffer would multiply its memory.
+            if entry.buffer in self._alone:
+                raise ProtocolError(f"two tensors have buffer {entry.buffer} and do not share it")
+            self._alone.add(entry.buffer)
+        else:
             return _view(self._on_device(entry.buffer, memory, device), entry, dtype)
         flat = _aligned(memory.narrow(0, 0, needed), dtype).view(dtype)
         if device is not None:

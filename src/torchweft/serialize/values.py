@@ -44,7 +44,7 @@ from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.serialize import functions
+from torchweft.serialize import bounds, functions
 from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
 from torchweft.serialize.registry import rebuilds_plain
 
@@ -468,6 +468,7 @@ def decode(
     externals: Sequence[object],
     resolve: Callable[[bytes], Any] = functions.resolve,
     come_home: Callable[[ReferenceId], Any] = refuse_home,
+    limit_bytes: int | None = None,
 ) -> Any:
     """Returns the value that was encoded on another worker.
 
@@ -477,9 +478,12 @@ def decode(
         externals: The encoder's externals, as they arrived.
         resolve: Returns the function or class with a name, or raises.
         come_home: Returns the reference with an address whose value this worker owns, or raises.
+        limit_bytes: How large the value may be when it is unfolded; see ``bounds``. None for any
+            size.
 
     Raises:
         ProtocolError: The bytes are malformed.
+        SerializationError: The value is larger when it is unfolded, or keys collide.
         WeftError: A name does not exist here, or may not be followed.
     """
     data = bytes(payload)
@@ -490,7 +494,7 @@ def decode(
         is_tuple = tag == TUPLE
         count = 1
         if is_tuple:
-            if tensors and len(tensors) == TENSORS_ALONE.get(data):
+            if limit_bytes is None and tensors and len(tensors) == TENSORS_ALONE.get(data):
                 return tuple(tensors)
             count, position = NUMBER.unpack_from(data)[1], NUMBER.size
         elif tag == INTEGER:
@@ -519,11 +523,13 @@ def decode(
                 made.append(some if tag == BYTES else some.decode("utf-8", "surrogatepass"))
             else:
                 if decoder is None:
-                    decoder = _Decoder(data, tensors, externals, resolve, come_home)
+                    decoder = _Decoder(data, tensors, externals, resolve, come_home, limit_bytes)
                 decoder.position = position
                 made.append(decoder.read())
                 position = decoder.position
         value: Any = tuple(made) if is_tuple else made[0]
+        if limit_bytes is not None and tensors and bounds.dense_bytes(made) > limit_bytes:
+            raise bounds.too_large(limit_bytes)
     except WeftError:
         raise
     except Exception as error:
@@ -547,15 +553,25 @@ class _Decoder:
         externals: Sequence[object],
         resolve: Callable[[bytes], Any],
         come_home: Callable[[ReferenceId], Any],
+        limit_bytes: int | None,
     ) -> None:
         self._data = data
         self._tensors = tensors
         self._externals = externals
         self._resolve = resolve
         self._come_home = come_home
+        self._limit_bytes = limit_bytes
         self._containers: list[Any] = []
+        self._sizes: list[int] = []
+        self._folded_bytes = 0
         self._depth = 0
+        self._key_times: bounds.KeyTimes | None = None
         self.position = 0
+
+    @property
+    def unfolded_bytes(self) -> int:
+        """The unfolded size of what has been read."""
+        return self.position + self._folded_bytes
 
     def read(self) -> Any:
         """Returns the next value."""
@@ -605,19 +621,30 @@ class _Decoder:
         return tuple(self._values())
 
     def _frozenset(self) -> frozenset[Any]:
-        return frozenset(self._values())
+        return frozenset(self._with_keys(set(), self._values()))
 
     def _list(self) -> list[Any]:
         made: list[Any] = []
-        self._containers.append(made)  # Before its content, which may refer back to it.
+        number = self._begin(made)
         for _ in range(self._number()):
             made.append(self.read())
+        self._end(number)
         return made
 
     def _set(self) -> set[Any]:
         made: set[Any] = set()
-        self._containers.append(made)
-        made.update(self._values())
+        number = self._begin(made)
+        self._with_keys(made, self._values())
+        self._end(number)
+        return made
+
+    def _with_keys(self, made: set[Any], keys: list[Any]) -> set[Any]:
+        if len(keys) <= bounds.KEYS_AT_ONCE:
+            made.update(keys)
+        else:
+            self._times.add(
+                keys, lambda start, end: made.update(keys[start:end]), made.__contains__
+            )
         return made
 
     def _dictionary(self) -> dict[Any, Any]:
@@ -629,17 +656,61 @@ class _Decoder:
         return made
 
     def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
-        self._containers.append(made)
-        for _ in range(self._number()):
-            key = self.read()
-            made[key] = self.read()
+        number = self._begin(made)
+        count = self._number()
+        if count <= bounds.KEYS_AT_ONCE:
+            for _ in range(count):
+                key = self.read()
+                made[key] = self.read()
+        else:
+            keys, values = [], []
+            for _ in range(count):
+                keys.append(self.read())
+                values.append(self.read())
+            self._times.add(
+                keys,
+                lambda start, end: made.update(
+                    zip(keys[start:end], values[start:end], strict=True)
+                ),
+                made.__contains__,
+            )
+        self._end(number)
         return made
 
+    @property
+    def _times(self) -> bounds.KeyTimes:
+        if self._key_times is None:
+            self._key_times = bounds.KeyTimes(len(self._data))
+        return self._key_times
+
+    def _begin(self, made: object) -> int:
+        """Notes a container before its content, which may refer back to it; returns its number."""
+        self._containers.append(made)
+        self._sizes.append(-self.unfolded_bytes)
+        self._folded_bytes += bounds.CONTAINER_BYTES
+        return len(self._sizes) - 1
+
+    def _end(self, number: int) -> None:
+        self._sizes[number] += self.unfolded_bytes
+
     def _again(self) -> Any:
-        return self._containers[self._number()]
+        number = self._number()
+        if self._limit_bytes is not None:
+            # The size of a container that contains itself is not known yet: no walk of it ends.
+            self._fold(max(self._sizes[number], 0), self._limit_bytes)
+        return self._containers[number]
+
+    def _fold(self, size_bytes: int, limit_bytes: int) -> None:
+        """Counts what is not written out in the payload."""
+        self._folded_bytes += size_bytes
+        if self.unfolded_bytes > limit_bytes:
+            raise bounds.too_large(limit_bytes)
 
     def _tensor(self) -> Tensor:
-        return self._tensors[self._number()]
+        tensor = self._tensors[self._number()]
+        if self._limit_bytes is not None:
+            self._fold(tensor.numel() * tensor.itemsize, self._limit_bytes)
+        return tensor
 
     def _reference(self) -> object:
         return self._externals[self._number()]

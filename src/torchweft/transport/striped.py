@@ -44,6 +44,7 @@ import numpy.typing as npt
 from torchweft.errors import ProtocolError
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime.transfer_loop import NOTHING, READABLE, WRITABLE, forget_nothing
+from torchweft.transport.link import SEND_PATIENCE_S
 from torchweft.wire.frames import Allocate, Buffer
 
 _HEADER = struct.Struct("<QQQQQ")
@@ -116,6 +117,10 @@ class _Connection:
         self._is_closed = False
         connection.setblocking(False)
         self.fd = connection.fileno()
+
+    def abandon(self) -> None:
+        """Frees the descriptor in a forked process; its parent keeps the connection."""
+        self._socket.close()
 
     def close(self, forget: Callable[[int], None] = forget_nothing) -> None:
         """Ends the connection and frees its descriptor; drops the stripe that is being moved.
@@ -252,9 +257,13 @@ class Outbox:
         dropped.clear()
 
     def wait_for_room(self) -> None:
-        """Blocks while so many transfers wait that more would only use up memory."""
+        """Waits while more would only use up memory, but not for a peer that takes nothing."""
         with self._lock:
-            self._has_room.wait_for(lambda: self._is_closed or self._is_roomy())
+            while not (self._is_closed or self._is_roomy()):
+                before = self._waiting_bytes
+                is_told = self._has_room.wait(SEND_PATIENCE_S)
+                if not is_told and self._waiting_bytes >= before:
+                    return  # The call's own time limit must not wait for a stopped peer.
 
     def _is_roomy(self) -> bool:
         return len(self._transfers) < _ROOM_TRANSFERS and self._waiting_bytes < _ROOM_BYTES

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
 from torchweft.channel.gpu_calls import GpuCalls
-from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
+from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
 from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async
 from torchweft.rpc.current_call import check_types
@@ -265,6 +265,8 @@ class Publisher:
         """Adds a subscriber."""
         check_types(worker=(worker, str), key=(key, int))
         with self._lock:
+            for each in [each for each in self._subscriptions if _is_gone(each[0])]:
+                del self._subscriptions[each]  # Else only the next version would find out.
             newest = self._offers.newest
             added = self._subscriptions[worker, key] = _Subscription(worker, key)
             added.told = 0 if newest is None else newest.number
@@ -317,6 +319,14 @@ class Publisher:
                 if offer.version == self._offers.newest:  # Else nobody will ask for it again.
                     self._deltas[key] = found
             return found
+
+
+def _is_gone(worker: str) -> bool:
+    """Whether a worker has left or is lost."""
+    try:
+        return current().find(worker).is_over
+    except UnknownWorker:
+        return True
 
 
 def _lends_to(worker: str) -> bool:

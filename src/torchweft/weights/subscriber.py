@@ -350,9 +350,13 @@ class Subscriber(Closing):
 
         with self._changed:
             if not self._changed.wait_for(is_over, timeout_s):
+                publisher = self._publisher
+                worker = self._worker if publisher is None else publisher.owner_name()
                 raise CallTimeout(
-                    f"no version after {self.version} arrived within {timeout_s:g} s; call "
-                    "publish() on the publisher, or wait longer",
+                    f"no version after {self.version} arrived from worker {worker!r} within "
+                    f"{timeout_s:g} s; call publish() on the publisher, or wait longer",
+                    worker=worker,
+                    call="publish",
                     elapsed_s=timeout_s,
                 )
             if self._ready is None and self.lost is not None:

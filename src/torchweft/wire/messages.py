@@ -538,12 +538,12 @@ def _decode_references(data: Buffer, start: int, end: int) -> tuple[HandedRefere
 
 
 def encode_ints(*values: int) -> bytes:
-    """Returns integers from 0 to 2**63 - 1 as bytes, for small control messages."""
+    """Returns signed 64-bit integers as bytes, for small control messages."""
     return struct.pack(f"<{len(values)}q", *values)
 
 
 def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
-    """Reads the output of ``encode_ints``.
+    """Reads the output of ``encode_ints``, whose integers must not be negative.
 
     Args:
         data: The bytes.

@@ -1,14 +1,13 @@
 """Internals of PyTorch's RPC, on Weft, that PyTorch's own tests use and no program does.
 
-``install`` adds them to ``torchweft.compat``: the back-end that injects faults, autograd contexts
-with their messages as nodes of the graph, remote modules in TorchScript, and names of the legacy
-profiler's events.
+``install`` adds them to ``torchweft.compat``: the back-end that injects faults, the messages of
+autograd contexts as nodes of the graph, and remote modules in TorchScript.
 """
 
 from __future__ import annotations
 
 import torchweft.compat
-from tests.conformance.shims import autograd, profiling
+from tests.conformance.shims import autograd
 from torchweft.compat import installing
 
 _MODULES = {
@@ -25,4 +24,3 @@ def install() -> None:
     installing.MODULES.update(_MODULES)
     torchweft.compat.install(in_children=False)
     autograd.install()
-    profiling.install()

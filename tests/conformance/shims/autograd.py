@@ -1,4 +1,4 @@
-"""Autograd contexts that tests manage by hand, and their messages as nodes of the graph.
+"""The messages of autograd contexts as nodes of the graph.
 
 PyTorch puts a node of its own at each end of a message. Weft keeps a record of each sent message,
 and a placeholder, which is a real node, for each received tensor. Here both have PyTorch's names,
@@ -12,18 +12,8 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
-from torchweft.autograd.contexts import (
-    Context,
-    Contexts,
-    ReceiveRecord,
-    SendRecord,
-    current_id,
-    set_current_id,
-)
-from torchweft.autograd.engine import current_engine
-from torchweft.compat import autograd
-from torchweft.errors import AutogradError
-from torchweft.ids import WORKER_SHIFT, scoped_id
+from torchweft.autograd.contexts import ReceiveRecord, SendRecord
+from torchweft.compat.autograd import DistAutogradContext
 
 _SEND = "torch::distributed::autograd::SendRpcBackward"
 _RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
@@ -121,86 +111,22 @@ class SendNode:
         return f"<{_SEND} of message {self._record.message_id}>"
 
 
-class DistAutogradContext:
-    """This worker's part of a context, under PyTorch's names.
-
-    Args:
-        context: The context itself.
-    """
-
-    def __init__(self, context: Context) -> None:
-        self._context = context
-
-    def _context_id(self) -> int:
-        return self._context.id
-
-    def _known_worker_ids(self) -> set[int]:
-        return set(self._context.known_workers)
-
-    def _send_functions(self) -> dict[int, SendNode]:
-        receives = self._context.receive_of
-        return {record.message_id: SendNode(record, receives) for record in self._context.sends()}
-
-    def _recv_functions(self) -> dict[int, GraphNode]:
-        receives = self._context.receive_of
-        return {
-            record.message_id: GraphNode(record.nodes[0], receives)
-            for record in self._context.receives()
-        }
+def send_functions(context: DistAutogradContext) -> dict[int, SendNode]:
+    """Returns the sent messages of a context, by number."""
+    receives = context._context.receive_of
+    return {record.message_id: SendNode(record, receives) for record in context._context.sends()}
 
 
-def _contexts() -> Contexts:
-    contexts: Contexts = current_engine().contexts
-    return contexts
-
-
-def get_max_id() -> int:
-    """Returns the highest number that a context of this worker may have."""
-    return scoped_id(_contexts().worker, (1 << WORKER_SHIFT) - 1)
-
-
-def new_context() -> DistAutogradContext:
-    """Opens a context and makes it that of this thread, until ``release_context``."""
-    return retrieve_context(autograd.context().__enter__())
-
-
-def release_context(context_id: int) -> None:
-    """Ends a context that is alive here, on all workers that know it."""
-    engine = current_engine()
-    engine.contexts.get(context_id)
-    engine.release(context_id)
-    if current_id() == context_id:
-        set_current_id(0)
-
-
-def retrieve_context(context_id: int) -> DistAutogradContext:
-    """Returns a context that is alive here.
-
-    Raises:
-        AutogradError: The context is not alive here.
-    """
-    return DistAutogradContext(_contexts().get(context_id))
-
-
-def current_context() -> DistAutogradContext:
-    """Returns the context of this thread.
-
-    Raises:
-        AutogradError: The thread has no context.
-    """
-    context_id = current_id()
-    if not context_id:
-        raise AutogradError("Current thread doesn't have a valid autograd context")
-    return retrieve_context(context_id)
+def recv_functions(context: DistAutogradContext) -> dict[int, GraphNode]:
+    """Returns the received messages of a context, by number."""
+    receives = context._context.receive_of
+    return {
+        record.message_id: GraphNode(record.nodes[0], receives)
+        for record in context._context.receives()
+    }
 
 
 def install() -> None:
-    """Adds PyTorch's private names to ``torchweft.compat.autograd``."""
-    vars(autograd).update(
-        DistAutogradContext=DistAutogradContext,
-        _current_context=current_context,
-        _get_max_id=get_max_id,
-        _new_context=new_context,
-        _release_context=release_context,
-        _retrieve_context=retrieve_context,
-    )
+    """Adds the messages of a context to ``torchweft.compat.autograd.DistAutogradContext``."""
+    added: Any = DistAutogradContext
+    added._send_functions, added._recv_functions = send_functions, recv_functions

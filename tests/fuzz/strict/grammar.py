@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.free_encoder import Attributed, FreeEncoder, Home, Made, Named, Numbered, Ordered
+from tests.free_encoder import (
+    Attributed,
+    FreeEncoder,
+    Home,
+    Keys,
+    Made,
+    Named,
+    Numbered,
+    Ordered,
+)
 from tests.fuzz.strict.world import HANDED, ME, OTHER, SENDER
 from tests.marked import names_of
 from torchweft.autograd import codec
@@ -554,6 +563,27 @@ class Grammar:
             made.append(made)
         return made
 
+    def _nest(self, depth: int) -> list[Any]:
+        """Returns lists that each hold the one before more than once."""
+        made = [self.value(depth)]
+        for _ in range(self.chance.choice((1, 4, 20, 60))):
+            made = [made] * self.chance.choice((1, 2, 3))
+        return made
+
+    def _keys(self, depth: int) -> Keys:
+        """Returns a set or dict, most of whose keys have one hash."""
+        step = self.chance.choice((1, 1 << 32, (1 << 61) - 1))
+        keys: list[Any] = [step * number for number in range(self.chance.choice((3, 40, 150)))]
+        if self.chance.random() < 0.3:
+            keys = [(key, key) for key in keys]
+        return Keys(self.chance.choice((tags.SET, tags.FROZENSET, tags.DICTIONARY)), keys)
+
+    def _expanded(self, depth: int) -> Any:
+        """Returns views of one element, of any number of elements."""
+        size = self.chance.choice((5, 1 << 20, 1 << 28, 1 << 40))
+        view = torch.ones(1, requires_grad=self.chance.random() < 0.5).expand(size)
+        return [view, self.chance.choice((view, view.view(-1, 1), torch.ones(1)))]
+
     def _tuple(self, depth: int) -> tuple[Any, ...]:
         return tuple(self.value(depth) for _ in range(self.chance.choice((0, 1, 2, 3))))
 
@@ -677,6 +707,7 @@ _LEAVES: tuple[Callable[[Grammar, int], Any], ...] = (
 _NODES: tuple[Callable[[Grammar, int], Any], ...] = (
     *(Grammar._list, Grammar._tuple, Grammar._dictionary, Grammar._made, Grammar._made),
     *(Grammar._attributed, Grammar._ordered, Grammar._numbered),
+    *(Grammar._nest, Grammar._keys, Grammar._expanded),
 )
 _FRAMES: tuple[Any, ...] = (
     *[Grammar._call_message] * 22,

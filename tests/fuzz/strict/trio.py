@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from typing import Any
 from unittest import mock
 
@@ -142,7 +143,7 @@ class Member:
         while reactor.urgent or reactor.tasks:
             queue = reactor.urgent or reactor.tasks
             function, first, second = queue.pop() if queue is reactor.urgent else queue.pop(0)
-            function(first, second)
+            Context().run(function, first, second)  # As threads of the reactor do.
             has_worked = True
         for source in self.sources.open():
             while source.is_asked and source.answer_next():
@@ -288,8 +289,6 @@ class Trio:
         with self._as(self.victim):
             members._tell(fresh)
         members.by_id[peer.id] = members._by_name[peer.name] = members._by_rank[peer.id] = fresh
-        data = self.victim.worker.tensor_messages._data._data
-        data.pop(peer.id, None)
         self.hostile = FIRST + (self.hostile - FIRST + 1) % HOSTILE
 
     def settle(self) -> None:

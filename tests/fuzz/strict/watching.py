@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import ForwardRef
 
 from tests.fuzz.strict import program
+from torchweft.serialize import inline
 
 _DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
 _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.", "tempfile.", "mmap.", "code.")
@@ -31,10 +32,16 @@ _PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
 """Functions that compile source text without running it: for tracebacks, and for annotations."""
 
 
+def _is_of_views() -> bool:
+    """Whether the bytes of tensors that overlap are read, for a message."""
+    callers = (sys._getframe(depth).f_code for depth in (2, 3))
+    return inline._encode_views.__code__ in callers
+
+
 def _watch(event: str, arguments: tuple[object, ...]) -> None:
     if not _is_watching or not event.startswith(_DEEDS) or event.startswith(_HARMLESS):
         return
-    if (event, arguments) in _LOOKS_FOR_GPUS:
+    if (event, arguments) in _LOOKS_FOR_GPUS or (event == "ctypes.string_at" and _is_of_views()):
         return
     # For a text that is not valid, Python 3.13 looks for a source file named "<unknown>".
     is_parsing = event == "compile" or (event == "open" and arguments[0] == "<unknown>")

@@ -11,6 +11,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any
 from unittest import mock
 
@@ -185,7 +186,7 @@ class World:
                 break
             task = queue.pop() if queue is reactor.urgent else queue.pop(0)
             function, first, second = task
-            function(first, second)
+            Context().run(function, first, second)  # as the reactor does
         else:
             raise AssertionError("a message has work without end")
         for source in self.sources.open():

@@ -1,7 +1,10 @@
 """Names that are not documented but that public programs use."""
 
 import operator
+import pickle
+from typing import get_type_hints
 
+import torch
 import torch.distributed.rpc as rpc
 from torch.distributed.rpc import api, backend_registry, constants
 
@@ -99,3 +102,47 @@ def public_names():
         _cleanup_python_rpc_handler _invoke_rpc_python_udf _disable_server_process_global_profiler
         dist_autograd"""
     return [name for name in wanted.split() if not hasattr(rpc, name)]
+
+
+@probe
+def contexts_by_hand():
+    import torch.distributed.autograd as dist_autograd
+    from torch.distributed.autograd import DistAutogradContext, get_gradients
+
+    made = dist_autograd._new_context()
+    number = made._context_id()
+    leaf = torch.ones(2, requires_grad=True)
+    loss = rpc.rpc_sync(PEER, torch.mul, args=(leaf, 3)).sum()
+    dist_autograd.backward(contextId=number, roots=[loss], retain_graph=False)
+    found = [
+        isinstance(made, DistAutogradContext),
+        dist_autograd._current_context()._context_id() == number,
+        dist_autograd._retrieve_context(number)._known_worker_ids(),
+        dist_autograd._is_valid_context(number),
+        get_gradients(number)[leaf].tolist(),
+        number <= dist_autograd._get_max_id(),
+    ]
+    found[2] = found[2] == {rpc.get_worker_info(PEER).id}
+    dist_autograd._release_context(number)
+    texts = "Could not find autograd context with id", "doesn't have a valid autograd context"
+    return [
+        found,
+        failing(lambda: dist_autograd._is_valid_context(number), texts[0]),
+        failing(lambda: dist_autograd._current_context(), texts[1]),
+    ]
+
+
+@probe
+def texts_and_annotations():
+    def use(first: rpc.RRef[int], others: list[rpc.RRef[torch.Tensor]]) -> rpc.RRef | None:
+        return first
+
+    reference = rpc.RRef[int](4)
+    info = rpc.get_worker_info(PEER)
+    return [
+        [reference.to_here(), sorted(get_type_hints(use))],
+        [repr(info), str(info), pickle.loads(pickle.dumps(info)) == info],
+        [isinstance(reference, rpc.RRef), isinstance(reference, rpc.PyRRef)],
+        rpc.api._to_worker_info(PEER) == info,
+        rpc.api._rref_typeof_on_owner(reference).__name__,
+    ]

@@ -28,20 +28,20 @@ def _followed(names: Any, name: bytes) -> Any:
 
 
 HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
-    "names are followed": (5, callables.StrictNames, "resolve", _followed),
+    "names are followed": (2, callables.StrictNames, "resolve", _followed),
     "any method is called": (
-        2,
+        12,
         callables.StrictNames,
         "method_of",
         lambda names, value, name: getattr(value, name),
     ),
     "any module is used": (
-        11,
+        3,
         owner,
         "_module",
         lambda reference: reference.local_value(),
     ),
-    "forward of any module is called": (2, owner, "_check_declares_forward", _nothing),
+    "forward of any module is called": (42, owner, "_check_declares_forward", _nothing),
 }
 """Each with a seed that finds it soon, and the function that a faulty one replaces."""
 

@@ -14,7 +14,7 @@ from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
 from torchweft.protocol.membership.registration import Directory, Registration, Roster
 
-SEEDS = 3000
+SEEDS = 8000
 """A fault must be found within this many runs."""
 
 Fault = Callable[[pytest.MonkeyPatch], None]
@@ -77,8 +77,8 @@ def ends_with_its_store(patch: pytest.MonkeyPatch) -> None:
 def gives_each_life_its_rank(patch: pytest.MonkeyPatch) -> None:
     """An id names all lives of a rank."""
 
-    def mutant(me: Registration) -> Steps[Registration]:
-        yield joining.Add(f"lives/{me.rank}")
+    def mutant(me: Registration, own: str) -> Steps[Registration]:
+        yield joining.Peek("ids")
         return me
 
     patch.setattr(joining, "_with_id", mutant)
@@ -131,8 +131,8 @@ def takes_up_all_at_once(patch: pytest.MonkeyPatch) -> None:
 def never_refuses(patch: pytest.MonkeyPatch) -> None:
     """A later worker takes the place of a living member."""
 
-    def mutant(place: int) -> Steps[bool]:
-        yield joining.Check(f"fate/{place}")
+    def mutant(worker: int) -> Steps[bool]:
+        yield joining.Check(f"fate/{worker}")
         return False
 
     patch.setattr(joining, "_is_refused", mutant)

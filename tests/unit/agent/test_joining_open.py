@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+import contextlib
+import select
 import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
-from torchweft.agent.rendezvous import enter, join, note_left
+from torchweft.agent.rendezvous import enter, join, note_left, open_store
+from torchweft.agent.stores import SignedStore
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
+from torchweft.launch.meeting import StoreServer
 from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Admission
 from torchweft.protocol.membership.registration import FIRST_LATER_ID, Registration
@@ -14,17 +21,20 @@ from torchweft.protocol.membership.registration import FIRST_LATER_ID, Registrat
 LIMIT_S = 10.0
 
 
-def come(store: HashStore, name: str, rank: int) -> Admission:
-    return enter(store, Registration(name, rank, ("unix:@x",)), LIMIT_S)
+def signed(store: Any) -> SignedStore:
+    return SignedStore(store, None)
+
+
+def come(store: Any, name: str, rank: int) -> Admission:
+    return enter(signed(store), Registration(name, rank, ("unix:@x",)), LIMIT_S)
 
 
 def test_those_who_come_later_see_those_who_came_earlier() -> None:
     store = HashStore()
     first, second, third = (come(store, name, rank) for rank, name in enumerate("abc"))
-    assert (first.place, second.place, third.place) == (1, 2, 3)
     assert first.earlier == {}
-    assert second.earlier == {1: first.me}
-    assert third.earlier == {1: first.me, 2: second.me}
+    assert second.earlier == {0: first.me}
+    assert third.earlier == {0: first.me, 1: second.me}
     assert first.token == second.token == third.token
     assert len(first.token) == 32
 
@@ -32,17 +42,89 @@ def test_those_who_come_later_see_those_who_came_earlier() -> None:
 def test_who_has_left_is_not_seen() -> None:
     store = HashStore()
     first, second = come(store, "a", 0), come(store, "b", 1)
-    note_left(store, first.place)
-    assert come(store, "c", 2).earlier == {2: second.me}
+    note_left(store, first.me.id, first.token)
+    assert come(store, "c", 2).earlier == {1: second.me}
 
 
-def test_who_wrote_in_another_run_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joining, "UNWRITTEN_S", 0.01)
+class CountingStore:
+    """Counts the operations of a store."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.count = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        self.count += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.keeps("threads", "descriptors")  # of PyTorch's stores
+@pytest.mark.parametrize("kind", ["hash", "file", "tcp", "launcher"])
+def test_joining_and_the_store_do_not_grow_with_those_who_came_before(
+    kind: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "store"
+    with contextlib.closing(StoreServer()) as server, serving(server):
+        store: Any
+        if kind == "tcp":
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        elif kind == "hash":
+            store = HashStore()
+        else:
+            method = server.init_method if kind == "launcher" else f"file://{path}"
+            store = open_store(method, 0, None, LIMIT_S)
+        size_of: dict[str, Callable[[], int]] = {
+            "launcher": lambda: sum(map(len, (*server._values, *server._values.values()))),
+            "file": lambda: path.stat().st_size,
+        }
+        prefixed = PrefixStore("weft/0", store)
+        come(prefixed, "server", 0)
+        counts, sizes = [], []
+        for number in range(80):
+            # Half of the ranks come again.
+            counted = CountingStore(prefixed)
+            admission = come(counted, f"client{number}", 1 + number % 40)
+            assert list(admission.earlier) == [0]
+            counts.append(counted.count)
+            note_left(prefixed, admission.me.id, admission.token)
+            sizes.append(size_of.get(kind, store.num_keys)())
+        assert max(counts[-10:]) <= max(counts[:10])
+        digits = 20 if kind in size_of else 0
+        assert max(sizes[-10:]) <= max(sizes[:10]) + digits
+
+
+@contextlib.contextmanager
+def serving(server: StoreServer) -> Iterator[None]:
+    ended = threading.Event()
+
+    def serve() -> None:
+        while not ended.is_set():
+            if select.select([server], [], [], 0.05)[0]:
+                server.serve()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_who_wrote_in_another_run_is_not_there() -> None:
     old, store = HashStore(), HashStore()
     stale = come(old, "a", 0)
-    store.add("members", 1)
-    store.set(f"member/1/{stale.token}", old.get(f"member/1/{stale.token}"))
+    store.set("present", "[0]")
+    store.set(f"member/0/{stale.token}", old.get(f"member/0/{stale.token}"))
     assert come(store, "b", 1).earlier == {}
+
+
+@pytest.mark.parametrize("text", ["?", "{}", "[-1]", "[[]]", "[1e9]", "[" * 100_000, "[70000]"])
+@pytest.mark.parametrize("key", ["present", "ids"])
+def test_a_malformed_table_is_refused(key: str, text: str) -> None:
+    store = HashStore()
+    store.set(key, text if key == "present" else f"x {text}")
+    with pytest.raises(RendezvousError, match=f"value of '{key}' is malformed"):
+        come(store, "a", 0)
 
 
 def test_an_id_names_one_life() -> None:
@@ -66,20 +148,17 @@ def test_of_two_who_come_at_once_one_sees_the_other() -> None:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    by_place = {admitted.place: admitted for admitted in came}
-    assert sorted(by_place) == list(range(1, 9))
-    for place, admitted in by_place.items():
-        assert admitted.earlier == {other: by_place[other].me for other in range(1, place)}
+    by_id = {admitted.me.id: admitted for admitted in came}
+    order = sorted(by_id, key=lambda each: len(by_id[each].earlier))
+    for place, each in enumerate(order):
+        assert list(by_id[each].earlier) == order[:place]
+        assert list(by_id[each].earlier.values()) == [by_id[one].me for one in order[:place]]
 
 
-def test_one_that_died_before_it_said_who_it_is(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(joining, "UNWRITTEN_S", 0.01)
+def test_one_that_died_before_it_said_who_it_is() -> None:
     store = HashStore()
-    store.add("members", 1)
+    store.set("present", "[7]")
     assert come(store, "a", 0).earlier == {}
-    assert "worker number 1 of the group has not published its registration" in caplog.text
 
 
 def test_ranks_and_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,13 +174,13 @@ def test_ranks_and_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closed_group_stays_closed_and_an_open_one_open() -> None:
     store = HashStore()
-    join(store, Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
+    join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
     with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is closed"):
         come(store, "b", 1)
     store = HashStore()
     come(store, "b", 1)
     with pytest.raises(RendezvousError, match=r"mixes statically and dynamically.*is open"):
-        join(store, Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
+        join(signed(store), Registration("a", 0, ("unix:@x",)), 1, LIMIT_S)
 
 
 class BrokenStore:
@@ -110,12 +189,12 @@ class BrokenStore:
     def compare_set(self, *_: object) -> bytes:
         raise RuntimeError("connection reset")
 
-    set = compare_set
+    set = check = wait = compare_set
 
 
 def test_a_store_that_does_not_answer() -> None:
     with pytest.raises(RendezvousTimeout, match=r"store did not answer.*connection reset"):
-        enter(BrokenStore(), Registration("a", 0, ()), 0.0)
+        enter(signed(BrokenStore()), Registration("a", 0, ()), 0.0)
     with pytest.raises(RendezvousError, match="connection reset"):
-        enter(BrokenStore(), Registration("a", 0, ()), LIMIT_S)
-    note_left(BrokenStore(), 1)
+        enter(signed(BrokenStore()), Registration("a", 0, ()), LIMIT_S)
+    note_left(BrokenStore(), 1, "")

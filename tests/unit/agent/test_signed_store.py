@@ -96,6 +96,19 @@ def test_secrets_that_differ_are_noticed(
         SignedStore(plain, reader).get("worker/1")
 
 
-def test_counters_are_the_store_s(plain: HashStore) -> None:
+def test_tables_are_not_signed_and_keys_are_read_and_removed_without_waiting(
+    plain: HashStore,
+) -> None:
     store = SignedStore(plain, SECRET)
-    assert [store.add("members", 1) for _ in range(3)] == [1, 2, 3]
+    assert store.swap("present", "", "[1]") == "[1]" == plain.get("present").decode()
+    assert store.swap("present", "[2]", "[3]") == "[1]"
+    assert store.swap("present", "[1]", "[3]") == "[3]"
+    assert store.peek("key") is None
+    store.set("key", "value")
+    assert store.peek("key") == b"value"
+    plain.set("key", "another value")
+    with pytest.raises(RendezvousError, match="was not written with the secret"):
+        store.peek("key")
+    for _ in range(2):
+        store.remove("key")
+    assert store.peek("key") is None

@@ -7,6 +7,7 @@ import functools
 import itertools
 import pickle
 import random
+import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.engine import operation_of
 from torchweft.autograd.gradients import Gradient
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.graph import LocalPass, Outgoing
+from torchweft.autograd.local_engine import operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.errors import AutogradError
@@ -183,10 +184,24 @@ class _Pass:
         self.participants = [
             protocol.Participant(context.worker, self.driver_id) for context in contexts
         ]
+        self.turns = [Turns() for _ in contexts]
+        for worker, local in enumerate(self.locals):
+            local.exchange = functools.partial(self.exchange, worker)
 
     def run(self, roots: Roots | Sequence[Tensor]) -> None:
-        self.lead(roots)
-        self.deliver_all()
+        try:
+            self.lead(roots)
+            self.deliver_all()
+        finally:
+            for turns in self.turns:
+                turns.end()
+
+    def exchange(
+        self, worker: int, _: int, outgoing: list[Outgoing], progress: protocol.Progress
+    ) -> None:
+        """Sends what a worker has to send in a gate, and ends its turn."""
+        self.carry_out(worker, self.participants[worker].worked(outgoing, progress))
+        self.turns[worker].pause()
 
     def lead(self, roots: Roots | Sequence[Tensor]) -> None:
         self.locals[self.driver_id].start(roots)
@@ -268,7 +283,7 @@ class _Pass:
         if isinstance(message, protocol.Gradients):
             local.arrive(message.message_id, message.gradients)
         elif isinstance(message, protocol.Discover):
-            local.announce(message.message_ids)
+            local.announce(message.message_ids, message.parts)
         else:
             local.settle()
 
@@ -278,7 +293,12 @@ class _Pass:
             self.carry_out(worker, self.participants[worker].worked(*outcome))
 
         if not self.is_complete:
-            self.guarded(worker, run)
+            self.turns[worker].take(lambda: self.guarded(worker, run), self.may_wait(worker))
+
+    def may_wait(self, worker: int) -> bool:
+        """Returns whether the next work of a worker may have to wait in a gate."""
+        local = self.locals[worker]
+        return local._is_settled and local.is_waiting
 
     def guarded(self, worker: int, function: Callable[[], None]) -> None:
         try:
@@ -288,6 +308,64 @@ class _Pass:
                 raise  # ends the pass for its caller
             actions = self.participants[worker].failed(operation_of(error), error)
             self.carry_out(worker, actions)
+
+
+class Turns:
+    """Runs functions that may pause, in a thread of their own, while the caller waits.
+
+    So the workers of a cluster take turns, and a test with a seed has one order of steps.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._goes_on = threading.Semaphore(0)
+        self._is_over = threading.Semaphore(0)
+        self._is_ending = False
+        self._error: BaseException | None = None
+
+    def take(self, function: Callable[[], None], may_pause: bool) -> None:
+        """Goes on with what has paused, or else runs ``function``; until it pauses or ends."""
+        if self._thread is not None:
+            self._goes_on.release()
+        elif not may_pause:
+            function()
+            return
+        else:
+            self._thread = threading.Thread(target=self._run, args=(function,))
+            self._thread.start()
+        self._is_over.acquire()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+    def _run(self, function: Callable[[], None]) -> None:
+        try:
+            function()
+        except _Ended:
+            pass
+        except BaseException as error:
+            self._error = error
+        self._thread = None
+        self._is_over.release()
+
+    def pause(self) -> None:
+        """Ends the turn; called in the thread of a function that may pause."""
+        assert threading.current_thread() is self._thread, "it was not expected to wait"
+        self._is_over.release()
+        self._goes_on.acquire()
+        if self._is_ending:
+            raise _Ended
+
+    def end(self) -> None:
+        """Ends a function that has paused."""
+        thread, self._is_ending = self._thread, True
+        if thread is not None:
+            self._goes_on.release()
+            thread.join()
+
+
+class _Ended(BaseException):
+    """Ends the thread of a function that has paused."""
 
 
 def _copied(gradient: Gradient) -> Gradient:

@@ -1,4 +1,4 @@
-"""Tests walks: reached nodes, components of sends, and the order in which nodes may run."""
+"""Tests walks: reached nodes, and components of sends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.walk import Live, Partition, Reached, SentGraph
+from torchweft.autograd.walk import Live, Reached, SentGraph
 
 
 def edges(*tensors: Tensor) -> tuple[GradientEdge, ...]:
@@ -29,8 +29,11 @@ def test_a_receive_is_reported_by_the_first_walk_that_reaches_it() -> None:
     context = Context(1, 0)
     first, second = received(context, 11), received(context, 12)
     graph = SentGraph(context.receive_of)
-    assert graph.add(Live(1, edges(first * 2))).message_ids() == [11]
-    assert graph.add(Live(2, edges(first + second))).message_ids() == [12]
+    numbers = [
+        [record.message_id for record in graph.add(Live(*send)).receives.values()]
+        for send in ((1, edges(first * 2)), (2, edges(first + second)))
+    ]
+    assert numbers == [[11], [12]]
 
 
 def test_sends_hang_together_through_nodes_and_placeholders_but_not_leaves() -> None:
@@ -54,35 +57,3 @@ def test_a_leaf_with_hooks_holds_sends_together() -> None:
     for factor in (2, 3):
         graph.add(Live(factor, edges(weight * factor)))
     assert numbers_of(graph.components()) == [[2, 3], [2, 3]]
-
-
-def test_signatures_are_the_sends_that_reach_a_node() -> None:
-    context = Context(1, 0)
-    weight, value = torch.ones(2, requires_grad=True), received(context, 11)
-    shared = weight * value
-    first, second = shared.exp(), shared.sin()
-    seeds = [(1, edges(first)), (2, edges(second, shared))]
-    graph = SentGraph(context.receive_of)
-    for bit, seed in seeds:
-        graph.add(Live(bit, seed))
-    reached = graph.components()[1]
-    partition = Partition(seeds, context.receive_of, reached.leaves)
-    nodes = [tensor.grad_fn for tensor in (first, second, shared, value)]
-    assert [partition.signature_of(node) for node in nodes] == [1, 2, 3, 3]
-    ready = partition.take_ready(1)
-    assert [group.signature for group in ready] == [1]
-    assert partition.before_cut(ready, 1) == [first.grad_fn]
-    assert sorted(group.signature for group in partition.groups) == [2, 3]
-
-
-def test_nodes_are_sorted_before_those_they_lead_to() -> None:
-    value = torch.ones(2, requires_grad=True)
-    for _ in range(30):
-        value = (value * value.exp()) + value
-    partition = Partition([(1, edges(value))], {}, {})
-    (group,) = partition.groups
-    place = {node: number for number, node in enumerate(group.nodes)}
-    assert len(place) == 91
-    for node in place:
-        for target, _ in node.next_functions:
-            assert target is None or place[node] < place[target]

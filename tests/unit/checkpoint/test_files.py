@@ -39,6 +39,19 @@ def test_what_differs_is_said(tmp_path: Path) -> None:
         files.difference(str(tmp_path / "none"), written)
 
 
+def test_links_are_not_followed_and_pipes_not_waited_for(tmp_path: Path) -> None:
+    target, path, pipe = tmp_path / "precious", tmp_path / "part", tmp_path / "pipe"
+    target.write_text("precious")
+    path.symlink_to(target)
+    Path(str(path) + files.UNFINISHED).symlink_to(target)
+    files.write_part(str(path), {"a": 1})
+    assert target.read_text() == "precious"
+    assert files.read_part(str(path)) == {"a": 1}
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="Is no plain file"):
+        files.difference(str(pipe), Written(3, ""))
+
+
 def test_a_file_has_its_name_only_when_the_disk_has_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -169,7 +169,7 @@ def test_an_optimizer_of_other_groups_is_refused_unless_it_loads_states_by_itsel
     two, one = [torch.ones(1), torch.ones(1)], [torch.ones(1)]
     state = kinds.take("o", OBJECT, torch.optim.SGD([{"params": two}, {"params": one}], lr=1.0))
     found = kinds.differences("o", OBJECT, torch.optim.SGD(two, lr=1.0), state)
-    assert found.differing == ["o has groups of 2, 1 parameters in the snapshot and of 2 here"]
+    assert found.differing == ["o: groups of 2, 1 parameters there and of 2 here"]
     groups = [{"params": two}, {"params": one}]
     assert not any(kinds.differences("o", OBJECT, torch.optim.SGD(groups, lr=1.0), state))
     assert not any(kinds.differences("o", OBJECT, Own(two, lr=1.0), state))

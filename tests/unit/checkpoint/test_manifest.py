@@ -57,3 +57,9 @@ def test_a_person_can_read_it() -> None:
     content = json.loads(MANIFEST.to_bytes())["snapshot"]
     assert content["optimizers"]["optimizer"][0]["shape"] == [2, 3]
     assert content["parts"][1]["file"] == "1-ps.pt"
+
+
+def test_deep_nesting_and_endless_numbers_are_no_manifest() -> None:
+    for data in (b"[" * 1_000_000, b"9" * 100_000, b'{"format": 1e999, "snapshot": {}}'):
+        with pytest.raises(BadManifest):
+            read_manifest(data)

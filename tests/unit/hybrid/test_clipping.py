@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchweft.embedding.rows import Entries
-from torchweft.errors import ConfigurationError, OptimizerError
-from torchweft.hybrid.clipping import Stacks, check_norms, coefficient_of, norm_of_mean
+from torchweft.hybrid.clipping import Stacks, norm_of_mean
 
 ROWS, DIM = 8, 3
 
@@ -49,20 +47,3 @@ def test_it_is_that_of_the_dense_mean(
     expected = torch.linalg.vector_norm(dense / len(of_trainers), norm_type)
     total = norm_of_mean(stacks, len(of_trainers), norm_type)
     assert float(total) == pytest.approx(float(expected), rel=1e-12, abs=1e-300)
-
-
-def test_a_norm_that_is_small_enough_leaves_the_gradients() -> None:
-    assert coefficient_of(torch.tensor(0.5), 1.0, error_if_nonfinite=True) is None
-    factor = coefficient_of(torch.tensor(2.0), 1.0, error_if_nonfinite=True)
-    assert float(factor) == pytest.approx(0.5)  # type: ignore[arg-type]
-    assert math.isnan(coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=False))  # type: ignore[arg-type]
-    with pytest.raises(OptimizerError, match="total norm of the gradients is nan"):
-        coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize(
-    "given", [(-1, 2), (math.nan, 2), (1, 0), (1, -2), (1, math.nan), ("big", 2), (None, 2)]
-)
-def test_norms_that_cannot_be_used_are_refused(given: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"_norm is|norm_type is"):
-        check_norms(*given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.errors import ArgumentTypeError, ConfigurationError, WorkerLost
+from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
 from torchweft.hybrid import reductions
+from torchweft.hybrid.missing import Turns
 from torchweft.hybrid.reductions import Reducer, Reductions, reducer_of
 
 TRAINERS = 4
@@ -53,6 +55,16 @@ class Group:
             future.set_result([gradients * TRAINERS])
 
 
+class Counted(Turns):
+    """Counts collectives, and knows who is missing without asking."""
+
+    def __init__(self) -> None:
+        self.limit_s, self._begun = math.inf, 0
+
+    def missing(self, what: str, began_s: float) -> CallTimeout:
+        return CallTimeout(f"{what}, number {self.begun}", worker="absent")
+
+
 class Waits(threading.Condition):
     """Does something when a pass begins to wait."""
 
@@ -63,7 +75,7 @@ class Waits(threading.Condition):
     def wait_for(self, predicate: Any, timeout: float | None = None) -> Any:
         while self.acts:
             self.acts.pop()()
-        return super().wait_for(predicate, 10)
+        return super().wait_for(predicate, 10 if timeout is None else timeout)
 
 
 @pytest.fixture
@@ -77,7 +89,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
 
 
 def made(*, averages: bool = True, reducer: Reducer | None = None) -> Reductions:
-    return Reductions("trainers", ["ps0", "back"], averages=averages, reducer=reducer)
+    return Reductions("trainers", ["ps0", "back"], Counted(), averages=averages, reducer=reducer)
 
 
 def backward(found: Reductions, *buckets: Bucket) -> list[Future]:
@@ -105,6 +117,20 @@ def test_a_pass_ends_when_its_reductions_have(
     assert futures[0].value().tolist() == expected
     waits.acts.append(group.end)
     assert backward(found, Bucket(0, 1.0))[0].done()  # The next pass waits for its own.
+
+
+@pytest.mark.parametrize("ended_by", ["limit", "group"])
+def test_a_pass_that_waits_too_long_says_who_is_missing(group: Group, ended_by: str) -> None:
+    found = made()
+    found._changed = Waits(lambda: None)
+    if ended_by == "limit":
+        found._turns.limit_s = 0.01
+    else:
+        error = RuntimeError("Timed out waiting 8000ms for recv operation to complete")
+        found._changed = Waits(lambda: group.open[0][0].set_exception(error))
+    with pytest.raises(CallTimeout, match="the all-reduce of a backward pass, number 1") as caught:
+        backward(found, Bucket(0, 1.0))
+    assert caught.value.worker == "absent"
 
 
 def test_a_loss_ends_a_pass_that_waits_and_those_after_it(group: Group) -> None:

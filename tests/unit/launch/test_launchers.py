@@ -105,7 +105,7 @@ def test_options_in_a_text() -> None:
     launcher = launcher_of("ssh --hosts a:2,b --ssh-options '-p 22 -q' --connect-timeout 5")
     hosts = launcher.hosts(3)  # type: ignore[attr-defined]
     assert [(host.name, host.workers) for host in hosts] == [("a", 2), ("b", 1)]
-    assert " -p 22 -q a " in " ".join(hosts[0].command)
+    assert " -p 22 -q -- a " in " ".join(hosts[0].command)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from pathlib import Path
 
 import pytest
 
 from torchweft.errors import ConfigurationError, LaunchError
-from torchweft.launch import slurm
+from torchweft.launch import slurm, slurm_job
 from torchweft.launch.slurm import Slurm
-from torchweft.launch.slurm_job import ask, state_of
+from torchweft.launch.slurm_job import BatchJob, ask, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -74,3 +76,15 @@ def test_a_command_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(LaunchError, match=r"'scontrol', a command of SLURM, cannot be run: .*file"):
         ask("scontrol", "ping")
     assert state_of("1") == ""
+
+
+def test_a_submission_that_is_not_answered_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hanging = tmp_path / "sbatch"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(slurm_job, "_SUBMIT_LIMIT_S", 0.1)
+    with pytest.raises(LaunchError, match=r"sbatch has not answered within 0.1 s.*squeue --me"):
+        BatchJob.submit("true", [])

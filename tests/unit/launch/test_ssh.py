@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ConfigurationError, HostError
 from torchweft.launch import ssh
 from torchweft.launch.hosts_launcher import forwarded, local_places, place
 from torchweft.launch.ssh import Ssh
@@ -17,6 +19,9 @@ from torchweft.launch.ssh import Ssh
 def no_ssh_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda command: f"/usr/bin/{command}")
     monkeypatch.setattr(Ssh, "_address_of", lambda self, name: f"address of {name}")
+
+
+_address_of = Ssh._address_of
 
 
 def workers(text: str, count: int) -> list[tuple[str, int]]:
@@ -44,7 +49,14 @@ def test_the_list_says_how_many_workers_there_are() -> None:
         ("", "has ''; write it like a,b:4"),
         ("a,", "has ''; write it like a,b:4"),
         ("a:x", "has 'a:x'"),
-        ("-oProxyCommand=x", "write it like a,b:4"),
+        ("-oProxyCommand=x", "and options in --ssh-options"),
+        ("[-oProxyCommand=x]:2", "write it like a,b:4"),
+        ("me@-oProxyCommand=x", "write it like a,b:4"),
+        ("-l@a", "write it like a,b:4"),
+        ("a;touch x", "write it like a,b:4"),
+        ("$(touch x)", "write it like a,b:4"),
+        ("a\nb", "write it like a,b:4"),
+        ("me@", "write it like a,b:4"),
         ("a:0", "host 'a' is to have 0 workers"),
         ("a,b,a:2", "host 'a' is twice in the list; name it once, as a:2"),
     ],
@@ -75,7 +87,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     (host,) = Ssh("a", connect_timeout=3, options="-p 22 -i 'my key'").hosts(1)
     assert host.command[:4] == ("ssh", "-T", "-o", "BatchMode=yes")
     assert "ConnectTimeout=3" in host.command
-    assert host.command[-6:-2] == ("-p", "22", "-i", "my key")
+    assert host.command[-7:-2] == ("-p", "22", "-i", "my key", "--")
     agent = f"{sys.executable} -m torchweft.launch.host_agent"
     assert host.command[-2:] == ("a", f"exec env 'PYTHONPATH=/a folder' {agent}")
     assert host.address == "address of a"
@@ -98,3 +110,16 @@ def test_variables_that_go_along() -> None:
         "HOME": "/root",
     }
     assert forwarded(variables) == {"WEFT_RPC_TIMEOUT_S": "5", "PYTHONUNBUFFERED": "1"}
+
+
+def test_a_configuration_that_hangs_is_told_with_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hanging = tmp_path / "ssh"
+    hanging.write_text("#!/bin/sh\nexec sleep 60\n")
+    hanging.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(ssh, "_CONFIGURATION_LIMIT_S", 0.1)
+    with pytest.raises(HostError, match="host 'a': 'ssh -G' has not read") as caught:
+        _address_of(Ssh("a"), "a")
+    assert caught.value.host == "a"

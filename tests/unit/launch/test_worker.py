@@ -28,6 +28,7 @@ def test_names_are_taken_as_given() -> None:
     [
         (0, None, "number of workers is 0; it must be at least 1"),
         (-2, None, "number of workers is -2"),
+        (10**11, None, "number of workers is 100000000000; it must be at most 65536"),
         (2, ["a", ""], "a worker name is empty"),
         (2, ["a", " "], "a worker name is empty"),
         (2, ["a", "a"], "'a' is given twice"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 
@@ -12,6 +13,7 @@ pytest.importorskip("textual_serve")
 aiohttp = pytest.importorskip("aiohttp")
 
 from torchweft.errors import ConfigurationError  # noqa: E402
+from torchweft.observe import web  # noqa: E402
 from torchweft.observe.web import _Server, serve  # noqa: E402
 
 LIMIT_S = 30.0
@@ -23,7 +25,7 @@ def browse(visit: Callable[[Session, str, str], Awaitable[None]]) -> None:
 
     async def run() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = _Server(["top", "cafe"])
+            server = _Server(["top", "cafe"], "127.0.0.1")
             serving = asyncio.ensure_future(server.run(listener))
             try:
                 jar = aiohttp.CookieJar(unsafe=True)  # Cookies of an IP address.
@@ -61,6 +63,61 @@ def test_the_token_becomes_a_cookie_that_scripts_and_other_sites_do_not_have() -
         assert token not in page
         # The page connects to the address at which it was opened, as through a tunnel.
         assert f"ws{address.removeprefix('http')}/ws" in page
+
+    browse(visit)
+
+
+def test_pages_of_other_origins_and_foreign_names_are_refused_with_the_cookie() -> None:
+    async def visit(session: Session, address: str, token: str) -> None:
+        async with session.get(f"{address}/?token={token}") as answer:
+            assert answer.status == 200
+        port = address.rpartition(":")[2]
+        refused: list[dict[str, str]] = [
+            {"Origin": "http://evil.example"},
+            {"Origin": "http://127.0.0.1:1"},
+            {"Origin": f"https://127.0.0.1:{port}"},
+            {"Origin": "null"},
+            {"Host": "evil.example"},
+            {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"},
+            {"Host": "127.0.0.1.evil.example"},
+            {"Host": "[::1"},
+        ]
+        # A tunnel has another port, and maybe another address.
+        accepted: list[dict[str, str]] = [
+            {},
+            {"Origin": address},
+            {"Host": "localhost:9000", "Origin": "http://localhost:9000"},
+            {"Host": "[::1]:9000"},
+            {"Host": "10.1.2.3"},
+        ]
+        cookies = {"torchweft-top": token}
+        for path in ("/", "/ws", f"/?token={token}"):
+            for headers in refused:
+                async with session.get(address + path, headers=headers, cookies=cookies) as answer:
+                    assert answer.status in (400, 403), (path, headers)
+        for headers in accepted:
+            async with session.get(address, headers=headers, cookies=cookies) as answer:
+                assert answer.status == 200, headers
+
+    browse(visit)
+
+
+def test_connections_without_the_token_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web, "_MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(web, "_SILENCE_S", 0.5)
+
+    async def visit(session: Session, address: str, token: str) -> None:
+        port = int(address.rpartition(":")[2])
+        silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(5)]
+        for _, writer in silent:
+            writer.write(b"GET / HTTP/1.1\r\nHost: 127")
+        # The first ones are closed at once, the others when their time is up.
+        for reader, writer in silent:
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""
+            writer.close()
+        async with session.get(f"{address}/?token={token}") as answer:
+            assert answer.status == 200
 
     browse(visit)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
-from torchweft.optim.clipping import norm, norm_of, on_host
+from torchweft.errors import ConfigurationError, OptimizerError
+from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
 
 TYPES = [1.0, 2.0, 3.5, math.inf]
 
@@ -50,3 +52,20 @@ def test_scalars_of_several_devices_come_to_the_host_in_order(
     assert [scalar.item() for scalar in on_host(scalars)] == [0.0, 1.0, 2.0, 3.0]
     assert waits == [(4,)]
     assert on_host([]) == []
+
+
+def test_a_norm_that_is_small_enough_leaves_the_gradients() -> None:
+    assert coefficient_of(torch.tensor(0.5), 1.0, error_if_nonfinite=True) is None
+    factor = coefficient_of(torch.tensor(2.0), 1.0, error_if_nonfinite=True)
+    assert float(factor) == pytest.approx(0.5)  # type: ignore[arg-type]
+    assert math.isnan(coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=False))  # type: ignore[arg-type]
+    with pytest.raises(OptimizerError, match="total norm of the gradients is nan"):
+        coefficient_of(torch.tensor(math.nan), 1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize(
+    "given", [(-1, 2), (math.nan, 2), (1, 0), (1, -2), (1, math.nan), ("big", 2), (None, 2)]
+)
+def test_norms_that_cannot_be_used_are_refused(given: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"_norm is|norm_type is"):
+        check_norms(*given)

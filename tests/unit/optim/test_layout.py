@@ -10,25 +10,30 @@ from torchweft.errors import ConfigurationError
 from torchweft.optim.groups import Parameter, as_state_dict, check_fits, read_options, read_state
 
 SHAPES = [(2,), (3, 4), ()]
+PARAMETERS = [
+    Parameter(owner, shape, "float32") for owner, shape in zip("aba", SHAPES, strict=True)
+]
 STATE = as_state_dict(
     [{"lr": 0.1}, {"lr": 0.2}],
     [1, 2],
     {0: {"step": 1}, 2: {"step": 3}},
-    [Parameter(owner, shape) for owner, shape in zip("aba", SHAPES, strict=True)],
+    PARAMETERS,
+    ["SGD"],
 )
 
 
-def test_it_is_that_of_a_local_optimizer_and_a_key_more() -> None:
+def test_it_is_that_of_a_local_optimizer_and_two_keys_more() -> None:
     assert STATE == {
         "state": {0: {"step": 1}, 2: {"step": 3}},
         "param_groups": [{"lr": 0.1, "params": [0]}, {"lr": 0.2, "params": [1, 2]}],
         "parameters": [
-            {"owner": "a", "shape": (2,)},
-            {"owner": "b", "shape": (3, 4)},
-            {"owner": "a", "shape": ()},
+            {"owner": "a", "shape": (2,), "dtype": "float32"},
+            {"owner": "b", "shape": (3, 4), "dtype": "float32"},
+            {"owner": "a", "shape": (), "dtype": "float32"},
         ],
+        "classes": ["SGD"],
     }
-    check_fits(STATE, [1, 2], SHAPES)
+    check_fits(STATE, [1, 2], PARAMETERS)
 
 
 def test_what_is_read_goes_by_position() -> None:
@@ -38,7 +43,7 @@ def test_what_is_read_goes_by_position() -> None:
     }
     assert read_options(saved) == [{"lr": 1.0}]
     assert read_state(saved) == {1: "of the second", "all": "of none"}
-    check_fits(saved, [2], [(1,), (1,)])
+    check_fits(saved, [2], PARAMETERS[:2])
 
 
 @pytest.mark.parametrize(
@@ -53,14 +58,19 @@ def test_what_is_read_goes_by_position() -> None:
             {"parameters": [{"shape": (2,)}, {"shape": [4, 3]}]},
             r"has shape \(4, 3\) for parameter 1, the optimizer \(3, 4\)",
         ),
+        (
+            {"parameters": [{"shape": (2,), "dtype": "float64"}]},
+            "has type float64 for parameter 0, the optimizer float32",
+        ),
+        ({"param_groups": [{}]}, 'a parameter group has no "params"'),
     ],
 )
 def test_what_differs_is_said(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        check_fits({**STATE, **change}, [1, 2], SHAPES)
+        check_fits({**STATE, **change}, [1, 2], PARAMETERS)
 
 
 @pytest.mark.parametrize("wrong", [None, [], {"state": {}}])
 def test_what_is_no_state_dict_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match="no state_dict of an optimizer"):
-        check_fits(wrong, [1, 2], SHAPES)
+        check_fits(wrong, [1, 2], PARAMETERS)

@@ -84,10 +84,10 @@ def test_an_application_has_its_own_words() -> None:
     ]
 
 
-def test_text_that_would_move_the_cursor_is_left_out() -> None:
+def test_text_that_would_move_the_cursor_is_escaped() -> None:
     work, _ = new_work()
     work.begun(1, "inner", 1, ["wor\x1b[2Jker\n2"])
-    assert texts("", work)[1] == "parts 0/1 of inner  running: wor[2Jker2 0"
+    assert texts("", work)[1] == "parts 0/1 of inner  running: wor\\x1b[2Jker\\n2 0"
     assert "\x1b" not in log_line("la\x1bbel", MAP, work)
 
 
@@ -155,7 +155,7 @@ def test_a_line_of_a_log() -> None:
             Loss("worker2", tuple(range(20))),
             "worker2 was lost; parts 0, 1, 2, 3, 4, 5, 6, 7 and 12 more run again on others",
         ),
-        (Loss("wor\x1b[2Jker\n2", ()), "wor[2Jker2 was lost"),
+        (Loss("wor\x1b[2Jker\n2", ()), r"wor\x1b[2Jker\n2 was lost"),
     ],
 )
 def test_news(news: Loss | Straggler, line: str) -> None:

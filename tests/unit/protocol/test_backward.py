@@ -111,6 +111,30 @@ def test_those_that_wait_are_told_once_that_all_is_known() -> None:
     assert driver.progressed(Progress([], [A1])) == [Complete()]
 
 
+def test_a_message_is_announced_again_if_more_of_its_tensors_are_reached() -> None:
+    driver = Driver(0)
+    first, second, both = {A1: 0b01}, {A1: 0b10}, {A1: 0b11}
+    news = Progress([ROOTS], [], [], [A1], reached_parts=first)
+    assert driver.progressed(news) == [Send(1, Discover((A1,), first))]
+    # The other tensor is reached before A1's sender has walked from the first one.
+    assert driver.progressed(Progress(reached=[A1], reached_parts=second)) == []
+    walked = Progress([A1], reached=[], walked_parts=first)
+    assert driver.progressed(copy.deepcopy(walked)) == [Send(1, Discover((A1,), both))]
+    assert driver.progressed(copy.deepcopy(walked)) == []  # Once more, of the first tensor.
+    settled = [Send(0, Settled()), Send(1, Settled())]
+    assert driver.progressed(Progress([A1], walked_parts=both)) == settled
+    assert driver.progressed(Progress([A1], [A1, ROOTS], [A1], walked_parts=both)) == [Complete()]
+
+
+def test_gradients_end_the_interest_in_single_tensors() -> None:
+    driver = Driver(0)
+    driver.progressed(Progress([ROOTS], [ROOTS], [], [A1], reached_parts={A1: 0b01}))
+    assert driver.progressed(Progress(answered=[A1])) == []
+    late = Progress(reached=[A1], reached_parts={A1: 0b10})
+    assert driver.progressed(late) == []
+    assert driver.progressed(Progress([A1], [A1])) == [Complete()]
+
+
 def test_a_failure_aborts_and_names_worker_and_operation() -> None:
     driver = Driver(0)
     driver.progressed(Progress([ROOTS], reached=[A1]))

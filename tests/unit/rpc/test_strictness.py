@@ -105,6 +105,8 @@ def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
         "parameters": lambda it: owner.parameters(it, True),
         "duplicate": owner.duplicate,
         "training": lambda it: owner.set_training(it, True),
+        "freeze": lambda it: owner.set_requires_grad(it, False),
+        "convert": lambda it: owner.convert(it, program.identity, True),
         "apply": lambda it: owner.apply(it, program.identity),
         "load": lambda it: owner.load_state(it, {}),
         "state": lambda it: owner.state(it, ""),
@@ -259,7 +261,7 @@ def answer(
 
 @pytest.mark.parametrize("by_tables", [False, True])
 def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: bool) -> None:
-    many = torch.ones(()).expand(1 << 40, 2)  # 4 bytes
+    many = torch.ones(()).expand(1 << 18, 2)  # 4 bytes
     identity = f"{program.__name__}:identity".encode()
     fetch = b"torchweft.rpc.serving:fetch"
     method = b"torchweft.rpc.serving:call_method"
@@ -279,6 +281,8 @@ def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: boo
     ):
         error = answer(world, content, name, flags, by_tables=by_tables)
         assert isinstance(error, ArgumentTypeError), (name, error)
+    error = answer(world, (many.expand(1 << 22, 1 << 18, 2),), identity, by_tables=by_tables)
+    assert isinstance(error, SerializationError)
 
 
 def test_content_that_is_no_arguments_is_answered_with_an_error(world: World) -> None:

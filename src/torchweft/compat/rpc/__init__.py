@@ -10,11 +10,12 @@ name seldom calls it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import (
+    _utils,
+    absent,
     api,
     backend_registry,
     constants,
@@ -23,7 +24,9 @@ from torchweft.compat.rpc import (
     joining,
     options,
     rref_proxy,
+    server_process_global_profiler,
 )
+from torchweft.compat.rpc.absent import RemoteProfilerManager, _cleanup_python_rpc_handler
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.api import (
     AllGatherStates,
@@ -66,9 +69,13 @@ from torchweft.compat.rpc.joining import (
     _validate_rpc_args,
     init_rpc,
 )
-from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from torchweft.compat.rpc.options import (
+    RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
+    _TensorPipeRpcBackendOptionsBase,
+)
 from torchweft.compat.rpc.references import PyRRef, RRef
-from torchweft.errors import NotSupported
+from torchweft.compat.rpc.server_process_global_profiler import _server_process_global_profile
 from torchweft.ids import WorkerInfo
 
 __all__ = [
@@ -114,51 +121,4 @@ def is_available() -> bool:
     return True
 
 
-# Names without an equivalent
-
-_CALL = "it is an entry point of PyTorch's C++ agent; call rpc_sync, rpc_async or remote"
-_PROFILE = (
-    "PyTorch's profiler records calls where they are made; what they do elsewhere is for a "
-    "profiler that runs there"
-)
-_SCRIPT = (
-    "TorchScript modules cannot hold remote references; hand the reference on beside the module"
-)
-
-_ABSENT = {
-    "_invoke_rpc_builtin": _CALL,
-    "_invoke_rpc_python_udf": _CALL,
-    "_invoke_rpc_torchscript": _CALL,
-    "_invoke_remote_builtin": _CALL,
-    "_invoke_remote_python_udf": _CALL,
-    "_invoke_remote_torchscript": _CALL,
-    "_enable_jit_rref_pickle": _SCRIPT,
-    "_disable_jit_rref_pickle": _SCRIPT,
-    "_set_profiler_node_id": _PROFILE,
-    "_enable_server_process_global_profiler": _PROFILE,
-    "_disable_server_process_global_profiler": _PROFILE,
-    "_server_process_global_profile": _PROFILE,
-    "_destroy_rref_context": "shutdown() drops all references",
-}
-
-
-def _absent(name: str, instead: str) -> Callable[..., NoReturn]:
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise NotSupported(f"Weft has no {name}: {instead}")
-
-    refuse.__name__ = refuse.__qualname__ = name
-    refuse.__doc__ = f"Raises NotSupported: {instead}."
-    return refuse
-
-
-globals().update({name: _absent(name, instead) for name, instead in _ABSENT.items()})
-
-
-class RemoteProfilerManager:
-    """In PyTorch, names the profiler's records on other workers; here it raises NotSupported."""
-
-    set_current_profiling_key = staticmethod(_absent("RemoteProfilerManager", _PROFILE))
-
-
-def _cleanup_python_rpc_handler() -> None:
-    """Does nothing: PyTorch's frees objects of its C++ agent, and Weft has no such agent."""
+globals().update(absent.FUNCTIONS)

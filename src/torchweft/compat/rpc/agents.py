@@ -13,6 +13,7 @@ from torchweft.errors import CallTimeout
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.node import NODE
 from torchweft.rpc.worker import current_worker
+from torchweft.runtime.reports import names_of
 
 _POLL_S = 0.002
 _PERIOD_S = 0.005
@@ -186,9 +187,11 @@ class RpcAgent:
         start_s = time.monotonic()
         while len(self._agent.calls):
             if timeout and time.monotonic() > start_s + timeout:
+                callees = sorted({call.worker_name for call in self._agent.calls.all()})
                 raise CallTimeout(
-                    f"timed out in join after {timeout:.2f} seconds: calls of this worker have "
-                    "not ended",
+                    f"timed out in join after {timeout:.2f} seconds: calls of this worker to "
+                    f"{names_of(callees)} have not ended",
+                    worker=callees[0] if callees else "",
                     elapsed_s=time.monotonic() - start_s,
                 )
             time.sleep(_POLL_S)

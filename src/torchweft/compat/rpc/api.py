@@ -3,22 +3,33 @@
 Programs and tests replace names of this module, so names looked up here at each use must stay so.
 """
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import contextlib
 import functools
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd import profiler
 
 import torchweft.rpc
 from torchweft.agent import current as current_agent
-from torchweft.compat.rpc import agents, profiling
-from torchweft.compat.rpc.agents import RpcAgent
+from torchweft.compat.rpc import absent, agents
+from torchweft.compat.rpc.absent import RemoteProfilerManager
+from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
 from torchweft.compat.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from torchweft.compat.rpc.internal import _internal_rpc_pickler, pickled_call
+from torchweft.compat.rpc.internal import (
+    PythonUDF,
+    RPCExecMode,
+    _build_rpc_profiling_key,
+    _internal_rpc_pickler,
+    pickled_call,
+)
 from torchweft.compat.rpc.references import PyRRef, RRef
 from torchweft.compat.waiting import _thread_local_var, _wait_all, note_future
 from torchweft.errors import (
@@ -59,6 +70,8 @@ _agent: Any = None
 
 _MOST_NAMED = 16
 
+globals().update(absent.INTERNAL_STEPS)
+
 
 def _is_current_rpc_agent_set() -> bool:
     return _agent is not None
@@ -83,28 +96,32 @@ def _reset_current_rpc_agent() -> None:
     _agent = None
 
 
+if hasattr(os, "register_at_fork"):  # Only the parent is the worker.
+    os.register_at_fork(after_in_child=_reset_current_rpc_agent)
+
+
 def _init_rpc_states(agent: Any) -> None:
     # A back-end may have set it already.
     if not _is_current_rpc_agent_set():
         _set_and_start_rpc_agent(agent)
 
 
-def _require_initialized(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
+def _require_initialized(func: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not _is_current_rpc_agent_set():
             raise NotInitialized(
                 "RPC has not been initialized. Call torch.distributed.rpc.init_rpc first."
             )
-        return function(*args, **kwargs)
+        return func(*args, **kwargs)
 
     return checked
 
 
 @contextlib.contextmanager
-def _use_rpc_pickler(pickler: Any) -> Iterator[None]:
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
     global _default_pickler
-    _default_pickler = pickler
+    _default_pickler = rpc_pickler
     try:
         yield
     finally:
@@ -120,9 +137,6 @@ def rpc_sync(
     """Runs a function on another worker and returns its result; see ``torchweft.rpc.rpc_sync``."""
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
-    if profiling.is_enabled():
-        mode = profiling.RPCExecMode.SYNC
-        return profiling.call_async(to, func, args, kwargs, timeout, mode).wait()
     return torchweft.rpc.rpc_sync(to, func, args, kwargs, timeout)
 
 
@@ -134,7 +148,7 @@ def rpc_async(
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
     future: torch.futures.Future[Any]
     try:
-        future = profiling.call_async(to, func, args, kwargs, timeout)
+        future = torchweft.rpc.rpc_async(to, func, args, kwargs, timeout)
     except WorkerLost as error:
         # Programs expect the error when they wait, as if the worker had been lost a moment later.
         future = torch.futures.Future()
@@ -158,8 +172,6 @@ def remote(
     """
     if _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = pickled_call(_default_pickler, func, args, kwargs)
-    if profiling.is_enabled():
-        return profiling.create(to, func, args, kwargs, timeout)
     reference: Any = torchweft.rpc.remote(to, func, args, kwargs, timeout)
     if timeout > 0:
         reference._watch_creation(timeout)
@@ -177,13 +189,35 @@ def get_rpc_timeout() -> float:
 def _set_rpc_timeout(timeout: float) -> None:
     if timeout < 0:
         raise ConfigurationError(f"a timeout of {timeout} s cannot work; pass 0 for no limit")
-    current_agent.current().default_timeout_s = timeout or math.inf
+    current_agent.current().default_timeout_s = float(timeout) or math.inf
 
 
 @_require_initialized
 def get_worker_info(worker_name: Any = None) -> WorkerInfo:
     """Returns a worker's name and rank; see ``torchweft.rpc.get_worker_info``."""
     return torchweft.rpc.get_worker_info(worker_name)
+
+
+def _to_worker_info(to: Any) -> WorkerInfo:
+    """Returns the ``WorkerInfo`` of a worker that is given by name, by rank or by itself."""
+    return torchweft.rpc.get_worker_info(to)
+
+
+def _get_should_profile() -> bool:
+    """Returns whether a profiler of PyTorch runs."""
+    return profiler._is_profiler_enabled
+
+
+def _rref_typeof_on_owner(rref: Any, blocking: bool = True) -> Any:
+    """Returns the type of the value behind a reference of this worker; see ``RRef._get_type``."""
+    return rref._get_type(blocking=blocking)
+
+
+def _rref_typeof_on_user(
+    rref: Any, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True
+) -> Any:
+    """Returns the type of the value behind a reference; see ``RRef._get_type``."""
+    return rref._get_type(timeout, blocking)
 
 
 def enable_gil_profiling(flag: bool) -> None:

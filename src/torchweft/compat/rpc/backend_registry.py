@@ -1,5 +1,7 @@
 """The registry of back-ends: ``TENSORPIPE``, which is Weft, and those that programs add."""
 
+# ruff: noqa: F401
+
 from __future__ import annotations
 
 import enum
@@ -10,7 +12,8 @@ from typing import Any, NamedTuple
 from torch.distributed.distributed_c10d import Store
 
 from torchweft.agent.peers import Peer
-from torchweft.compat.rpc import constants
+from torchweft.compat.rpc import absent, api, constants
+from torchweft.compat.rpc import constants as rpc_constants
 from torchweft.compat.rpc.agents import TensorPipeAgent
 from torchweft.compat.rpc.options import TensorPipeRpcBackendOptions
 from torchweft.compat.rpc.references import RRef
@@ -29,6 +32,8 @@ __all__ = [
     "init_backend",
     "register_backend",
 ]
+
+globals().update(absent.MEMBERSHIP)
 
 _log = logging.getLogger("torchweft")
 
@@ -115,7 +120,7 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
-def _tensorpipe_options(
+def _tensorpipe_construct_rpc_backend_options_handler(
     rpc_timeout: float,
     init_method: str,
     num_worker_threads: int = constants.DEFAULT_NUM_WORKER_THREADS,
@@ -132,7 +137,7 @@ def _tensorpipe_options(
     )
 
 
-def _tensorpipe_init(
+def _tensorpipe_init_backend_handler(
     store: Any, name: str, rank: int, world_size: int | None, rpc_backend_options: Any
 ) -> Any:
     if not isinstance(store, Store):
@@ -171,4 +176,8 @@ def log_failure(caller: Peer, error: BaseException) -> None:
         _log.warning("a call of worker %r failed here", caller.name, exc_info=error)
 
 
-register_backend("TENSORPIPE", _tensorpipe_options, _tensorpipe_init)
+register_backend(
+    "TENSORPIPE",
+    _tensorpipe_construct_rpc_backend_options_handler,
+    _tensorpipe_init_backend_handler,
+)

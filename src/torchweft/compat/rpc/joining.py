@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -16,11 +17,12 @@ from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
 import torchweft.rpc
 from torchweft import knobs
-from torchweft.agent.rendezvous import check_answers, why_not_open
+from torchweft.agent.rendezvous import check_answers, open_store, why_not_open
 from torchweft.compat import autograd as dist_autograd
 from torchweft.compat.rpc import api, backend_registry
 from torchweft.compat.rpc.options import RpcBackendOptions
 from torchweft.errors import AlreadyInitialized, ArgumentTypeError
+from torchweft.patching import check_unpatched
 
 _log = logging.getLogger("torchweft")
 
@@ -116,6 +118,8 @@ def _open_store(options: Any, rank: int, world_size: int | None) -> Store:
         if world_size:
             rendezvous_iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
             store, _, _ = next(rendezvous_iterator)
+        elif urlsplit(options.init_method).scheme == "file":
+            store = open_store(options.init_method, rank, None, knobs.INIT_TIMEOUT_S.get())
         else:
             store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]
     except DistError as error:
@@ -148,6 +152,7 @@ def _validate_rpc_args(
 
 
 def _check_unset() -> None:
+    check_unpatched()
     if api._is_current_rpc_agent_set():
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
 

@@ -8,6 +8,9 @@ from torchweft.rpc.options import (
     _to_device_map,
 )
 
+_TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
+"""In PyTorch, the part of the class that is in C++."""
+
 __all__ = [
     "RpcBackendOptions",
     "TensorPipeRpcBackendOptions",

@@ -12,6 +12,7 @@ import time
 from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
+from torch.autograd.profiler import record_function
 
 import torchweft.rpc
 from torchweft.agent import current as current_agent
@@ -32,6 +33,7 @@ from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.futures import fail
+from torchweft.rpc.ordered_futures import OrderedFuture, wait_unseen
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import remotely_callable_unless_strict
 
@@ -166,6 +168,10 @@ class RRef(torchweft.rpc.RRef[T]):
     def _set_profiling_future(self, future: AnyFuture) -> None:
         self._profiled = future
 
+    def end_event(self, event: record_function) -> None:
+        """Ends the profiler's event when the owner has made the value."""
+        self._set_profiling_future(end_with(event, self._get_future()))
+
     # Type
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
@@ -259,6 +265,25 @@ class RRef(torchweft.rpc.RRef[T]):
 PyRRef = RRef
 
 
+def end_with(
+    event: record_function, future: torch.futures.Future[Any]
+) -> torch.futures.Future[Any]:
+    """Ends ``event`` with ``future``; returns a future of the same result, done afterwards."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    event._call_end_callbacks_on_future(ended)
+    result: OrderedFuture[Any] = OrderedFuture()
+
+    def pass_on(done: torch.futures.Future[Any]) -> None:
+        ended.set_result(None)
+        try:
+            result.set_result(wait_unseen(done))
+        except Exception as error:
+            fail(result, error)
+
+    future.add_done_callback(pass_on)
+    return result
+
+
 def _unique_id(worker: int, local_id: str) -> str:
     return f"GloballyUniqueId(created_on={worker}, local_id={local_id})"
 
@@ -286,6 +311,9 @@ def when_made(reference: tuple[int, int, int]) -> torch.futures.Future[None]:
     owned = current_worker().references.value_of(ReferenceId(*reference), is_use=False)
     owned.when_ready(lambda _: made.set_result(None))
     return made
+
+
+when_made.has_no_event = True  # type: ignore[attr-defined]  # a step of ``remote``
 
 
 @remotely_callable_unless_strict

@@ -29,11 +29,11 @@ class RRefProxy(Proxy):
         rref: The reference.
         rpc_api: Selects what a method returns: the function ``rpc_sync``, ``rpc_async`` or
             ``remote``, or Weft's name for it.
-        rpc_timeout: Seconds for each call; negative for the default, 0 for no limit.
+        timeout: Seconds for each call; negative for the default, 0 for no limit.
     """
 
-    def __init__(self, rref: Any, rpc_api: Any, rpc_timeout: float = UNSET_RPC_TIMEOUT) -> None:
-        super().__init__(rref, _WAYS.get(getattr(rpc_api, "__name__", ""), rpc_api), rpc_timeout)
+    def __init__(self, rref: Any, rpc_api: Any, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        super().__init__(rref, _WAYS.get(getattr(rpc_api, "__name__", ""), rpc_api), timeout)
         self._rref = rref
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:

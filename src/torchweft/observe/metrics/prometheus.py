@@ -6,7 +6,10 @@ dots become underscores, the unit is appended, and ``_total`` to a counter.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from socketserver import ThreadingMixIn
@@ -34,6 +37,10 @@ from torchweft.scraping import Address, listener
 _UNITS = {"s": "seconds", "By": "bytes"}
 _LIMITS = [*map(floatToGoString, BOUNDS_S), "+Inf"]
 _REQUEST_S = 10.0
+_MOST_CONNECTIONS = 16
+"""Each has a thread; beyond it, the oldest is closed, as that of a client that sends nothing."""
+_CONNECTION_S = 60.0
+"""Seconds after which a connection is closed, also one that goes on byte by byte."""
 _POLL_S = 0.1
 
 
@@ -85,12 +92,50 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def __init__(self, address: Address) -> None:
+        self._open_lock = threading.Lock()
+        self._open: dict[Any, float] = {}  # The time at which each connection came; oldest first.
         super().__init__((address.host, address.port), _Handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener(address)
         # The method of the base class asks the name service for the name of the address.
         self.server_name, self.server_port = self.socket.getsockname()[:2]
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serves a connection by a thread of its own, within the limits for all of them."""
+        with self._open_lock:
+            excess = list(self._open)[: len(self._open) + 1 - _MOST_CONNECTIONS]
+            for oldest in excess:
+                self._hang_up(oldest)
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Closes connections that have lasted too long; called now and then."""
+        with self._open_lock:
+            late_s = time.monotonic() - _CONNECTION_S
+            for each in [each for each, came_s in self._open.items() if came_s < late_s]:
+                self._hang_up(each)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Ends a connection that has been served."""
+        with self._open_lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def hang_up_on_all(self) -> None:
+        """Has the threads of all connections end."""
+        with self._open_lock:
+            for each in list(self._open):
+                self._hang_up(each)
+
+    def _hang_up(self, request: Any) -> None:
+        del self._open[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Says nothing: a client that breaks off is no error of this worker."""
 
 
 class _Handler(WSGIRequestHandler):
@@ -144,3 +189,4 @@ class Endpoint:
                 self._server.shutdown()
                 thread.join()
             self._server.server_close()
+            self._server.hang_up_on_all()

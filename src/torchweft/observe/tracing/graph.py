@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from torchweft.errors import ObserveError
 from torchweft.observe.text import seconds, size
-from torchweft.observe.tracing.reading import ON_CONNECTION, RECEIVE, SEND, Slice, TraceFile
+from torchweft.observe.tracing.reading import (
+    ON_CONNECTION,
+    RECEIVE,
+    SEND,
+    Slice,
+    TraceFile,
+    telling_damage,
+)
 from torchweft.protocol.observing.trace import BACKWARD
 
 _FORWARD, _BACKWARD = "forward", "backward"
@@ -130,7 +137,13 @@ def graph_of(trace: TraceFile, context_id: int) -> Graph:
 
     Raises:
         ObserveError: No message of the context is in the trace; the error names those that are.
+            Or the trace is damaged.
     """
+    with telling_damage():
+        return _graph_of(trace, context_id)
+
+
+def _graph_of(trace: TraceFile, context_id: int) -> Graph:
     sent = [each for each in trace.slices if each.category == SEND and each.args["kind"] in _KINDS]
     found = [each for each in sent if each.args.get("context") == context_id]
     if not found:

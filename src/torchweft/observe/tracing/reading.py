@@ -6,13 +6,16 @@ Format, so that the file of another version is refused or understood.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from torchweft.columns import printable
 from torchweft.errors import ObserveError
+from torchweft.files import open_plain
 from torchweft.observe.text import Table, drawn, seconds, size
 
 FORMAT = 1
@@ -26,6 +29,19 @@ ON_CONNECTION = ("inline", "stream")
 _US = 1e-6
 _MOST_FUNCTIONS = 20
 _MOST_CALLS = 10
+
+
+_DAMAGES = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError)
+"""What comes of values of other types than Weft writes, and of impossible numbers."""
+
+
+@contextlib.contextmanager
+def telling_damage() -> Iterator[None]:
+    """Raises ObserveError where the block fails because of what a trace has."""
+    try:
+        yield
+    except _DAMAGES as error:
+        raise ObserveError(f"the trace is damaged: {error!r}") from None
 
 
 class Slice(NamedTuple):
@@ -82,11 +98,11 @@ def load(path: str | os.PathLike[str]) -> TraceFile:
         ObserveError: The file cannot be read, or is no trace of Weft.
     """
     try:
-        with open(path) as file:
-            content = json.load(file)
+        with open_plain(path) as file:
+            content = _escaped(json.load(file))
     except OSError as error:
         raise ObserveError(f"{os.fspath(path)!r} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ObserveError(f"{os.fspath(path)!r} is no trace: it is no JSON: {error}") from None
     about = content.get("weft") if isinstance(content, dict) else None
     if not isinstance(about, dict):
@@ -101,9 +117,20 @@ def load(path: str | os.PathLike[str]) -> TraceFile:
     try:
         names = tuple(each["name"] for each in about["workers"])
         slices = sorted(_slices(content["traceEvents"], names), key=lambda each: each.began_s)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except _DAMAGES as error:
         raise ObserveError(f"{os.fspath(path)!r} is damaged: {error!r}") from None
     return TraceFile(about, names, tuple(slices))
+
+
+def _escaped(value: Any) -> Any:
+    """Returns what a file has, with all characters escaped that control a terminal."""
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, list):
+        return [_escaped(each) for each in value]
+    if isinstance(value, dict):
+        return {printable(key): _escaped(each) for key, each in value.items()}
+    return value
 
 
 def _slices(events: Iterable[dict[str, Any]], names: tuple[str, ...]) -> Iterator[Slice]:
@@ -138,8 +165,9 @@ def _slice(event: dict[str, Any], ended_us: float, names: tuple[str, ...]) -> Sl
 
 
 def summary(trace: TraceFile) -> str:
-    """Returns what a trace shows, as text."""
-    parts = [_title(trace), *map(drawn, _tables(trace)), *_notes(trace)]
+    """Returns what a trace shows, as text; raises ObserveError if it is damaged."""
+    with telling_damage():
+        parts = [_title(trace), *map(drawn, _tables(trace)), *_notes(trace)]
     return "\n\n".join(filter(None, parts))
 
 

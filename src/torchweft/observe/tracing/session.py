@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.arguments import wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
+from torchweft.files import replacing
 from torchweft.observe.tracing import chrome
 from torchweft.observe.tracing.graph import Graph, graph_of
 from torchweft.observe.tracing.joining import Joined, join
@@ -280,19 +280,8 @@ class Trace:
 
     def _write_whole(self, joined: Joined, about: dict[str, Any]) -> None:
         """Writes the whole file or none: a reader never finds a part."""
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.path.parent, prefix=f".{self.path.name}.", delete=False
-        ) as file:
-            try:
-                chrome.write(file, joined, about, self._began_s)
-                file.close()
-                umask = os.umask(0)
-                os.umask(umask)
-                os.chmod(file.name, 0o666 & ~umask)
-                os.replace(file.name, self.path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with replacing(self.path, "w") as file:
+            chrome.write(file, joined, about, self._began_s)
 
     @property
     def joined(self) -> Joined:

@@ -213,7 +213,10 @@ class CallClient(CallTable[Call]):
         sent: defaultdict[int, list[int]] = defaultdict(list)
         for call in calls:
             was_sent = self._unsent.pop(call.number, True)
-            call.error = make_error(call, was_sent)
+            try:
+                call.error = make_error(call, was_sent)
+            except Exception as error:  # The name of a function may be code of the program.
+                call.error = error
             actions.append(Complete(call))
             if was_sent and is_told:
                 sent[call.worker].append(call.number)

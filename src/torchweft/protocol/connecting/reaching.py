@@ -9,12 +9,15 @@ from typing import Any, NamedTuple
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting.actions import Failure
-from torchweft.protocol.membership.registration import HOST, NETWORK
 
 _NO_SECRET = (
     "without a secret, a worker connects to others of its own machine only; give all of them the "
     f"same: {knobs.SECRET_FILE.variable}=FILE, or secret=..."
 )
+
+HOST, NETWORK = "host", "network"
+"""Facts of a worker: the host's name, for messages; an identifier of the network stack, empty if
+unknown."""
 
 
 class Outcome(enum.Enum):

@@ -9,13 +9,17 @@ generator.
 one directory, or a refusal that says what is wrong. So all workers fail with the same reason, and
 the store answers two requests per worker rather than one per pair.
 
-*Open*: the store orders the newcomers. Each reads the registrations of earlier workers, and
-introduces itself to them. Of two that come at the same time, one reads the other's.
+*Open*: the store orders the newcomers, in one table with the ids of the workers that are there.
+Each enters it last of all, reads the registrations of those before it, and introduces itself to
+them. Of two that come at the same time, one reads the other's. Workers that have left or ended are
+taken out of the table, with their keys: joining takes no longer because many came before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from bisect import bisect_right
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeVar
 
@@ -26,6 +30,8 @@ from torchweft.errors import (
     RendezvousTimeout,
 )
 from torchweft.ids import ID_LIMIT
+from torchweft.protocol.connecting.actions import Failure
+from torchweft.protocol.connecting.failures import failure_of
 from torchweft.protocol.membership.registration import (
     FIRST_LATER_ID,
     LEADER,
@@ -39,11 +45,12 @@ GRACE_S = 5.0
 """How much longer the others wait for the leader, which must tell them the missing ranks."""
 READ_S = 0.5
 """How long the leader waits at most until all others have read the refusal."""
-UNWRITTEN_S = 2.0
-"""How long an earlier worker may take from taking its place to writing its registration."""
-_LEAST_WAIT_S = 0.01
 DIRECTORY = "directory"
 """The key of the leader's verdict: the directory of the group, or why there is none."""
+PRESENT = "present"
+"""The key of the table of an open group: the ids of the workers that are there, by arrival."""
+_IDS = "ids"
+"""The key of what ids were given: the ranks used, as ranges, and the last id of a later life."""
 _OPEN, _CLOSED = "open", "closed"
 _JOINED, _REFUSED = "joined", "refused"
 
@@ -61,17 +68,34 @@ class Get(NamedTuple):
     key: str
 
 
-class Add(NamedTuple):
-    """A request: count up by one, from zero. Answered with the new count."""
-
-    key: str
-
-
 class SetOnce(NamedTuple):
     """A request: write a value unless there is one. Answered with the resulting value."""
 
     key: str
     value: str
+
+
+class Peek(NamedTuple):
+    """A request: read a key that may be missing. Answered with its value as bytes, or None."""
+
+    key: str
+
+
+class Swap(NamedTuple):
+    """A request: write a text if the key has another one. Answered with the resulting text.
+
+    A missing key has the empty text. Such texts are not signed.
+    """
+
+    key: str
+    expected: str
+    desired: str
+
+
+class Remove(NamedTuple):
+    """A request: remove a key. Answered with None, also if it is not there."""
+
+    key: str
 
 
 class Check(NamedTuple):
@@ -108,12 +132,17 @@ class Introduce(NamedTuple):
 
 
 class NoteLeft(NamedTuple):
-    """A request: note for later workers that the worker of a place is gone.
+    """A request: take a worker that is gone out of the table of those that are there.
 
     Answered with None, even if that failed: later workers find out themselves.
+
+    Attributes:
+        worker: Its id.
+        is_over: Whether its process has ended: it will not look at its fate any more.
     """
 
-    place: int
+    worker: int
+    is_over: bool
 
 
 class Forget(NamedTuple):
@@ -123,7 +152,7 @@ class Forget(NamedTuple):
     error: Exception
 
 
-Request = Set | Get | Add | SetOnce | Check | Wait | Introduce | NoteLeft | Forget
+Request = Set | Get | SetOnce | Peek | Swap | Remove | Check | Wait | Introduce | NoteLeft | Forget
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
 
@@ -134,16 +163,12 @@ class Admission(NamedTuple):
     Attributes:
         token: The token of this run; the key of connections is made of it.
         me: This worker's registration.
-        place: Its place in the order of arrival.
-        earlier: The workers that came earlier and have not left, by place.
-        unknown: The places of workers that never wrote a registration.
+        earlier: The workers that came earlier and have not left, by id, the first first.
     """
 
     token: str
     me: Registration
-    place: int
     earlier: dict[int, Registration]
-    unknown: tuple[int, ...] = ()
 
 
 # Closed groups
@@ -317,19 +342,15 @@ def _told_key(rank: int) -> str:
 # Open groups
 
 
-def join_open(
-    me: Registration, token: str, timeout_s: float, clock: Callable[[], float]
-) -> Steps[Admission]:
-    """Registers a worker, which listens already; returns its place and the earlier workers.
+def join_open(me: Registration, token: str) -> Steps[Admission]:
+    """Registers a worker, which listens already; returns it and the earlier workers.
 
     Args:
         me: The worker's registration; its id is taken for its rank.
         token: The token of the run if this worker is the first; 32 hexadecimal digits.
-        timeout_s: Time limit of the whole operation, in seconds.
-        clock: Returns the time in seconds.
 
     Raises:
-        RendezvousError: The group is a closed one.
+        RendezvousError: The group is a closed one, or its table is malformed.
         ConfigurationError: The rank is too high, or the group has had too many workers.
     """
     if me.rank >= FIRST_LATER_ID:
@@ -337,24 +358,65 @@ def join_open(
             f"rank {me.rank} is too high for a group without world_size; "
             f"it must be below {FIRST_LATER_ID}"
         )
-    end_s = clock() + timeout_s
     if (yield SetOnce("kind", _OPEN)).decode() != _OPEN:
         raise RendezvousError(_mixed(_CLOSED))
-    token = (yield SetOnce("token", token)).decode()
-    me = yield from _with_id(me)
-    place: int = yield Add("members")
-    yield Set(_member_key(place, token), me.encode())
+    own, token = token, (yield SetOnce("token", token)).decode()
+    me = yield from _with_id(me, own)
+    yield Set(member_key(me.id, token), me.encode())
     earlier: dict[int, Registration] = {}
-    unknown: list[int] = []
-    for other in range(1, place):
-        if (yield Check(left_key(other))):
-            continue
-        limit_s = min(UNWRITTEN_S, max(end_s - clock(), _LEAST_WAIT_S))
-        if (yield Wait(_member_key(other, token), limit_s)):
-            earlier[other] = Registration.decode((yield Get(_member_key(other, token))))
-        else:
-            unknown.append(other)
-    return Admission(token, me, place, earlier, tuple(unknown))
+    for other in (yield from _enter(me.id)):
+        found = yield Peek(member_key(other, token))
+        if found is not None:  # Else it has left meanwhile.
+            earlier[other] = Registration.decode(found)
+    return Admission(token, me, earlier)
+
+
+def _enter(worker: int) -> Steps[list[int]]:
+    """Enters a worker in the table of those that are there; returns those that came before."""
+    text = yield Swap(PRESENT, "", json.dumps([worker]))
+    while True:
+        present = _numbers_in(PRESENT, text)
+        if worker in present:
+            return present[: present.index(worker)]
+        text = yield Swap(PRESENT, text, json.dumps([*present, worker]))
+
+
+def leave_open(worker: int, token: str, *, is_over: bool = True) -> Steps[None]:
+    """Takes a worker out of the table of those that are there, and removes its keys.
+
+    Args:
+        worker: Its id.
+        token: The token of the run.
+        is_over: As for ``NoteLeft``.
+    """
+    text = yield Swap(PRESENT, "", "[]")
+    while worker in (present := _numbers_in(PRESENT, text)):
+        text = yield Swap(PRESENT, text, json.dumps([each for each in present if each != worker]))
+    yield Remove(member_key(worker, token))
+    if is_over:
+        yield Remove(_fate_key(worker))
+
+
+def _numbers_in(key: str, text: str) -> list[int]:
+    """Returns the numbers in a text of the store.
+
+    Raises:
+        RendezvousError: They are no ids.
+    """
+    try:
+        found = json.loads(text)
+        if (
+            isinstance(found, list)
+            and len(found) <= ID_LIMIT
+            and all(type(each) is int and 0 <= each <= ID_LIMIT for each in found)
+        ):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    raise RendezvousError(
+        f"the rendezvous store's value of {key!r} is malformed: a stranger, or another version of "
+        "Weft, has written it; give each group a store, or an address, of its own"
+    )
 
 
 def introduce(admission: Admission) -> Steps[None]:
@@ -372,14 +434,14 @@ def introduce(admission: Admission) -> Steps[None]:
         RendezvousError: An earlier worker is on another host, and they cannot reach each other.
     """
     me, others = admission.me, dict[int, Registration]()
-    for place, earlier in admission.earlier.items():
+    for earlier in admission.earlier.values():
         if _are_namesakes(earlier, me):
-            yield Introduce((earlier,), is_namesake=True)
-            yield NoteLeft(place)
+            (error,) = yield Introduce((earlier,), is_namesake=True)
+            yield NoteLeft(earlier.id, failure_of(error) is Failure.GONE)
         else:
-            others[place] = earlier
+            others[earlier.id] = earlier
     if len(others) < len(admission.earlier):
-        yield from _confirm(admission.place)
+        yield from _confirm(me.id)
     apart = why_apart([me, *others.values()])
     if apart:
         raise RendezvousError(apart)
@@ -393,11 +455,15 @@ def introduce(admission: Admission) -> Steps[None]:
                 members.append(other)
             else:
                 yield Forget(other, error)
+                if failure_of(error) is Failure.GONE:
+                    yield NoteLeft(other.id, True)
         others = {}
-        for place, other in later.items():
+        for worker, other in later.items():
             has_living = any(_are_namesakes(other, member) for member in members)
-            if not has_living or not (yield from _is_refused(place)):
-                others[place] = other
+            if has_living and (yield from _is_refused(worker)):
+                yield NoteLeft(worker, False)
+            else:
+                others[worker] = other
 
 
 def _first_of_each_name(
@@ -406,10 +472,10 @@ def _first_of_each_name(
     """Returns the workers that are first of their name and rank, and the rest."""
     first: dict[int, Registration] = {}
     later: dict[int, Registration] = {}
-    for place, other in sorted(others.items()):
+    for worker, other in others.items():
         earlier = (*first.values(), *later.values())
         is_later = any(_are_namesakes(other, each) for each in earlier)
-        (later if is_later else first)[place] = other
+        (later if is_later else first)[worker] = other
     return first, later
 
 
@@ -417,42 +483,64 @@ def _are_namesakes(one: Registration, other: Registration) -> bool:
     return one.name == other.name or one.rank == other.rank
 
 
-def _confirm(place: int) -> Steps[None]:
+def _confirm(worker: int) -> Steps[None]:
     """Joins in place of former lives, unless a newcomer has found one of them alive."""
-    if (yield SetOnce(_fate_key(place), _JOINED)).decode() != _JOINED:
+    if (yield SetOnce(_fate_key(worker), _JOINED)).decode() != _JOINED:
         raise DuplicateName(
             "another worker of this name or rank was alive while this one joined; if it has ended "
             "since, start this one again"
         )
 
 
-def _is_refused(place: int) -> Steps[bool]:
+def _is_refused(worker: int) -> Steps[bool]:
     """Refuses a worker whose former life lives; returns False if it joined after that died."""
-    return bool((yield SetOnce(_fate_key(place), _REFUSED)).decode() == _REFUSED)
+    return bool((yield SetOnce(_fate_key(worker), _REFUSED)).decode() == _REFUSED)
 
 
-def _with_id(me: Registration) -> Steps[Registration]:
-    """Returns the registration with an id that is unique to this life of the worker."""
-    if (yield Add(f"lives/{me.rank}")) == 1:
+def _with_id(me: Registration, own: str) -> Steps[Registration]:
+    """Returns the registration with an id that is unique to this life of the worker.
+
+    Args:
+        me: The registration; its id is its rank.
+        own: A text that no other worker has. It shows whose change of the store succeeded.
+    """
+    text = ""
+    while True:
+        last, *ranges = _numbers_in(_IDS, text.partition(" ")[2]) if text else [FIRST_LATER_ID - 1]
+        is_first = not _is_in(me.rank, ranges)
+        worker = me.rank if is_first else last + 1
+        if not is_first and worker >= ID_LIMIT:
+            raise ConfigurationError(
+                f"workers have come back to this group {ID_LIMIT - FIRST_LATER_ID} times, which is "
+                "all it can count; start a new group"
+            )
+        numbers = [last, *_with(me.rank, ranges)] if is_first else [worker, *ranges]
+        desired = f"{own} {json.dumps(numbers)}"
+        text = yield Swap(_IDS, text, desired)
+        if text == desired:
+            break
+    if is_first:
         return me
-    worker = FIRST_LATER_ID - 1 + (yield Add("later"))
-    if worker >= ID_LIMIT:
-        raise ConfigurationError(
-            f"workers have come back to this group {ID_LIMIT - FIRST_LATER_ID} times, which is "
-            "all it can count; start a new group"
-        )
     return dataclasses.replace(me, id=worker, later_rank=me.rank)
 
 
-def _member_key(place: int, token: str) -> str:
+def _is_in(rank: int, ranges: list[int]) -> bool:
+    """Whether a rank is in ranges, of which each has its first rank and the one after its last."""
+    return bisect_right(ranges, rank) % 2 == 1
+
+
+def _with(rank: int, ranges: list[int]) -> list[int]:
+    """Returns ranges with one more rank, which is in none of them; adjacent ones are joined."""
+    place = bisect_right(ranges, rank)
+    bounds = [*ranges[:place], rank, rank + 1, *ranges[place:]]
+    return [each for each in bounds if bounds.count(each) == 1]
+
+
+def member_key(worker: int, token: str) -> str:
+    """Returns the key of the registration of a worker of an open group."""
     # With the token, so that keys written and perhaps signed in another run do not count.
-    return f"member/{place}/{token}"
+    return f"member/{worker}/{token}"
 
 
-def _fate_key(place: int) -> str:
-    return f"fate/{place}"
-
-
-def left_key(place: int) -> str:
-    """Returns the key that notes that the worker of a place is gone."""
-    return f"left/{place}"
+def _fate_key(worker: int) -> str:
+    return f"fate/{worker}"

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.ids import ID_LIMIT, WorkerInfo
+from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.membership.devices import Devices, check_devices
 
 LEADER = 0
@@ -19,9 +20,8 @@ FIRST_LATER_ID = 1 << 14
 STRICT = "strict"
 """Fact: whether the worker refuses pickles."""
 
-HOST, NETWORK, IS_FAR, HAS_SECRET = "host", "network", "is_far", "has_secret"
-"""Facts: the host's name, for messages; an identifier of the network stack, empty if unknown;
-whether other hosts can reach the worker; and whether it has a secret."""
+IS_FAR, HAS_SECRET = "is_far", "has_secret"
+"""Facts: whether other hosts can reach the worker, and whether it has a secret."""
 
 VERSIONS, PYTHON = "versions", "Python"
 """Fact: the versions that a worker runs; and in it, the version of Python, like 3.11."""

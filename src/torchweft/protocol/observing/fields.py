@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
 
+from torchweft.columns import LAYOUT, printable
 from torchweft.errors import ProtocolError
 
 T = TypeVar("T")
+_LARGEST = 1 << 64
 
 
 def read(wanted: type[T], data: object) -> T:
@@ -20,11 +22,12 @@ def read(wanted: type[T], data: object) -> T:
     Args:
         wanted: The dataclass. Its fields are numbers, texts, tuples of one type (with ``...``) or
             of several, dictionaries with texts as keys, and further dataclasses. Unknown
-            fields of ``data`` are ignored, and fields with a default may be missing.
+            fields of ``data`` are ignored, and fields with a default may be missing. Characters
+            of texts that control a terminal are escaped.
         data: The output of ``json.loads``.
 
     Raises:
-        ProtocolError: A field is missing, or has the wrong type.
+        ProtocolError: A field is missing, has the wrong type, or is an impossible number.
     """
     made: T = _read(wanted, data, wanted.__name__)
     return made
@@ -39,10 +42,23 @@ def _read(wanted: Any, data: object, place: str) -> Any:
     if origin is dict:
         kind = typing.get_args(wanted)[1]
         pairs = _checked(data, dict, place).items()
-        return {str(key): _read(kind, value, f"{place}.{key}") for key, value in pairs}
+        return {
+            printable(str(key), LAYOUT): _read(kind, value, f"{place}.{key}")
+            for key, value in pairs
+        }
     if wanted is float and type(data) is int:
-        return float(data)
-    return _checked(data, wanted, place)
+        data = float(_limited(data, place))
+    value = _checked(data, wanted, place)
+    if wanted is str:
+        return printable(value, LAYOUT)
+    return _limited(value, place) if wanted in (int, float) else value
+
+
+def _limited(value: int | float, place: str) -> int | float:
+    """Returns a number with which one can calculate, and that a clock can show."""
+    if not -_LARGEST < value < _LARGEST:  # Nor is it a NaN.
+        raise ProtocolError(f"{place} of a report is a number beyond any that a worker has")
+    return value
 
 
 def _read_tuple(kinds: tuple[Any, ...], found: list[object], place: str) -> tuple[Any, ...]:

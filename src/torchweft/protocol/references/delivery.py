@@ -6,7 +6,7 @@ transit inside messages.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Container, Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -171,9 +171,13 @@ class Handovers:
 
     Tokens count from 1 for every pair of sender and receiver, without gaps, so that the receiver
     can remember them in little memory.
+
+    Args:
+        lost: The lost workers. Nothing is remembered of them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lost: Container[int] = ()) -> None:
+        self._lost = lost
         self._outstanding: dict[tuple[int, int], ReferenceId] = {}
         self._last_token: dict[int, int] = {}
         self._seen: dict[int, SeenNumbers] = {}
@@ -198,6 +202,11 @@ class Handovers:
         """Returns the tokens of the open handovers to ``peer``."""
         return [token for to, token in self._outstanding if to == peer]
 
+    def lose(self, peer: int) -> None:
+        """Forgets the numbers of a lost worker; its open handovers must have been closed."""
+        self._last_token.pop(peer, None)
+        self._seen.pop(peer, None)
+
     def all(self) -> list[tuple[int, int]]:
         """Returns receiver and token of each open handover."""
         return list(self._outstanding)
@@ -206,5 +215,7 @@ class Handovers:
         """Notes a handover from ``sender``; returns whether it comes for the first time."""
         seen = self._seen.get(sender)
         if seen is None:
+            if sender in self._lost:
+                return True  # It came before the loss, once; it cannot be taken back any more.
             seen = self._seen[sender] = SeenNumbers(first=1)
         return seen.add(token)

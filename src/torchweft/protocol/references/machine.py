@@ -46,7 +46,7 @@ class References:
     def __init__(self, worker: int, resend_s: float) -> None:
         self._worker = worker
         self._outbox = Outbox(resend_s)
-        self._handovers = Handovers()
+        self._handovers = Handovers(self._outbox.lost)
         self._owned = OwnedValues(worker, self._outbox)
         self._held = HeldReferences(worker, self._outbox)
         self._is_closed = False
@@ -227,6 +227,7 @@ class References:
         self._owned.peer_lost(peer)
         for token in self._handovers.tokens_to(peer):
             self._close_handover(peer, token)
+        self._handovers.lose(peer)
 
     # Shutdown.
 

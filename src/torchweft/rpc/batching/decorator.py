@@ -317,6 +317,8 @@ class _Batches:
         found = queues.get(id(owner))
         if found is not None and found[0]() is owner:
             return found[1]
+        if self.is_by_value and not queues:  # It may have come with one call, and go with it.
+            weakref.finalize(self, agent.slots.pop, self._queues, None).atexit = False
         with self._lock:
             found = queues.get(id(owner))
             if found is None or found[0]() is not owner:

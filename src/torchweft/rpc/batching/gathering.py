@@ -178,6 +178,9 @@ class OfMethod(Gathering):
         self._name: str = method.__name__
         self._is_same = is_same
         self._value = weakref.ref(method.__self__, lambda _: self.end())
+        for other in list(worker.gathering.values()):
+            if isinstance(other, OfMethod) and not other.is_owned():
+                other.end()  # A value may outlive many references to it.
         args = [torch.zeros(1) for _ in range(width)]
         payload = encode_simple((*reference, self._name, None, *args), [], main_by_name=True)
         assert payload is not None
@@ -188,10 +191,13 @@ class OfMethod(Gathering):
         value = self._value()
         return None if value is None else (value,)
 
+    def is_owned(self) -> bool:
+        """Whether the value is still referred to by this reference."""
+        return bool(self._worker.references.is_owned(self._reference))
+
     def is_current(self) -> bool:
         """Whether the value is still referred to, and has this method."""
-        is_owned = self._worker.references.is_owned(self._reference)
-        return is_owned and self._is_same(getattr(self._value(), self._name))
+        return self.is_owned() and self._is_same(getattr(self._value(), self._name))
 
     def args_in(self, content: Any) -> Any:
         """Returns the arguments of the method among those of ``call_method``."""

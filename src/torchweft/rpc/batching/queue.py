@@ -26,9 +26,11 @@ from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.fair_queue import LAST as RUN_LAST
 from torchweft.runtime.fair_queue import OWN
+from torchweft.runtime.reports import log_exception
 from torchweft.runtime.timers import Timer
 from torchweft.serialize.inline import EncodedValue
 
+_TRY_AGAIN_S = 1.0
 _new = tuple.__new__  # The named tuple's own constructor is Python code.
 _END = AnsweredCall.__call__
 """Ends a call of another worker, unless somebody watches its end."""
@@ -328,7 +330,11 @@ class _Clock:
             for queue in due:
                 del self._queues[queue]
         for queue in due:
-            wake_s = queue.woken(now_s)
+            try:
+                wake_s = queue.woken(now_s)
+            except Exception:  # The other queues are woken nevertheless.
+                log_exception("a queue of batched calls could not be woken; it is tried again")
+                wake_s = now_s + _TRY_AGAIN_S
             if wake_s != math.inf:
                 with self._lock:
                     self._queues[queue] = min(wake_s, self._queues.get(queue, math.inf))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tests.conformance.shims.autograd import DistAutogradContext, GraphNode
+from tests.conformance.shims.autograd import GraphNode, recv_functions, send_functions
 from tests.unit.autograd.cluster import flags_of
 from torchweft.autograd.contexts import Context
+from torchweft.compat.autograd import DistAutogradContext
 from torchweft.serialize.objects import pack, unpack
 
 RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
@@ -30,7 +31,7 @@ def test_a_walk_from_what_was_sent_ends_at_leaves_and_at_what_was_received() -> 
     first, second = forward(context, leaf, other)
     forward(context, first + second)  # type: ignore[operator]
     assert (view._context_id(), view._known_worker_ids()) == (7, {1, 2})
-    sent, again = view._send_functions().values()
+    sent, again = send_functions(view).values()
     assert sent.name() == again.name() == SEND
     for (node, output_nr), tensor in zip(sent.next_functions, (leaf, other), strict=True):
         assert node is not None
@@ -45,7 +46,7 @@ def test_a_walk_from_what_was_sent_ends_at_leaves_and_at_what_was_received() -> 
     assert one == two
     assert hash(one) == hash(two)
     assert one.next_functions == ()
-    received = next(iter(view._recv_functions().values()))
+    received = next(iter(recv_functions(view).values()))
     assert first.grad_fn == received  # type: ignore[attr-defined]
     assert one == received != added
 
@@ -58,11 +59,11 @@ def test_sparse_tensors_are_seen_whole() -> None:
     )
     (received,) = forward(context, leaf)
     forward(context, received)
-    sent, again = view._send_functions().values()
+    sent, again = send_functions(view).values()
     ((node, _),) = sent.next_functions
     assert node is not None
     assert node.variable is leaf
-    first, _ = view._recv_functions().values()
+    first, _ = recv_functions(view).values()
     assert again.next_functions == ((first, 0),)
     assert received.grad_fn == first  # type: ignore[attr-defined]
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -13,6 +16,7 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.unit.protocol.observing.reports import member, report
+from torchweft.observe.metrics import prometheus
 from torchweft.observe.metrics.measures import Metric, measures_of
 from torchweft.observe.metrics.prometheus import Endpoint, family_of
 from torchweft.protocol.observing.latency import bucket_of
@@ -78,3 +82,33 @@ def test_after_its_end_nobody_listens() -> None:
     endpoint.close()
     with pytest.raises(urllib.error.URLError):
         urllib.request.urlopen(endpoint.url, timeout=LIMIT_S)
+
+
+def test_connections_are_few_and_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prometheus, "_MOST_CONNECTIONS", 3)
+    monkeypatch.setattr(prometheus, "_CONNECTION_S", 1.0)
+    endpoint = Endpoint(Address("127.0.0.1", 0))
+    endpoint.serve(metrics, "metrics")
+    before = threading.active_count()
+    try:
+        with contextlib.ExitStack() as opened:
+            silent = [
+                opened.enter_context(
+                    socket.create_connection(("127.0.0.1", endpoint.port), LIMIT_S)
+                )
+                for _ in range(6)
+            ]
+            for each in silent:
+                each.sendall(b"GET /metrics HTTP/1.1\r\nX: ")
+            # The first three are closed to make place, the others when their time is up.
+            for each in silent:
+                with contextlib.suppress(ConnectionError):
+                    assert each.recv(1) == b""
+            with urllib.request.urlopen(endpoint.url, timeout=LIMIT_S) as answer:
+                assert b"rpc_client_call_duration_seconds" in answer.read()
+        deadline_s = time.monotonic() + LIMIT_S
+        while threading.active_count() > before:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    finally:
+        endpoint.close()

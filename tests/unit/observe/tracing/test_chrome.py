@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -294,3 +295,35 @@ def test_the_events_are_written_one_a_line() -> None:
     head, *lines, _ = file.getvalue().splitlines()
     assert head.endswith('"traceEvents": [')
     assert all(json.loads(line.rstrip(",")) for line in lines if line != "]}")
+
+
+def test_hostile_files_are_refused_in_a_moment(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    os.mkfifo(path)
+    with pytest.raises(ObserveError, match="cannot be read: Is no plain file"):
+        load(path)
+    path.unlink()
+    written(step(), path)
+    good = path.read_text()
+    for text in (
+        "[" * 1_000_000,
+        "9" * 100_000,
+        good.replace('"ts":', '"ts":"x","x":'),
+        good.replace('"traceEvents": [', '"traceEvents": [3, '),
+        good.replace('"workers": [', '"workers": 3, "x": ['),
+        good.replace('"dropped"', '"x"'),
+        good.replace('"clock_error_us": ', '"clock_error_us": "y", "x": '),
+    ):
+        path.write_text(text)
+        with pytest.raises(ObserveError, match=r"is no trace|is damaged"):
+            summary(load(path))
+
+
+def test_what_a_file_says_does_not_control_the_terminal(path: Path) -> None:
+    written(step(), path)
+    hostile = json.dumps("\x1b]0;owned\x07\x9b31m")[1:-1]
+    path.write_text(path.read_text().replace("forward", hostile).replace("trainer", hostile))
+    text = summary(load(path))
+    assert r"\x1b]0;owned\x07\x9b31m" in text
+    assert "\x1b" not in text
+    assert "\x9b" not in text

@@ -8,7 +8,7 @@ import pytest
 from tests.tables import cases
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
 from torchweft.protocol.connecting import Failure, Means, Outcome, Reaching
-from torchweft.protocol.membership.registration import HOST, NETWORK
+from torchweft.protocol.connecting.reaching import HOST, NETWORK
 
 HERE = {HOST: "one", NETWORK: "net:1"}
 ELSEWHERE = {HOST: "two", NETWORK: "net:2"}

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from torchweft.runtime.transfer_loop import NOTHING, WRITABLE
+from torchweft.transport import striped
 from torchweft.transport.striped import (
     HEADER_BYTES,
     Outbox,
@@ -185,7 +187,21 @@ def test_a_broken_connection_says_so(outbox: Outbox, ends: list[End]) -> None:
     assert end.causes == ["[Errno 32] Broken pipe"]
 
 
-def test_who_has_much_to_send_waits_for_room(outbox: Outbox, ends: list[End]) -> None:
+def test_nobody_waits_for_room_at_a_peer_that_takes_nothing(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "SEND_PATIENCE_S", 0.05)
+    for token in range(40):
+        outbox.put(token, [buffer_of(1)])
+    began_s = time.monotonic()
+    outbox.wait_for_room()
+    assert 0.05 <= time.monotonic() - began_s < LIMIT_S
+
+
+def test_who_has_much_to_send_waits_for_room(
+    outbox: Outbox, ends: list[End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(striped, "SEND_PATIENCE_S", LIMIT_S)
     for token in range(40):
         outbox.put(token, [buffer_of(1)])
     begun, has_room = threading.Event(), threading.Event()

@@ -1,0 +1,136 @@
+"""Thousands of clients come to a server of an open group and go: does anything grow?
+
+See the README beside this file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.endurance.clients import SERVER, WAYS, Clients, Joined, begin_service, join
+from benchmarks.endurance.samples import (
+    KINDS,
+    Course,
+    Kind,
+    Sample,
+    count_types,
+    grown,
+    table,
+    take_sample,
+)
+from benchmarks.frame.report import provenance
+from benchmarks.frame.run import end_on_sigterm, save
+from torchweft import rpc
+
+AT_ONCE = 3
+"""How many clients there are at a time."""
+_SETTLE_LIMIT_S = 20.0
+
+DEPARTURE_KINDS = {
+    **KINDS,
+    # Up to 256 queues of senders that are gone are dropped together.
+    "objects of Weft": Kind("", 1, 300),
+    "Python objects": Kind("", 1, 2000),
+    "file of the store": Kind("kB", 1e-3, 200),
+    "time of joining (median)": Kind("ms", 1e3, 0.005),
+    "CPU of joining (median)": Kind("ms", 1e3, 0.002),
+}
+"""What must not grow, with what may change for other reasons."""
+
+
+def main() -> int:
+    """Runs all clients against this process; returns 1 if anything grows."""
+    end_on_sigterm()
+    options = parse_options()
+    with tempfile.TemporaryDirectory() as folder:
+        lines, is_flat = run(f"{folder}/store", options.clients, options.samples)
+    report = "\n".join(["# Departures", "", provenance(), "", *lines]) + "\n"
+    print(report)
+    if options.save:
+        save(report, Path(__file__).parent, options.save)
+    return 0 if is_flat else 1
+
+
+def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
+    """Makes this process the server of a group that meets in a file, and runs its clients.
+
+    Args:
+        path: The file.
+        count: How many clients come and go.
+        samples: How often to look.
+
+    Returns:
+        A report, and whether nothing grows.
+    """
+    began_s = time.monotonic()
+    with contextlib.closing(Clients(f"file://{path}")) as clients:
+        join(SERVER, 0, f"file://{path}")
+        try:
+            begin_service()
+            taken: list[Sample] = []
+            types: list[Counter[str]] = []
+            for number in range(samples):
+                first, last = count * number // samples, count * (number + 1) // samples
+                joined: list[Joined] = []
+                for start in range(first, last, AT_ONCE):
+                    joined += clients.run(range(start, min(start + AT_ONCE, last)))
+                taken.append({**_settled_sample(), **_of_joining(path, joined)})
+                if number in (samples // 2, samples - 1):
+                    types.append(count_types())
+                print(f"{last} of {count} clients", file=sys.stderr, flush=True)
+        finally:
+            rpc.shutdown(graceful=False)
+    courses = [
+        (SERVER, kind, Course(DEPARTURE_KINDS[kind], [sample[kind] for sample in taken]))
+        for kind in DEPARTURE_KINDS
+    ]
+    elapsed_s = time.monotonic() - began_s
+    title = f"## {count:,} clients by {len(WAYS)} ways out, {elapsed_s:.0f} s"
+    lines = [title, "", *table(courses), ""]
+    is_flat = all(course.is_flat for _, _, course in courses)
+    if not is_flat:
+        lines += ["Types that grew since the middle:", ""]
+        lines += [*grown({SERVER: types[0]}, {SERVER: types[-1]}), ""]
+    return lines, is_flat
+
+
+def _settled_sample() -> Sample:
+    """Takes a sample once the server has noticed that all clients are gone."""
+    deadline_s = time.monotonic() + _SETTLE_LIMIT_S
+    previous = take_sample()
+    while True:
+        time.sleep(0.4)  # Longer than messages about references are held; no event marks the end.
+        current = take_sample()
+        same = all(current[kind] == previous[kind] for kind in ("tensors", "descriptors"))
+        if same or time.monotonic() > deadline_s:
+            return current
+        previous = current
+
+
+def _of_joining(path: str, joined: Sequence[Joined]) -> Sample:
+    return {
+        "file of the store": os.stat(path).st_size,
+        "time of joining (median)": statistics.median(each.elapsed_s for each in joined),
+        "CPU of joining (median)": statistics.median(each.cpu_s for each in joined),
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.endurance.departures")
+    parser.add_argument("--clients", type=int, default=2000)
+    parser.add_argument("--samples", type=int, default=20)
+    parser.add_argument("--save", metavar="NAME", help="also write results/<date>-NAME.md")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
