@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
-from torchweft.ids import WorkerInfo
+from torchweft.ids import ID_LIMIT, WorkerInfo
 from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.membership.devices import Devices, check_devices
 
@@ -16,7 +16,6 @@ LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
 FIRST_LATER_ID = 1 << 14
 """In an open group, lower ids are those of the first lives of ranks."""
-ID_LIMIT = 1 << 15
 
 STRICT = "strict"
 """Fact: whether the worker refuses pickles."""
@@ -370,6 +369,9 @@ class Roster(Generic[L]):
         self._ended: dict[int, L] = {}
         """Lives that are over and remembered in full, the earliest first."""
         self._forgotten: set[int] = set()
+        self._recalled: set[int] = set()
+        """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
+        joins with such an id is a new life all the same."""
         for life in (me, *others):
             self.admit(life)
 
@@ -385,7 +387,7 @@ class Roster(Generic[L]):
             DuplicateName: The registration has the name or rank of this worker.
         """
         known = self.by_id.get(registration.id)
-        if known is not None:
+        if known is not None and registration.id not in self._recalled:
             return known, ()
         if not self.is_open or not 0 <= registration.id < ID_LIMIT:
             raise ProtocolError(f"there is no worker of id {registration.id}")
@@ -425,6 +427,9 @@ class Roster(Generic[L]):
             self._introduced.add(registration.id)
         for former in self._namesakes(registration):
             self.retire(former)
+        if registration.id in self._recalled:
+            self._recalled.remove(registration.id)
+            del self._ended[registration.id]
         self.by_id[registration.id] = life
         self.by_name[registration.name] = life
         self.by_rank[registration.rank] = life
@@ -461,7 +466,10 @@ class Roster(Generic[L]):
             worker = next(iter(self._ended))
             del self._ended[worker]
             self.by_id.pop(worker, None)
-            self._forgotten.add(worker)
+            if worker in self._recalled:
+                self._recalled.remove(worker)
+            else:
+                self._forgotten.add(worker)
 
     def former(self, name: str, rank: int) -> L | None:
         """Returns the latest life of a name and rank that is not found by them any more, if any."""
@@ -471,7 +479,9 @@ class Roster(Generic[L]):
         return None
 
     def remember(self, life: L) -> None:
-        """Adds a life that is over, so that it is found by its id."""
+        """Adds a life that is over, of which others spoke, so that it is found by its id."""
+        if not self.is_forgotten(life.registration.id):
+            self._recalled.add(life.registration.id)
         self.by_id[life.registration.id] = self._ended[life.registration.id] = life
         self._forget_ended()
 
