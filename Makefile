@@ -43,7 +43,7 @@ help:
 	@echo "make gate    the CPU time of calls beside that of an earlier commit; fails when they are slower"
 	@echo "make bench-peers      small calls, with Ray and Monarch where they are installed"
 	@echo "make bench-gpu        tensors and gradients between two processes on one GPU"
-	@echo "make bench-endurance  a million calls and 10,000 autograd contexts: does anything grow?"
+	@echo "make bench-endurance  a million calls, 10,000 autograd contexts, 2,000 clients that come and go: does anything grow?"
 	@echo "make docs    build the documentation into site/"
 	@echo "make clean   remove what the above made (distclean: .venv too)"
 
@@ -217,6 +217,7 @@ bench-gpu: $(VENV)/.installed-core
 .PHONY: bench-endurance
 bench-endurance: $(VENV)/.installed-core
 	@$(PY) -m benchmarks.endurance $(ARGS)
+	@$(PY) -m benchmarks.endurance.departures
 
 .PHONY: clean distclean
 clean:

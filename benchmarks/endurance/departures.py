@@ -61,6 +61,24 @@ def main() -> int:
 
 
 def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
+    """Runs clients as ``measure`` does; returns a report, and whether nothing grows."""
+    began_s = time.monotonic()
+    courses, killed, types = measure(path, count, samples)
+    elapsed_s = time.monotonic() - began_s
+    title = f"## {count:,} clients by {len(WAYS)} ways out, {elapsed_s:.0f} s"
+    lines = [title, "", *table([(SERVER, *each) for each in courses.items()]), ""]
+    for way, number in killed.items():
+        lines += [f"{number} clients that were to {way} did not end, and were killed.", ""]
+    is_flat = all(course.is_flat for course in courses.values())
+    if not is_flat:
+        lines += ["Types that grew since the middle:", ""]
+        lines += [*grown({SERVER: types[0]}, {SERVER: types[-1]}), ""]
+    return lines, is_flat
+
+
+def measure(
+    path: str, count: int, samples: int
+) -> tuple[dict[str, Course], Counter[str], list[Counter[str]]]:
     """Makes this process the server of a group that meets in a file, and runs its clients.
 
     Args:
@@ -69,38 +87,34 @@ def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
         samples: How often to look.
 
     Returns:
-        A report, and whether nothing grows.
+        The course of each kind of resource, the ways of the clients that did not end, and the
+        objects by type in the middle and in the end.
     """
-    began_s = time.monotonic()
+    taken: list[Sample] = []
+    killed: Counter[str] = Counter()
+    types: list[Counter[str]] = []
     with contextlib.closing(Clients(f"file://{path}")) as clients:
         join(SERVER, 0, f"file://{path}")
         try:
             begin_service()
-            taken: list[Sample] = []
-            types: list[Counter[str]] = []
             for number in range(samples):
                 first, last = count * number // samples, count * (number + 1) // samples
                 joined: list[Joined] = []
                 for start in range(first, last, AT_ONCE):
-                    joined += clients.run(range(start, min(start + AT_ONCE, last)))
+                    found, stuck = clients.run(range(start, min(start + AT_ONCE, last)))
+                    joined += found
+                    killed.update(stuck)
                 taken.append({**_settled_sample(), **_of_joining(path, joined)})
                 if number in (samples // 2, samples - 1):
                     types.append(count_types())
                 print(f"{last} of {count} clients", file=sys.stderr, flush=True)
         finally:
             rpc.shutdown(graceful=False)
-    courses = [
-        (SERVER, kind, Course(DEPARTURE_KINDS[kind], [sample[kind] for sample in taken]))
-        for kind in DEPARTURE_KINDS
-    ]
-    elapsed_s = time.monotonic() - began_s
-    title = f"## {count:,} clients by {len(WAYS)} ways out, {elapsed_s:.0f} s"
-    lines = [title, "", *table(courses), ""]
-    is_flat = all(course.is_flat for _, _, course in courses)
-    if not is_flat:
-        lines += ["Types that grew since the middle:", ""]
-        lines += [*grown({SERVER: types[0]}, {SERVER: types[-1]}), ""]
-    return lines, is_flat
+    courses = {
+        kind: Course(each, [sample[kind] for sample in taken])
+        for kind, each in DEPARTURE_KINDS.items()
+    }
+    return courses, killed, types
 
 
 def _settled_sample() -> Sample:

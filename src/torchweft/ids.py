@@ -13,6 +13,9 @@ _WORKER_NAME = re.compile("[A-Za-z0-9_:-]{1,127}")
 WORKER_SHIFT = 48
 """Bits that a per-worker counter may use in an id that is unique for the whole group."""
 
+ID_LIMIT = 1 << 15
+"""The ids of workers are less, so that ids for the whole group fit into signed 64-bit integers."""
+
 
 def scoped_id(worker: int, counter: int) -> int:
     """Makes an id that is unique in the group out of a counter that is unique on ``worker``."""

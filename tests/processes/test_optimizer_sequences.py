@@ -27,7 +27,7 @@ def workers(nursery: Nursery) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seeds"), [(kind, lot) for kind in COUNTS for lot in thorough.lots(COUNTS[kind], 60)]
+    ("kind", "seeds"), [(kind, lot) for kind in COUNTS for lot in thorough.lots(COUNTS[kind], 10)]
 )
 def test_a_random_sequence_of_operations_has_the_result_of_one_process(
     kind: str, seeds: range

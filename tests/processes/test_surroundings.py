@@ -301,6 +301,15 @@ def test_calls_of_callbacks_belong_to_the_context(
 
 
 @pytest.mark.usefixtures("group")
+def test_a_callback_is_a_function() -> None:
+    future: Any = rpc.rpc_async(FIRST, multiply, (X, 2.0))
+    for add in (future.then, future.add_done_callback):
+        with pytest.raises(TypeError, match=r"incompatible function arguments: .* is None"):
+            add(None)
+    future.wait()
+
+
+@pytest.mark.usefixtures("group")
 def test_a_callback_sees_what_is_set_where_it_is_added() -> None:
     def see(_: object) -> tuple[str, bool, int]:
         return REQUEST.get(), torch.is_grad_enabled(), current_id()

@@ -14,6 +14,7 @@ import torch
 from tests.pages import text_of
 from tests.processes import (  # noqa: F401 (their import fills the table)
     ways_autograd,
+    ways_methods,
     ways_modules,
 )
 from tests.processes.ways_table import (

@@ -479,7 +479,7 @@ class Worker:
         elif isinstance(message, Request):
             self._on_request(peer, message)
         elif isinstance(message, Reply):
-            self._on_reply(message)
+            self._on_reply(peer.id, message)
         elif isinstance(message, Cancel):
             self.world.cancel_received(self.id, source, message.numbers)
             self._act_on_cancelled(self.server.cancel_received(peer, message.numbers))
@@ -506,9 +506,9 @@ class Worker:
                 served.record.was_refused = True
             self.soon(self._refuse, served)
 
-    def _on_reply(self, reply: Reply) -> None:
+    def _on_reply(self, worker: int, reply: Reply) -> None:
         is_open = not reply.record.is_closed
-        call = self.client.answered(Frame(Kind.REPLY, 0, reply.number, b"", ()))
+        call = self.client.answered(worker, Frame(Kind.REPLY, 0, reply.number, b"", ()))
         assert (call is not None) == is_open, f"the answer of {reply.record} is lost"
         if call is None:
             self.world.note("late answer", reply.record)

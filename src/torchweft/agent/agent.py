@@ -177,7 +177,7 @@ class Agent:
         if device_streams.HAS_CUDA:
             streams = self.slots[SERVED_STREAMS]
             self.reactor.before_task, self.reactor.after_task = streams.begin, streams.end
-        self.receiver = Receiver(self.reactor, self.lose)
+        self.receiver = Receiver(self.me.id, self.reactor, self.lose)
         self.first_contacts = FirstContacts(self.reactor, self.lifetime, self.connect, self.lose)
         self.sender = Sender(self.lifetime, self.first_contacts, self.receiver, self.lose)
         self.calls = OpenCalls(
@@ -400,6 +400,7 @@ class Agent:
         if not is_news:
             return
         self.events.note("worker %r is lost: %s", peer.name, cause)
+        self.members.lose(peer)
         self.calls.fail_of_worker(peer)
         self._submit(self._when_lost, peer)
 

@@ -392,14 +392,18 @@ class OpenCalls:
         else:
             self._reactor.submit(_run_on_done, action.call)
 
-    def take_reply(self, frame: Frame, awaited: PendingCall | None) -> bool:
+    def take_reply(self, worker: int, frame: Frame, awaited: PendingCall | None) -> bool:
         """Gives an answer to the call that waits for it; returns False if none waits any more.
 
         Args:
+            worker: The worker that sent the answer.
             frame: The answer.
             awaited: The call that this thread waits for.
+
+        Raises:
+            ProtocolError: The call was made to another worker.
         """
-        call = self._client.answered(frame)
+        call = self._client.answered(worker, frame)
         if call is None:
             return False
         if call is awaited:

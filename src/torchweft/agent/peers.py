@@ -171,7 +171,8 @@ class Members:
 
     Protocols use a worker's id, which names one life of the worker; programs find workers by name,
     rank or ``WorkerInfo``. Lost workers stay in the directory, so that calls to them raise
-    WorkerLost, until the name is reused. Departed workers are removed.
+    WorkerLost, until the name is reused, or, in an open group, many more are lost. Departed workers
+    are removed.
 
     Args:
         me: This worker.
@@ -322,6 +323,11 @@ class Members:
                 self._tell(peer)
                 self._roster.remember(peer)
             return self.by_id[worker]
+
+    def lose(self, peer: Peer) -> None:
+        """Notes that a worker is lost. Of many in an open group, the earliest are forgotten."""
+        with self._lock:
+            self._roster.lose(peer)
 
     def retire(self, peer: Peer) -> None:
         """Removes a leaving worker from the directory."""

@@ -12,13 +12,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
 from torchweft.agent.calls import MainReader, PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
+from torchweft.protocol import entitlement
 from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.entitlement import RULES
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
@@ -29,8 +32,10 @@ from torchweft.wire.messages import REMAINING_BYTES, Kind
 _log = logging.getLogger("torchweft")
 
 Handler = Callable[[Peer, Frame], None]
+Check = Callable[[Peer, Frame], None]
+"""Raises ProtocolError if the sender is not entitled to the message."""
 CallHandler = Callable[[Peer, Any], None]
-TakeReply = Callable[[Frame, PendingCall | None], bool]
+TakeReply = Callable[[int, Frame, PendingCall | None], bool]
 TakeEarly = Callable[[Any, Frame], bool]
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
@@ -40,21 +45,24 @@ class _Route(NamedTuple):
     handler: Handler | CallHandler
     is_inline: bool
     take_up: type[ServedCall] | None = None
+    check: Check | None = None
 
 
 class Receiver:
     """Reads the connections of one worker, and dispatches each message. Thread-safe.
 
     Args:
+        me: The worker.
         reactor: Runs tasks, and reports which connections can be read.
         lose: Declares a peer lost, with the cause.
     """
 
-    def __init__(self, reactor: Reactor, lose: Callable[[Peer, str], None]) -> None:
+    def __init__(self, me: int, reactor: Reactor, lose: Callable[[Peer, str], None]) -> None:
+        self._me = me
         self._reactor = reactor
         self._lose = lose
         self._routes: dict[int, _Route] = {}
-        self._take_reply: TakeReply = lambda frame, awaited: False
+        self._take_reply: TakeReply = lambda worker, frame, awaited: False
         self._refuse: CallHandler = _ignore
         self._early_lock = threading.RLock()  # A finalizer may take it, too.
         self._early: dict[bytes, TakeEarly] = {}
@@ -64,15 +72,21 @@ class Receiver:
 
     # What handles each kind of message
 
-    def on(self, kind: Kind, handler: Handler, *, inline: bool) -> None:
+    def on(self, kind: Kind, handler: Handler, *, inline: bool, check: Check | None = None) -> None:
         """Registers ``handler`` for frames of ``kind``.
 
         Args:
             kind: The kind of message.
             handler: Called with the peer and the frame.
             inline: Whether it runs in the thread that reads.
+            check: Looks at records of this worker, for the kinds whose rule says so; see
+                ``torchweft.protocol.entitlement``.
         """
-        self._routes[kind] = _Route(handler, inline)
+        rule = RULES[kind]
+        assert rule.has_records == (check is not None), f"the rule of {kind!r} says otherwise"
+        if rule.check is not None:
+            check = partial(_check, rule.check, self._me)
+        self._routes[kind] = _Route(handler, inline, None, check)
 
     def on_calls(self, handler: CallHandler, refuse: CallHandler, call: type[ServedCall]) -> None:
         """Registers the handlers for calls of other workers.
@@ -119,7 +133,8 @@ class Receiver:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.
 
         Args:
-            take: Called with the frame and the call that the reading thread waits for.
+            take: Called with the sender's id, the frame, and the call that the reading thread
+                waits for.
         """
         self._take_reply = take
 
@@ -130,13 +145,15 @@ class Receiver:
             ProtocolError: The message violates the protocol.
         """
         if frame.kind == _REPLY:
-            if not self._take_reply(frame, awaited):
+            if not self._take_reply(peer.id, frame, awaited):
                 self._reactor.urgent.append((self.discard, peer, frame))
             return
         route = self._routes.get(frame.kind)
         if route is None:
             raise ProtocolError(f"message kind {frame.kind} is unknown")
-        handler, is_inline, take_up = route
+        handler, is_inline, take_up, check = route
+        if check is not None:
+            check(peer, frame)
         if not is_inline:
             if take_up is None:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
@@ -156,6 +173,16 @@ class Receiver:
             raise
         except BaseException:
             log_exception("a message of worker %r could not be handled", peer.name)
+
+    def check(self, peer: Peer, frame: Frame) -> None:
+        """Checks that a worker is entitled to a message that ``dispatch`` does not get.
+
+        Raises:
+            ProtocolError: It is not.
+        """
+        check = self._routes[frame.kind].check
+        if check is not None:
+            check(peer, frame)
 
     def take_call(self, peer: Peer, call: ServedCall, size_bytes: int) -> None:
         """Queues a call that an inline handler has made of a message, or a task that refuses it.
@@ -317,6 +344,10 @@ class Receiver:
             self._reactor.resume_reading(link.read_fd)
         if self._reactor.tasks.ready:
             self._reactor.wake()
+
+
+def _check(check: entitlement.Check, me: int, peer: Peer, frame: Frame) -> None:
+    check(me, peer.id, frame.control)
 
 
 def _ignore(peer: Peer, message: object) -> None:

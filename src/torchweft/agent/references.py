@@ -145,6 +145,7 @@ class ReferenceKeeper:
         """Sends messages that must precede the messages of the protocol."""
         self._timer = agent.timers.add(self.tick)
         agent.receiver.on(Kind.REFERENCES, self._on_message, inline=True)
+        agent.members.on_joined(self._peer_joined)
 
     # Values of this worker
 
@@ -401,6 +402,11 @@ class ReferenceKeeper:
             for message in messages:
                 self._machine.message(peer.id, message)
         self._settle()
+
+    def _peer_joined(self, peer: Peer) -> None:
+        if peer.lost is None:
+            with self._lock:
+                self._machine.peer_joined(peer.id)
 
     def peer_lost(self, peer: Peer) -> None:
         """Gives up the references that a lost worker held, and the values that it owned."""

@@ -25,7 +25,7 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.wire.frames import Buffer
-from torchweft.wire.messages import decode_ints, encode_ints
+from torchweft.wire.messages import Kind, decode_ints, encode_ints
 
 RETAIN_GRAPH = 1
 CREATE_GRAPH = 4
@@ -78,6 +78,8 @@ HEAD_BYTES = _HEAD.size
 NAME_BYTES = 8 * _HEAD_INTEGERS
 """Bytes at the begin of any other message that say which pass it belongs to."""
 _PROGRESS_INTEGERS = 4
+CONTEXT_AT = {int(Kind.GRADIENTS): 0, int(Kind.BACKWARD): 8}
+"""By kind, where the number of the context stands in a message that can be decoded."""
 _FAILED_HEAD_BYTES = 8 * (_HEAD_INTEGERS + 3)
 
 
@@ -144,6 +146,8 @@ def decode_head(
     context_id, oldest_id, message_id, recorded_id, walked, executed, answered, reached, size = (
         _HEAD.unpack_from(data)
     )
+    if min(context_id, oldest_id, message_id, recorded_id) < 0 or pass_id >> 63:
+        raise ProtocolError(f"gradients of message {message_id} have numbers out of range")
     name = PassName(context_id, pass_id, oldest_id, mode_of(flags))
     count = walked + executed + answered + reached
     start = _HEAD.size + 8 * count
@@ -206,6 +210,18 @@ def _without_parts(numbers: Iterable[int]) -> tuple[list[int], Parts]:
     return ids, {number: int.from_bytes(bits, "little") for number, bits in parts.items()}
 
 
+def numbers_of_gradients(data: Buffer) -> tuple[int, int, int]:
+    """Returns the context and the message of gradients, and the number of their record, or 0.
+
+    Raises:
+        ProtocolError: They are malformed.
+    """
+    if len(data) < _HEAD.size:
+        raise ProtocolError(f"gradients have a head of {len(data)} bytes, too few")
+    context_id, _, message_id, recorded_id, *_ = _HEAD.unpack_from(data)
+    return context_id, message_id, recorded_id
+
+
 def ids_in(head: Buffer) -> tuple[int, int, int]:
     """Returns the context and the message of gradients, and where their tensors begin.
 
@@ -244,9 +260,13 @@ def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
         ProtocolError: It is malformed.
     """
     tag = int.from_bytes(data[:8], "little")
-    integers = decode_ints(data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data)
+    words = data[:_FAILED_HEAD_BYTES] if tag == _FAILED else data
+    if len(words) % 8:
+        raise ProtocolError(f"a message of a backward pass has {len(words)} bytes")
+    integers = struct.unpack(f"<{len(words) // 8}q", words)
     reader = _READERS.get(tag)
-    if reader is None or len(integers) < _HEAD_INTEGERS:
+    is_short = len(integers) < _HEAD_INTEGERS
+    if reader is None or is_short or min(integers[:_HEAD_INTEGERS]) < 0 or pass_id >> 63:
         raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
     name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
     return name, reader(integers[_HEAD_INTEGERS:], data)
@@ -257,7 +277,7 @@ def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
         raise ProtocolError("the report of a failed backward pass is too short")
     worker, operation_bytes, error_bytes = integers
     texts = bytes(data[_FAILED_HEAD_BYTES:])
-    is_negative = operation_bytes < 0 or error_bytes < 0
+    is_negative = min(integers) < 0
     if is_negative or len(texts) != operation_bytes + error_bytes:
         raise ProtocolError("the report of a failed backward pass does not add up to its length")
     operation = texts[:operation_bytes].decode(errors="replace")

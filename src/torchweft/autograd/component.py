@@ -289,6 +289,12 @@ class Component:
         live, send = self._live[place], self._sends[place]
         return [(at, gate) for at, gate in enumerate(send.gates) if live >> at & 1]  # type: ignore[union-attr]
 
+    def plain_leaf_at(self, place: int, at: int) -> Tensor | None:
+        """Returns a tensor of a send if it is a leaf without hooks, which may have any layout."""
+        node = self._sends[place].edges[at].node
+        leaf = self.reached.leaves.get(node)
+        return leaf if isinstance(leaf, Tensor) and not has_hooks(leaf, node) else None
+
     def take_gradient(self, place: int, at: int) -> Gradient:
         """Takes out the gradient of a tensor of a send; None if none of the send has come."""
         given = self._given.get(place)

@@ -9,6 +9,7 @@ A placeholder stands for each received tensor in the receiver's graph.
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
@@ -23,7 +24,7 @@ from torchweft.autograd.gates import edges_behind, gates_of
 from torchweft.autograd.gradients import Gradients
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id, worker_of
+from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
 from torchweft.serialize.extents import separated
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
@@ -138,6 +139,7 @@ class SendRecord:
         gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
             alive, which an edge to a Python node does not.
         is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
+        edges: Where in the graph the gradients go; made by the first pass that looks at it.
     """
 
     message_id: int
@@ -145,15 +147,7 @@ class SendRecord:
     metas: tuple[TensorMeta, ...]
     gates: tuple[Node, ...]
     is_back: bool = False
-    _edges: tuple[GradientEdge, ...] | None = None
-
-    @property
-    def edges(self) -> tuple[GradientEdge, ...]:
-        """Where in the graph the gradients go."""
-        edges = self._edges
-        if edges is None:  # A message that no pass looks at needs none.
-            edges = self._edges = edges_behind(self.gates)
-        return edges
+    edges: tuple[GradientEdge, ...] = ()
 
 
 @dataclass(slots=True)
@@ -205,6 +199,8 @@ class Context:
         self._counter = shared_count(1) if counter is None else counter
         self._lock = threading.Lock()
         self._sends: dict[int, SendRecord] = {}
+        self.send: Callable[[int], SendRecord | None] = self._sends.get
+        """Returns the record of a message that this worker sent."""
         self._receives: dict[int, ReceiveRecord] = {}
         self._known_workers: set[int] = set()
         self._is_cleared = False
@@ -322,14 +318,14 @@ class Context:
         with self._lock:
             return frozenset(self._known_workers)
 
-    def send(self, message_id: int) -> SendRecord | None:
-        """Returns the record of a message that this worker sent."""
-        return self._sends.get(message_id)
-
     def sends(self) -> list[SendRecord]:
-        """Returns the records of all messages that this worker sent."""
+        """Returns the records of all messages that this worker sent, with their edges."""
         with self._lock:
-            return list(self._sends.values())
+            sends = list(self._sends.values())
+        for send in sends:
+            if not send.edges:
+                send.edges = edges_behind(send.gates)
+        return sends
 
     def receive(self, message_id: int) -> ReceiveRecord | None:
         """Returns the record of a message that this worker received."""
@@ -372,7 +368,10 @@ def send_record(
 
 def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
     """Returns the shape, type and device of each of ``tensors``."""
-    return tuple([TensorMeta(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors])
+    metas: list[TensorMeta] = []
+    for tensor in tensors:  # Without a function for a list: it runs for each recorded message.
+        metas.append(TensorMeta(tensor.shape, tensor.dtype, tensor.device))
+    return tuple(metas)
 
 
 class Contexts:
@@ -395,10 +394,11 @@ class Contexts:
         self._is_lost = is_lost
         self._lock = threading.Lock()
         self._contexts: dict[int, Context] = {}
+        self.find: Callable[[int], Context | None] = self._contexts.get
+        """Returns a context, or None if it is not alive here."""
         self._releasing: dict[int, Context] = {}
         """Contexts that are released here while not all other workers may have been told."""
         self._released = Tombstones(remembered)
-        self._context_counter = shared_count(1)
         self.message_counter = shared_count(1)
         """Makes the numbers of messages."""
 
@@ -409,21 +409,32 @@ class Contexts:
         return context_id
 
     def new_id(self) -> int:
-        """Returns the number of a context that is yet to be made; it is new in the group."""
-        return scoped_id(self.worker, next(self._context_counter))
+        """Returns the number of a context that is yet to be made; it is new in the group.
 
-    def get_or_create(self, context_id: int) -> Context:
+        All but the worker is random: a member that takes no part in the context cannot name it.
+        """
+        return scoped_id(self.worker, secrets.randbits(WORKER_SHIFT))
+
+    def get_or_create(self, context_id: int, named_by: int | None = None) -> Context:
         """Returns a context that this or another worker opened; creates it here if missing.
 
+        Args:
+            context_id: Its number.
+            named_by: The worker whose message names it, if this worker has not heard of it before.
+
         Raises:
-            AutogradError: If it has been released here, or the worker that opened it is lost.
+            AutogradError: If it has been released here, or ``named_by`` has released it; or it is
+                a context of this worker, which ``named_by`` has made up; or the worker that opened
+                it is lost.
         """
         # Every call comes here, so read without the lock: a dict read is safe beside writers.
         context = self._contexts.get(context_id)
         if context is not None:
             return context
         with self._lock:
-            if context_id in self._released or self._is_lost(worker_of(context_id)):
+            is_made_up = named_by is not None and worker_of(context_id) == self.worker
+            is_released = context_id in self._released or (context_id, named_by) in self._released
+            if is_made_up or is_released or self._is_lost(worker_of(context_id)):
                 raise _released_error(context_id)
             return self._contexts.setdefault(
                 context_id, Context(context_id, self.worker, self.message_counter)
@@ -440,14 +451,32 @@ class Contexts:
             raise _released_error(context_id)
         return context
 
-    def release(self, context_id: int) -> frozenset[int]:
-        """Releases a context permanently.
+    def release(self, context_id: int, told_by: int | None = None) -> frozenset[int]:
+        """Releases a context permanently, unless the worker that says so has no say in it.
+
+        The opener of a context releases it. A worker that it told tells those with which it has
+        exchanged messages of the context; of these, those that know the opener wait for the opener.
+
+        Args:
+            context_id: The context.
+            told_by: The worker that said so; None for this worker.
 
         Returns:
             The workers to notify, again until ``notified`` is called; none if that was called, or
             the context was never known here.
         """
+        opener = worker_of(context_id)
         with self._lock:
+            if told_by is not None and told_by != opener:
+                known = self._contexts.get(context_id)
+                if known is None:
+                    # Perhaps a message of the context is not read yet. It must not open it again.
+                    self._released.add((context_id, told_by))
+                    return frozenset()
+                workers = known.known_workers
+                waits = opener == self.worker or (opener in workers and not self._is_lost(opener))
+                if waits or told_by not in workers:
+                    return frozenset()
             context = self._contexts.get(context_id) or self._releasing.get(context_id)
             if context is not None:
                 self._releasing[context_id] = context

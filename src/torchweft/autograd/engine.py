@@ -26,7 +26,13 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd import plain_passes
-from torchweft.autograd.codec import PassMode, PassName
+from torchweft.autograd.codec import (
+    CONTEXT_AT,
+    PassMode,
+    PassName,
+    decode,
+    numbers_of_gradients,
+)
 from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
 from torchweft.autograd.ddp import AVERAGING, watch
 from torchweft.autograd.envelopes import Envelopes
@@ -53,6 +59,7 @@ from torchweft.protocol.backward import (
     Send,
     Tell,
 )
+from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime import device_streams, interrupts
 from torchweft.runtime.reports import OpenWait, log_exception, names_of
@@ -96,12 +103,13 @@ class Engine:
         self._listener = Listener(agent)
         self.pass_type: type[LocalPass] = LocalPass
         """The type of this worker's parts of passes; another one while they are traced."""
-        self.take_span: Callable[[int, bytes], None] | None = None
-        """Takes the number of a pass and the context of its span, while passes make spans."""
+        self.take_span: Callable[[tuple[int, int], bytes], None] | None = None
+        """Takes the numbers of a pass and its context, and its span, while passes make spans."""
         self._me = agent.me.id
         self._pass_numbers = shared_count(1)
         self._lock = threading.Lock()
-        self._states: dict[int, PassState] = {}
+        self._states: dict[tuple[int, int], PassState] = {}
+        """By the numbers of passes and of their contexts."""
         self._led: dict[int, LedPassState] = {}
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
@@ -109,8 +117,10 @@ class Engine:
         plain_passes.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
-        agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True)
-        agent.receiver.on(Kind.GRADIENTS, self._on_message, inline=True)
+        agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True, check=self._check_message)
+        agent.receiver.on(
+            Kind.GRADIENTS, self._on_message, inline=True, check=self._check_gradients
+        )
         agent.receiver.on(Kind.PASS_SPAN, self._on_span, inline=True)
         agent.receiver.on(Kind.RELEASE_CONTEXT, self._on_release, inline=True)
         agent.receiver.on(Kind.RELEASE_MESSAGES, self._on_release_messages, inline=True)
@@ -163,7 +173,7 @@ class Engine:
                 raise
             finally:
                 with self._lock:
-                    del self._led[led.pass_id], self._states[led.pass_id]
+                    del self._led[led.pass_id], self._states[led.key]
         finally:
             local.close()
 
@@ -216,13 +226,16 @@ class Engine:
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Releases a context here, and tells the other workers that know it, except ``told_by``."""
-        for worker in self.contexts.release(context_id):
+        for worker in self.contexts.release(context_id, told_by):
             if worker != told_by:
                 self._post(worker, Kind.RELEASE_CONTEXT, context_id)
         with self._lock:
-            passes = [*self._passes_of.pop(context_id, ()), *self._abandoned()]
-            states = [self._states.pop(pass_id, None) for pass_id in passes]
-            for pass_id in passes:
+            if self.contexts.find(context_id) is not None:
+                return  # ``told_by`` has no say in it.
+            passes = self._passes_of.pop(context_id, ())
+            keys = [*((each, context_id) for each in passes), *self._abandoned()]
+            states = [self._states.pop(key, None) for key in keys]
+            for pass_id, _ in keys:
                 self._led.pop(pass_id, None)
         for state in states:
             if state is not None:
@@ -234,9 +247,9 @@ class Engine:
         self._left.append(context_id)
         self._release_soon()
 
-    def _abandoned(self) -> list[int]:
+    def _abandoned(self) -> list[tuple[int, int]]:
         """Returns the led passes whose threads were interrupted before they had removed them."""
-        return [pass_id for pass_id, led in self._led.items() if led.leading() is None]
+        return [led.key for led in self._led.values() if led.leading() is None]
 
     def _post(self, worker: int, kind: Kind, *numbers: int) -> None:
         """Sends numbers to a worker that is there; a failure concerns that worker alone."""
@@ -309,7 +322,7 @@ class Engine:
             local.pass_id = pass_id
             led = LedPassState(self._me, name, local, self._timeout_s)
             led.leading = ref(leading)
-            self._led[pass_id] = self._states[pass_id] = led
+            self._led[pass_id] = self._states[led.key] = led
             return led
 
     def _lead(self, led: LedPassState, others: Sequence[Peer]) -> None:
@@ -407,28 +420,57 @@ class Engine:
     # Taking part
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
-        state = self._states.get(frame.id) or self._new_state(frame.id)
+        at = CONTEXT_AT[frame.kind]
+        key = (frame.id, int.from_bytes(frame.control[at : at + 8], "little"))
+        state = self._states.get(key) or self._new_state(key, peer, frame)
         if state is None:
             self.envelopes.discard(peer, frame)
         elif state.put((peer, frame)):
             self._agent.reactor.tasks.append((self._take_items, state, None), peer.id)
 
     def _on_span(self, peer: Peer, frame: Frame) -> None:
-        context = decode_pass_span(frame.control)
+        context_id, context = decode_pass_span(frame.control)
         if self.take_span is not None:
-            self.take_span(frame.id, context)
+            self.take_span((frame.id, context_id), context)
 
-    def _new_state(self, pass_id: int) -> PassState | None:
-        """Creates this worker's part in a pass; None if the pass is over or its leader is lost."""
+    def _new_state(self, key: tuple[int, int], peer: Peer, frame: Frame) -> PassState | None:
+        """Creates this worker's part in a pass.
+
+        Returns:
+            The part; None if the pass is over or its leader is lost, or if this worker has no part
+            in it for all that ``peer`` can say.
+        """
+        pass_id, context_id = key
         driver = worker_of(pass_id)
+        if frame.kind == Kind.GRADIENTS:
+            _, message_id, _ = numbers_of_gradients(frame.control)
+            context = self.contexts.find(context_id)
+            is_inside = context is not None and context.send(message_id) is not None
+            if not is_inside and self.outside.send(message_id) is None:
+                return None
+        elif peer.id != driver:
+            return None
         with self._lock:
-            is_over = pass_id in self._ended or driver == self._me
+            is_over = key in self._ended or driver == self._me
             leader = self._agent.peers.get(driver)
             if is_over or leader is None or leader.lost is not None:
                 return None
             return self._states.setdefault(
-                pass_id, PassState(Participant(self._me, driver), pass_id)
+                key, PassState(Participant(self._me, driver), pass_id, context_id)
             )
+
+    def _check_message(self, peer: Peer, frame: Frame) -> None:
+        _, message = decode(frame.id, frame.flags, frame.control)
+        check_pass_message(self._me, peer.id, frame.id, message)
+
+    def _check_gradients(self, peer: Peer, frame: Frame) -> None:
+        context_id, message_id, recorded_id = numbers_of_gradients(frame.control)
+        context = self.contexts.find(context_id)
+        record = None if context is None else context.send(message_id)
+        if record is None:
+            record = self.outside.send(message_id)
+        to_worker = None if record is None else record.to_worker
+        check_gradients(self._me, peer.id, message_id, recorded_id, to_worker)
 
     def _take_items(self, state: PassState, _: object) -> None:
         while items := state.take_all():
@@ -489,7 +531,8 @@ class Engine:
         """Handles received items, runs ready nodes, and returns the resulting actions."""
         actions: list[protocol.Action] = []
         try:
-            actions += self._receive_all(state, items)
+            for peer, item in items:
+                actions += self._receive(state, peer, item)
             if state.local is not None and not state.machine.is_over:
                 actions += state.machine.worked(*state.local.work())
         except PassEnded as ended:
@@ -539,7 +582,8 @@ class Engine:
         """Prepares for the first message of a pass that another worker leads."""
         name = state.name
         assert name is not None
-        context = self.contexts.get_or_create(name.context_id)
+        leader = worker_of(name.pass_id)
+        context = self.contexts.get_or_create(name.context_id, leader)
         state.local = self.pass_type(context, name.mode, outside=self.outside)
         state.local.pass_id = name.pass_id
         state.local.exchange = partial(self._exchange, state)
@@ -558,8 +602,9 @@ class Engine:
         for pass_id in list(passes):
             if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
                 passes.remove(pass_id)
-                self._ended.add(pass_id)
-                state = self._states.pop(pass_id, None)
+                key = (pass_id, name.context_id)
+                self._ended.add(key)
+                state = self._states.pop(key, None)
                 if state is not None:
                     older.append(state)
         return older
@@ -567,8 +612,8 @@ class Engine:
     def _end(self, state: PassState) -> None:
         """Releases a part, done or not; later messages of the pass are dropped."""
         with self._lock:
-            self._states.pop(state.pass_id, None)
-            self._ended.add(state.pass_id)
+            self._states.pop(state.key, None)
+            self._ended.add(state.key)
             if state.name is not None:
                 passes = self._passes_of.get(state.name.context_id, [])
                 if state.pass_id in passes:

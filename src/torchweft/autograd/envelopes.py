@@ -113,18 +113,20 @@ class Envelopes:
 
     def _goes_back(self, name: PassName, message_id: int) -> bool:
         """Returns whether gradients of a received message are placed as tensors of an answer."""
-        receive = self._contexts.get_or_create(name.context_id).receive(message_id)
+        context = self._contexts.find(name.context_id)
+        receive = None if context is None else context.receive(message_id)
         was_back = self._outside.is_back(message_id) if receive is None else receive.is_back
         return not was_back
 
     def _was_back(self, name: PassName, message_id: int) -> bool:
         """Returns whether tensors that this worker sent were placed as those of an answer."""
-        send = self._contexts.get_or_create(name.context_id).send(message_id)
+        context = self._contexts.find(name.context_id)
+        send = None if context is None else context.send(message_id)
         send = send or self._outside.send(message_id)
         return send is not None and send.is_back
 
     def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer, is_back: bool) -> int:
-        context = self._contexts.get_or_create(name.context_id)
+        context = self._contexts.get_or_create(name.context_id, peer.id)
         return context.record_send(tensors, peer.id, is_back)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
@@ -145,7 +147,7 @@ class Envelopes:
         else:
             tensors, tensor_flags = inline.decode(control, end)
         if recorded_id and tensor_flags:
-            context = self._contexts.get_or_create(name.context_id)
+            context = self._contexts.get_or_create(name.context_id, peer.id)
             is_back = not self._was_back(name, message.message_id)
             tensors = context.record_receive(
                 recorded_id, peer.id, tensors, tensor_flags, is_back=is_back

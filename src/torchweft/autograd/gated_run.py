@@ -68,6 +68,7 @@ class GatedRun:
         self._missing: Counter[int] = Counter()
         self._gradients: dict[int, list[Gradient]] = {}
         self._answers: list[Answer] = []
+        self._at_leaves: list[tuple[Component, int, int, int, Tensor]] = []
 
     def take_answers(self) -> list[Answer]:
         """Removes and returns the messages whose gradients have become complete."""
@@ -110,7 +111,15 @@ class GatedRun:
         for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
         borrowed = [*gradients, *[each for each in for_messages if each is not None]]
         self._sink(pairs_of(variables, for_leaves), borrowed)
+        self._add_at_leaves()
         return self.take_answers()
+
+    def _add_at_leaves(self) -> None:
+        """Takes the gradients of leaves that were themselves sent, which need no gate."""
+        for component, number, place, at, leaf in self._at_leaves:
+            gradient = self._gradient_of(component, number, place, at)
+            if gradient is not None:
+                self._sink([(leaf, gradient.to(leaf.dtype))], [gradient])
 
     def _gates(self) -> list[Opening]:
         """Returns the gates of the missing sends, and puts them in their order."""
@@ -120,6 +129,10 @@ class GatedRun:
             for place in component.missing():
                 number = component.number_of(place)
                 for at, gate in component.gates_of(place):
+                    leaf = component.plain_leaf_at(place, at)
+                    if leaf is not None:
+                        self._at_leaves.append((component, number, place, at, leaf))
+                        continue
                     gates.append((number, gate))
                     take = partial(self._gradient_of, component, number, place, at)
                     openings.append(Opening(gate, take))

@@ -44,7 +44,12 @@ class _Alias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Tensor | None:
-        return gradient
+        take: Callable[[], Tensor | None] | None = getattr(gradient, _TAKE, None)
+        return gradient if take is None else take()
+
+
+_TAKE = "_weft_take"
+"""Name of an attribute of the zeros at a gate of a function."""
 
 
 _count_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
@@ -58,12 +63,13 @@ def gates_of(tensors: Iterable[Tensor]) -> tuple[Node, ...]:
     if not _is_grad_enabled() or _count_modes():
         with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
             return gates_of(tensors)
-    # The index takes half the time of a function of Python.
-    aliases = [
-        tensor[...] if type(tensor) in _PLAIN and tensor.layout is _STRIDED else _alias_of(tensor)
-        for tensor in tensors
-    ]
-    return tuple([each.grad_fn for each in aliases])  # type: ignore[misc]
+    gates: list[Any] = []
+    for tensor in tensors:  # Without a function for a list: it runs for each recorded message.
+        if type(tensor) in _PLAIN and tensor.layout is _STRIDED:
+            gates.append(tensor[...].grad_fn)  # Half the time of a function of Python.
+        else:
+            gates.append(_alias_of(tensor).grad_fn)
+    return tuple(gates)
 
 
 _alias_of: Callable[[Tensor], Tensor] = _Alias.apply
@@ -75,7 +81,10 @@ _REST = tuple(GradientEdge._field_defaults.values())
 
 def edges_behind(gates: Iterable[Node]) -> tuple[GradientEdge, ...]:
     """Returns the edges of the tensors that gates were made for."""
-    return tuple([_new_edge((*gate.next_functions[0], *_REST)) for gate in gates])
+    edges: list[Any] = []
+    for gate in gates:
+        edges.append(_new_edge((*gate.next_functions[0], *_REST)))
+    return tuple(edges)
 
 
 # Passing gates
@@ -93,14 +102,24 @@ class Opening:
         self.edge = GradientEdge(gate, 0)
         self.zeros = _zeros_at(gate)
         self._take = take
-        self._handle = gate.register_prehook(self._replace)
+        self._handle: Any = None
+        if isinstance(gate, torch._C._FunctionBase):
+            setattr(self.zeros, _TAKE, take)
+        else:
+            self._handle = gate.register_prehook(self._replace)
 
     def _replace(self, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
-        return (self._take(),) if incoming[0] is self.zeros else None
+        if incoming[0] is not self.zeros:
+            return None
+        gradient = self._take()
+        if gradient is not None and gradient.layout is not _STRIDED:
+            gradient = gradient.to_dense()  # A hook may not change the layout.
+        return (gradient,)
 
     def close(self) -> None:
         """Ends the part of the gate in the run."""
-        self._handle.remove()
+        if self._handle is not None:
+            self._handle.remove()
 
 
 def _zeros_at(gate: Any) -> Tensor:

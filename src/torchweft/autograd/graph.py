@@ -58,6 +58,7 @@ class LocalPass:
     """
 
     pass_id = 0
+    _progress: Progress
     exchange: Callable[[int, list[Outgoing], Progress], object]
     _graph: SentGraph | None = None
     _gated: GatedRun | None = None
@@ -95,6 +96,7 @@ class LocalPass:
                 self._skipped = input_gradients.first_send
                 self._sink = _nowhere
             self._sink = input_gradients.sink_beside(self._sink)
+        self._answers_all = _sends_zeros and not mode.for_inputs
         self._is_of_higher_order = context.is_differentiated_twice
         if mode.create_graph:
             context.is_differentiated_twice = True
@@ -103,7 +105,6 @@ class LocalPass:
         """Live sends that are a component of their own, and whether their gradients have come."""
         self._due: list[tuple[int, Reached, Sequence[Gradient] | None, bool]] = []
         """Those with news: the gradients, if they came, and whether the send is live only now."""
-        self._progress = Progress()
         self._outgoing: list[Outgoing] = []
         self._component_of: dict[int, Component] = {}
         self._touched: dict[int, Component] = {}
@@ -143,7 +144,12 @@ class LocalPass:
         """
         for message_id in message_ids:
             reached = self._reached_by(message_id)
-            if message_id in parts or self._is_joint(message_id, reached):
+            if (
+                len(reached.sends) > 1
+                or reached.cuts
+                or message_id in parts
+                or message_id in self._component_of
+            ):
                 component = self._touch(message_id, reached)
                 component.announce(message_id, parts.get(message_id))
             elif message_id not in self._alone:
@@ -164,7 +170,7 @@ class LocalPass:
             self._arrived(message_id, reached, self._placed(message_id, gradients))
 
     def _arrived(self, message_id: int, reached: Reached, gradients: Sequence[Gradient]) -> None:
-        if self._is_joint(message_id, reached):
+        if len(reached.sends) > 1 or reached.cuts or message_id in self._component_of:
             self._touch(message_id, reached).arrive(message_id, gradients)
             return
         had_come = self._alone.get(message_id)
@@ -172,10 +178,6 @@ class LocalPass:
             raise not_due(message_id)
         self._alone[message_id] = True
         self._due.append((message_id, reached, gradients, had_come is None))
-
-    def _is_joint(self, message_id: int, reached: Reached) -> bool:
-        """Returns whether a send needs a ``Component``."""
-        return bool(len(reached.sends) > 1 or reached.cuts or message_id in self._component_of)
 
     def settle(self) -> None:
         """Notes that all live messages have been announced."""
@@ -189,20 +191,19 @@ class LocalPass:
             Gradients to send to the senders of messages received here, and the progress of
             messages since the last call.
         """
+        self._progress, self._outgoing = Progress(), []
         if self._mode.create_graph:
             with _recorded_in(self._context.id):
                 self._run()
         else:
             self._run()
-        return self._take_results()
-
-    def _take_results(self) -> tuple[list[Outgoing], Progress]:
-        outgoing, self._outgoing = self._outgoing, []
-        progress, self._progress = self._progress, Progress()
         if self._averaging is not None:
-            live = self._alone.keys() | self._component_of.keys()
-            self._averaging.hold_back(progress, self._is_settled, live)
-        return outgoing, progress
+            self._hold_back(self._averaging)
+        return self._outgoing, self._progress
+
+    def _hold_back(self, averaging: Averaging) -> None:
+        live = self._alone.keys() | self._component_of.keys()
+        averaging.hold_back(self._progress, self._is_settled, live)
 
     def _run(self) -> None:
         due, self._due = self._due, []
@@ -269,7 +270,11 @@ class LocalPass:
         assert self._gated is not None
         self._answer(self._gated.take_answers())
         self._run()
-        self.exchange(message_id, *self._take_results())
+        if self._averaging is not None:
+            self._hold_back(self._averaging)
+        outgoing, progress = self._outgoing, self._progress
+        self._progress, self._outgoing = Progress(), []
+        self.exchange(message_id, outgoing, progress)
 
     def _answer(self, answers: Iterable[Answer]) -> None:
         for receive, gradients in answers:
@@ -277,10 +282,6 @@ class LocalPass:
                 gradients = with_zeros(gradients, receive.metas)
             self._progress.answered.append(receive.message_id)
             self._outgoing.append((receive.from_worker, receive.message_id, gradients))
-
-    @property
-    def _answers_all(self) -> bool:
-        return _sends_zeros and not self._mode.for_inputs
 
     @property
     def is_waiting(self) -> bool:
@@ -307,7 +308,7 @@ class LocalPass:
         self._alone, self._due = {}, []
         self._component_of, self._touched, self._unfinished = {}, {}, {}
         self._roots = self._graph = None
-        self._progress, self._outgoing = Progress(), []
+        self._outgoing = []
         self.exchange = _end_pass  # The shell's function leads back here.
 
     def _reached_by(self, message_id: int) -> Reached:

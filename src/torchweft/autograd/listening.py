@@ -21,19 +21,18 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.calls import READING, MainReader
 from torchweft.agent.open_calls import WAITING
 from torchweft.agent.peers import Peer
+from torchweft.autograd.codec import CONTEXT_AT
 from torchweft.autograd.pass_state import LedPassState
+from torchweft.errors import ProtocolError
 from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
 
 Reading = list[tuple[Peer, Link]]
 OwnReading = list[tuple[Peer, Link, MainReader]]
 
 _PASS_IN_CALLS = 3
 """How much longer to spin for the answer of a small pass than for that of a small call."""
-
-_KINDS = (int(Kind.BACKWARD), int(Kind.GRADIENTS))
 
 _MOST_READ = 8
 """The most connections for which taking over, at each wait, costs less than being woken."""
@@ -153,7 +152,7 @@ class Listener:
             for peer, link, reader in held:
                 frames = link.receive_own(reader, may_block=look is None and is_only)
                 if frames:
-                    if not _belong(frames, led.pass_id):
+                    if not self._belong(peer, frames, led):
                         return  # The next reader handles all of them.
                     consumed: list[int] = []
                     inbox.extend(zip(repeat(peer), frames))
@@ -174,6 +173,21 @@ class Listener:
                 poll.poll(READ_TICK_S * 1e3)
             if not inbox and time.monotonic() > deadline_s:
                 return
+
+    def _belong(self, peer: Peer, frames: Sequence[Frame], led: LedPassState) -> bool:
+        """Whether all of ``frames`` are messages of the pass, to which ``peer`` is entitled."""
+        context = led.name.context_id.to_bytes(8, "little")
+        try:
+            for each in frames:
+                if each.id != led.pass_id or each.kind not in CONTEXT_AT:
+                    return False
+                self._agent.receiver.check(peer, each)
+                at = CONTEXT_AT[each.kind]
+                if each.control[at : at + 8] != context:
+                    return False
+        except ProtocolError:
+            return False
+        return True
 
     def _wake_for_tasks(self) -> None:
         reactor = self._agent.reactor
@@ -205,11 +219,6 @@ class Listener:
                 self._agent.receiver.read(peer, link, may_block=link.is_broken)
 
         return read
-
-
-def _belong(frames: Sequence[Frame], pass_id: int) -> bool:
-    """Whether all of ``frames`` are messages of the pass."""
-    return not [each for each in frames if each.id != pass_id or each.kind not in _KINDS]
 
 
 def _poll_of(reading: Reading) -> select.poll:

@@ -32,9 +32,11 @@ from torchweft.autograd.contexts import (
     metas_of,
     send_record,
 )
+from torchweft.autograd.gates import edges_behind
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id
+from torchweft.wire.messages import NO_GRAD
 
 _KEY = "torchweft"
 """Key in the metadata of a torch node: the message of its tensor, and the position there."""
@@ -150,10 +152,10 @@ class OutsideRecords:
     def drop_sends(self, message_ids: Iterable[int], to_worker: int) -> None:
         """Drops the records of messages that are unreachable at their receiver ``to_worker``."""
         with self._lock:
-            records = [self._sends.get(message_id) for message_id in message_ids]
+            records = [self._sends.get(message_id) for message_id in set(message_ids)]
             ended = [each for each in records if each is not None and each.to_worker == to_worker]
             for record in ended:
-                del self._sends[record.message_id]
+                self._sends.pop(record.message_id, None)  # A number may come twice.
         # The graphs are freed here, outside the lock: that may run any code.
 
     def worker_lost(self, worker: int) -> None:
@@ -175,7 +177,11 @@ class OutsideRecords:
         if not self._sends:
             return []
         with self._lock:
-            return list(self._sends.values())
+            sends = list(self._sends.values())
+        for send in sends:
+            if not send.edges:
+                send.edges = edges_behind(send.gates)
+        return sends
 
     def count(self) -> tuple[int, int]:
         """Returns the number of sent and of received messages on record."""
@@ -255,9 +261,6 @@ class _Ends(Mapping[Node, Any]):
 
 
 # Arriving tensors
-
-NO_GRAD = (1 << 64) - 1
-"""Sent in place of a context's number: the caller wants no graph of arguments and result."""
 
 
 class Arrivals:

@@ -40,6 +40,7 @@ class PassState:
     Args:
         machine: Decides what to send.
         pass_id: The pass.
+        context_id: Its context.
     """
 
     name: PassName | None = None
@@ -52,9 +53,11 @@ class PassState:
     _is_at_work = False
     _signal: threading.Event | None = None
 
-    def __init__(self, machine: Participant, pass_id: int) -> None:
+    def __init__(self, machine: Participant, pass_id: int, context_id: int) -> None:
         self.machine = machine
         self.pass_id = pass_id
+        self.key = (pass_id, context_id)
+        """Names the pass: a worker that takes no part in the context does not know it."""
         self.inbox: list[Item] = []
         self._mark: Mark | None = None
         """The end of the GPU work of the thread that handled the items before."""
@@ -143,7 +146,7 @@ class LedPassState(PassState):
     _deadline_s: float | None = None
 
     def __init__(self, worker: int, name: PassName, local: LocalPass, timeout_s: float) -> None:
-        super().__init__(Participant(worker, worker), name.pass_id)
+        super().__init__(Participant(worker, worker), name.pass_id, name.context_id)
         self.inbox = deque()
         self.name = name
         self.local = local

@@ -144,6 +144,7 @@ class Channels:
         self._borrowed: Borrowed | None = None
         self.lender: Lender | None = None
         self.copies_devices = False
+        self._is_lost = self._was_lost = False
         self._lock = threading.Lock()
 
     def channel_for(self, size_bytes: int) -> ChannelKind:
@@ -205,17 +206,24 @@ class Channels:
             ProtocolError: It is not mapped; the peer was told so but still lends it.
         """
         if self._borrowed is None:
-            obstacle = self._receive_obstacles.get(SHM, _NOT_TRIED)
+            obstacle = self._receive_obstacles.get(SHM, _NOT_TRIED) or "it is lost"
             raise ProtocolError(f"{self._peer} lends shared memory, but {obstacle}")
         return self._borrowed
 
     def tidy(self) -> None:
-        """Drops state that is useful only while tensors arrive often."""
+        """Drops state that is useful only while tensors arrive often.
+
+        The memory of a lost peer, too: what arrived before the loss has been read by then.
+        """
+        if self._was_lost:
+            self._borrowed = None  # Tensors in it keep it mapped.
+        self._was_lost = self._is_lost
         if self._borrowed is not None:
             self._borrowed.forget_pages()
 
     def lose(self) -> None:
         """Takes back the memory lent to the peer, which is lost, as soon as that is safe."""
+        self._is_lost = True
         lender = self._lender
         if lender is not None:
             lender.lose()

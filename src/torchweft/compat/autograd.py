@@ -103,9 +103,16 @@ class DistAutogradContext:
         return set(self._context.known_workers)
 
 
+_opened: dict[int, context] = {}
+"""The contexts opened by hand: one that nothing holds is released."""
+
+
 def _new_context() -> DistAutogradContext:
     """Opens a context and makes it that of this thread, until ``_release_context``."""
-    return _retrieve_context(context().__enter__())
+    made = context()
+    number = made.__enter__()
+    _opened[number] = made
+    return _retrieve_context(number)
 
 
 def _release_context(context_id: int) -> None:
@@ -117,6 +124,7 @@ def _release_context(context_id: int) -> None:
     engine = current_engine()
     engine.contexts.get(context_id)
     engine.release(context_id)
+    _opened.pop(context_id, None)
     if current_id() == context_id:
         set_current_id(0)
 

@@ -101,6 +101,8 @@ def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
         ConfigurationError: One of them cannot work.
     """
     try:
+        if isinstance(max_norm, str) or isinstance(norm_type, str):
+            raise TypeError  # ``float`` reads numbers in texts, too.
         max_norm, norm_type = float(max_norm), float(norm_type)
     except (TypeError, ValueError):
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchweft.agent.agent import SERVED_STREAMS
 from torchweft.agent.peers import Peer
 from torchweft.arguments import kind_of
-from torchweft.errors import PipelineError, WeftError, WorkerLost
+from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.optim import eager
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
@@ -214,6 +214,10 @@ class Runner:
         self._listener.wake()
 
     def _put_message(self, peer: Peer, frame: Frame) -> None:
+        if peer not in self._peers:
+            raise ProtocolError(
+                f"it sends values to a pipe of {', '.join(self.assignment.workers)}"
+            )
         self.put(_MESSAGE, (), (peer, frame))
 
     def close(self) -> None:

@@ -391,7 +391,10 @@ class Participant:
         if self.is_over:
             return []
         if isinstance(message, Abort):
-            return self._abort()
+            return self._abort() if source in (self.driver, *self._partners) else []
+        is_told = self.worker == self.driver or source in self._partners
+        if isinstance(message, Report) and not is_told:
+            return []  # Only a worker that was sent a message of the pass has its parent here.
         if self._parent is None:
             self._parent = source
         self._partners.add(source)

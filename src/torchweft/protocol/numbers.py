@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Hashable
 
 
 class SeenNumbers:
@@ -38,6 +39,8 @@ class SeenNumbers:
 class Tombstones:
     """The numbers of ended objects, so that late messages do not revive them; not thread-safe.
 
+    A number is an int, or a tuple of them.
+
     A bounded set that evicts the oldest number.
 
     Args:
@@ -46,16 +49,16 @@ class Tombstones:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._numbers: OrderedDict[int, None] = OrderedDict()
+        self._numbers: OrderedDict[Hashable, None] = OrderedDict()
 
-    def add(self, number: int) -> None:
+    def add(self, number: Hashable) -> None:
         """Remembers ``number``, as the latest."""
         self._numbers[number] = None
         self._numbers.move_to_end(number)
         if len(self._numbers) > self._limit:
             self._numbers.popitem(last=False)
 
-    def __contains__(self, number: int) -> bool:
+    def __contains__(self, number: Hashable) -> bool:
         return number in self._numbers
 
     def __len__(self) -> int:

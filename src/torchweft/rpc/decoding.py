@@ -14,9 +14,9 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
 from torchweft.autograd.contexts import Context, Contexts
-from torchweft.autograd.outside import NO_GRAD, Arrivals, OutsideRecords
-from torchweft.errors import AutogradError, ReferenceGone
-from torchweft.ids import ReferenceId
+from torchweft.autograd.outside import Arrivals, OutsideRecords
+from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
+from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import own_copy
 from torchweft.runtime import device_streams
@@ -30,7 +30,7 @@ from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
 from torchweft.serialize.tensors import too_many
 from torchweft.serialize.values import PICKLE, decode
 from torchweft.wire.frames import Buffer
-from torchweft.wire.messages import HandedReference, ValueHead
+from torchweft.wire.messages import NO_GRAD, HandedReference, ValueHead
 
 
 class Decoder:
@@ -91,6 +91,8 @@ class Decoder:
             codes: The code that it names.
         """
         context_id, message_id, references, start, end = head
+        if message_id and message_id >> WORKER_SHIFT != peer.id:
+            raise self._not_its_own(peer, message_id)
         externals: Sequence[object] = ()
         if references:
             externals = [self._receive(handed, peer) for handed in references]
@@ -120,6 +122,12 @@ class Decoder:
         return decode(
             payload, tensors, externals, self._resolve_value, self._take_home, limit_bytes
         )
+
+    def _not_its_own(self, peer: Peer, message_id: int) -> ProtocolError:
+        """Turns away a worker whose message has the number of another worker's message."""
+        error = ProtocolError(f"it numbers a message {message_id}, a number of another worker")
+        self._agent.receiver.turn_away(peer, error)
+        return error
 
     def open_own(self, message: LocalMessage, context_id: int, is_answer: bool = False) -> Any:
         """Returns the value in a message of this worker to itself; see ``open``."""
@@ -155,7 +163,7 @@ class Decoder:
         if context_id == NO_GRAD:
             return None
         try:
-            context = self._contexts.get_or_create(context_id)
+            context = self._contexts.get_or_create(context_id, peer.id)
             context.add_known_worker(peer.id)
         except AutogradError:
             return None

@@ -19,7 +19,7 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.contexts import Contexts, current_id
-from torchweft.autograd.outside import NO_GRAD, Arrivals, OutsideRecords
+from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.kept_code import SentCode
@@ -45,6 +45,7 @@ from torchweft.serialize.values import encode, no_home, with_names
 from torchweft.wire.messages import (
     NAMED,
     NO_CREATION,
+    NO_GRAD,
     POSITIONAL,
     HandedReference,
     encode_call,
@@ -332,7 +333,7 @@ class Encoder:
             return context_id, 0
         if context_id:
             try:
-                context = self._contexts.get_or_create(context_id)
+                context = self._contexts.get_or_create(context_id, peer.id)
                 return context_id, context.record_send(tensors, peer.id, is_answer)
             except AutogradError:
                 pass  # The call has outlived its context: send it without.

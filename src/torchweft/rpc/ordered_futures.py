@@ -24,7 +24,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from torchweft.errors import CallCancelled
+from torchweft.arguments import kind_of
+from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.rpc.handles import Handle
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
@@ -134,7 +135,16 @@ class OrderedFuture(torch.futures.Future[T]):
 
 
 def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """Returns a callback that has this code's context variables and grad mode, on any thread."""
+    """Returns a callback that has this code's context variables and grad mode, on any thread.
+
+    Raises:
+        ArgumentTypeError: It is no function.
+    """
+    if not callable(callback):
+        raise ArgumentTypeError(
+            f"incompatible function arguments: the callback of a future is {kind_of(callback)}; "
+            "pass a function that takes the future"
+        )
     variables, is_grad_enabled = copy_context(), torch.is_grad_enabled()
 
     def run(done: Any) -> S:

@@ -10,7 +10,6 @@ from typing import Any
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import NotInitialized, SerializationError
 from torchweft.protocol.connecting import Outgoing
 from torchweft.rpc.encoding import Encoder
@@ -22,6 +21,7 @@ from torchweft.serialize.objects import Packed
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import (
     ERROR_REPLY,
+    NO_GRAD,
     HandedReference,
     Kind,
     encode_reply,

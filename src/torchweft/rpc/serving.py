@@ -17,7 +17,6 @@ from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
 from torchweft.arguments import did_you_mean
 from torchweft.autograd.contexts import set_current_id
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import (
     ArgumentTypeError,
     AutogradError,
@@ -36,6 +35,7 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     CAPTURED,
     NAMED,
+    NO_GRAD,
     POSITIONAL,
     TABLES,
     Kind,

@@ -26,7 +26,6 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import set_current_id
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import ArgumentTypeError, CallCancelled, CallRefused, ConfigurationError
 from torchweft.rpc.current_call import TAKEN, check_called, check_types
 from torchweft.rpc.handles import Handle
@@ -42,6 +41,7 @@ from torchweft.runtime.thread_modes import (
 )
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable
+from torchweft.wire.messages import NO_GRAD
 
 _log = logging.getLogger("torchweft")
 

@@ -53,8 +53,8 @@ class Carrier(NamedTuple):
         around: Runs what serves a call, or a part of that, in the context of the call.
         batches: Runs the functions of batches of calls.
         encode: Takes the place of ``Envelopes.encode``, which makes the messages of a pass.
-        take_span: Takes the number of a pass and the context of its span, which another worker has
-            sent.
+        take_span: Takes the numbers of a pass and its context, and the context of its span, which
+            another worker has sent.
     """
 
     request: Callable[..., Any]
@@ -64,7 +64,7 @@ class Carrier(NamedTuple):
     around: Around
     batches: Batches
     encode: Callable[..., Any]
-    take_span: Callable[[int, bytes], None]
+    take_span: Callable[[tuple[int, int], bytes], None]
 
 
 class Watching:

@@ -105,8 +105,11 @@ class Reactor:
         self._extra = 0
         self._epoll = select.epoll()
         self._lead = threading.Lock()
-        self._handling: Lead | None = None
-        """The lead while its thread handles an event; then nobody may wait for events."""
+        self._handling: dict[int, Lead] = {}
+        """The lead, by its id, while its thread handles an event; nobody may wait for events then.
+
+        A table, as a thread that has handled an event must not end the next thread's entry.
+        """
         self._handled = 0
         self._handled_at_last_look = -1
         self._cores = os.cpu_count() or 1
@@ -446,16 +449,19 @@ class Reactor:
 
     def _serve(self) -> None:
         poll, handlers, followers = self._epoll.poll, self._handlers, self._followers
+        handling = self._handling
         is_needed = True
         lead: Lead = []
+        key = 0
         while is_needed and not self._is_closing:
             if self._is_crowded and not lead:
                 if self._lead.acquire(True, LONGEST_WAIT_S):
                     lead = [self._lead.release]
+                    key = id(lead)
                 continue
             for fd, _ in poll(LONGEST_WAIT_S, 1):
                 if lead:
-                    self._handling = lead
+                    handling[key] = lead
                     self._handled += 1
                     if not self._is_crowded:  # Looked up last: it changes before leads are taken.
                         _give_up(lead)
@@ -474,8 +480,8 @@ class Reactor:
                     may_look = is_needed and not lead
                     while follower is not None and self._follow(fd, follower, may_look):
                         is_needed = self._work()
-            if self._handling is lead:
-                self._handling = None
+            if handling:
+                handling.pop(key, None)
         if lead:
             _give_up(lead)
         with self._lock:
@@ -490,9 +496,9 @@ class Reactor:
 
     def _give_up_lead(self) -> None:
         """Lets another thread wait for events; may be interrupted anywhere."""
-        lead = self._handling
-        if lead:
+        for key, lead in self._handling.copy().items():
             _give_up(lead)
+            self._handling.pop(key, None)  # Last: until then, other threads may try as well.
 
     def _follow(self, fd: int, follower: Callable[[bool], bool], may_look: bool) -> bool:
         try:

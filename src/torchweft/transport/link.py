@@ -87,7 +87,8 @@ class Link:
         # The flags of that write, while the main thread may begin it.
         self._may_begin: list[int] | None = None
         self._writing = threading.Lock()
-        self._is_full = False
+        # Not empty while ``_writing`` is left to ``flush``.
+        self._full: list[None] = []
         self._is_closed = False
         tune(connection)
         self.read_fd = connection.fileno()
@@ -250,11 +251,12 @@ class Link:
     def flush(self) -> None:
         """Continues to write after ``when_full``; never blocks. Called by the reactor."""
         # The end of the connection is an event too; then ``_writing`` may not have been left held.
-        if self._is_full:
-            self._is_full = False
-            self._write([], may_block=False)
-        else:
+        try:
+            self._full.pop()  # In one step: only one thread goes on with the write.
+        except IndexError:
             self.write_held()
+        else:
+            self._write([], may_block=False)
 
     def _write(self, parts: list[Buffer], may_block: bool, *, is_rest: bool = False) -> None:
         """Writes the queue and ``parts``. The caller holds ``_writing``.
@@ -298,7 +300,7 @@ class Link:
             queue.clear()
             self._writing.release()
             raise LinkClosed(str(error)) from error
-        self._is_full = True
+        self._full.append(None)
         self._when_full(self)
 
     def _write_some(self, parts: list[Buffer], may_block: bool) -> list[Buffer]:
@@ -457,9 +459,9 @@ class Link:
             if self.is_free:
                 return True
             # A full link leaves ``_writing`` to ``flush``, which is not called any more.
-            if not self._writing.acquire(timeout=SEND_PATIENCE_S) and not self._is_full:
+            if not self._writing.acquire(timeout=SEND_PATIENCE_S) and not self._full:
                 return False
-            self._is_full = False
+            self._full.clear()
             self._wait_for_main()
             self._release()
             self._writing.release()

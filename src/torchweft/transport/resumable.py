@@ -589,6 +589,6 @@ class ResumableLink(Link):
 def position_in(control: Buffer) -> int:
     """Returns the position of an ``ACKNOWLEDGED``; raises ProtocolError if it has none."""
     values = decode_ints(control)
-    if len(values) != 1 or values[0] < 0:
+    if len(values) != 1:
         raise ProtocolError(f"an acknowledgement has {len(values)} positions")
     return values[0]

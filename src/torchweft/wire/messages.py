@@ -34,7 +34,8 @@ names the lost workers; the texts say why each is lost, as a list in JSON::
 
     SHUTDOWN        step i64 | arguments i64 | each argument i64 | texts, if any
 
-``PASS_SPAN`` is the context of the span of a backward pass, whose number is that of the frame. It
+``PASS_SPAN`` is the context of the span of a backward pass, whose number is that of the frame,
+behind the number of the autograd context. It
 stands before the first message of the pass from one worker to another.
 
 This layer reads neither payloads nor tensors.
@@ -49,7 +50,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.ids import ReferenceId
+from torchweft.ids import ID_LIMIT, ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, encode_frame
 
 
@@ -130,6 +131,10 @@ PAYLOAD_LIMIT_BYTES = 31 << 26
 """A receiver would take a longer message for a forged one (``knobs.CONTROL_LIMIT_BYTES``). A
 thirty-second of its limit is left for heads and tables."""
 NO_CREATION = -1
+NO_GRAD = (1 << 64) - 1
+"""In place of a context's number: the caller wants no graph of arguments and result."""
+_NUMBER_LIMIT = 1 << 63
+"""All other numbers are less: they stand in signed fields of other messages."""
 MAX_CODES = 0xFFFF
 MAX_SPAN_BYTES = 8192
 """Largest context of a span that is carried."""
@@ -257,27 +262,29 @@ def in_span(call: Sequence[Buffer], context: bytes) -> list[Buffer]:
     return [b"".join((head, lengths, front, context, control)), *call[1:]]
 
 
-def pass_span(pass_id: int, context: bytes) -> list[Buffer]:
+def pass_span(pass_id: int, context_id: int, context: bytes) -> list[Buffer]:
     """Returns the pieces of a ``PASS_SPAN``.
 
     Args:
         pass_id: The pass.
+        context_id: The autograd context of the pass.
         context: The context of its span, at most ``MAX_SPAN_BYTES``.
     """
-    return encode_frame(Kind.PASS_SPAN, 0, pass_id, context)
+    return encode_frame(Kind.PASS_SPAN, 0, pass_id, NUMBER.pack(context_id) + context)
 
 
-def decode_pass_span(control: Buffer) -> bytes:
-    """Returns the context in a ``PASS_SPAN``.
+def decode_pass_span(control: Buffer) -> tuple[int, bytes]:
+    """Returns the autograd context in a ``PASS_SPAN``, and the context of the span.
 
     Raises:
-        ProtocolError: It is too long.
+        ProtocolError: It is too long, or too short.
     """
-    if len(control) > MAX_SPAN_BYTES:
+    size = len(control) - NUMBER.size
+    if not 0 <= size <= MAX_SPAN_BYTES:
         raise ProtocolError(
-            f"the context of a pass has {len(control)} bytes; at most {MAX_SPAN_BYTES} are carried"
+            f"the context of a pass has {size} bytes; at most {MAX_SPAN_BYTES} are carried"
         )
-    return bytes(control)
+    return NUMBER.unpack_from(control)[0], bytes(control[NUMBER.size :])
 
 
 def decode_span(control: Buffer) -> tuple[int, bytes, Buffer]:
@@ -393,6 +400,12 @@ def decode_call(control: Buffer) -> CallHead:
     payload_end = start + payload
     if payload_end > end:
         raise ProtocolError("the name, the references or the payload of a call are cut short")
+    if creation < NO_CREATION or remaining_s != remaining_s:
+        raise ProtocolError(f"a call makes value {creation}, and may take {remaining_s} s")
+    if context_id and context_id >= _NUMBER_LIMIT and context_id != NO_GRAD:
+        raise ProtocolError(f"a call names context {context_id}")
+    if message_id and message_id >= _NUMBER_LIMIT:
+        raise ProtocolError(f"a call has the message number {message_id}")
     return remaining_s, creation, function, (context_id, message_id, handed, start, payload_end)
 
 
@@ -479,6 +492,10 @@ def decode_reply(control: Buffer) -> ValueHead:
     payload_end = start + payload
     if payload_end > end:
         raise ProtocolError("the references or the payload of a reply are cut short")
+    if context_id and context_id >= _NUMBER_LIMIT and context_id != NO_GRAD:
+        raise ProtocolError(f"a reply names context {context_id}")
+    if message_id and message_id >= _NUMBER_LIMIT:
+        raise ProtocolError(f"a reply has the message number {message_id}")
     return context_id, message_id, handed, start, payload_end
 
 
@@ -509,10 +526,15 @@ def _encode_references(references: Sequence[HandedReference]) -> bytes:
 
 
 def _decode_references(data: Buffer, start: int, end: int) -> tuple[HandedReference, ...]:
-    return tuple(
-        HandedReference(ReferenceId(*entry[:3]), entry[3])
-        for entry in _REFERENCE.iter_unpack(data[start:end])
-    )
+    handed = []
+    for creator, owner, number, token in _REFERENCE.iter_unpack(data[start:end]):
+        if min(creator, owner, number, token) < 0 or max(creator, owner) >= ID_LIMIT:
+            raise ProtocolError(
+                f"a message hands on value {number} by worker {creator} at worker {owner}, with "
+                f"token {token}"
+            )
+        handed.append(HandedReference(ReferenceId(creator, owner, number), token))
+    return tuple(handed)
 
 
 def encode_ints(*values: int) -> bytes:
@@ -521,18 +543,22 @@ def encode_ints(*values: int) -> bytes:
 
 
 def decode_ints(data: Buffer, least: int = 0) -> tuple[int, ...]:
-    """Reads the output of ``encode_ints``.
+    """Reads the output of ``encode_ints``, whose integers must not be negative.
 
     Args:
         data: The bytes.
         least: The minimum number of integers.
 
     Raises:
-        ProtocolError: The length is not a multiple of 8, or there are too few integers.
+        ProtocolError: The length is not a multiple of 8, there are too few integers, or one is
+            negative.
     """
     if len(data) % 8 or len(data) < 8 * least:
         raise ProtocolError(f"{len(data)} bytes are no list of {least} or more 64-bit integers")
-    return struct.unpack(f"<{len(data) // 8}q", data)
+    values = struct.unpack(f"<{len(data) // 8}q", data)
+    if values and min(values) < 0:
+        raise ProtocolError(f"a list of integers holds the negative number {min(values)}")
+    return values
 
 
 def encode_texts(texts: Sequence[str]) -> bytes:

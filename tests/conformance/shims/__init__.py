@@ -1,13 +1,14 @@
 """Internals of PyTorch's RPC, on Weft, that PyTorch's own tests use and no program does.
 
 ``install`` adds them to ``torchweft.compat``: the back-end that injects faults, the messages of
-autograd contexts as nodes of the graph, and remote modules in TorchScript.
+autograd contexts as nodes of the graph, remote modules in TorchScript, and an event of the legacy
+profiler for a type query.
 """
 
 from __future__ import annotations
 
 import torchweft.compat
-from tests.conformance.shims import autograd
+from tests.conformance.shims import autograd, profiling
 from torchweft.compat import installing
 
 _MODULES = {
@@ -24,3 +25,4 @@ def install() -> None:
     installing.MODULES.update(_MODULES)
     torchweft.compat.install(in_children=False)
     autograd.install()
+    profiling.install()

@@ -17,7 +17,10 @@ from torchweft.compat.autograd import DistAutogradContext
 
 _SEND = "torch::distributed::autograd::SendRpcBackward"
 _RECEIVE = "torch::distributed::autograd::RecvRpcBackward"
-_TRAVEL = ("ValuesBackward", "CoalesceBackward", "SparseCooTensorWithDimsAndTensorsBackward")
+_TRAVEL = (
+    *("ValuesBackward", "CoalesceBackward", "SparseCooTensorWithDimsAndTensorsBackward"),
+    *("_ValuesBackward", "_WithValuesBackward"),
+)
 
 Receives = Mapping[Node, ReceiveRecord]
 Edges = tuple[tuple["GraphNode | None", int], ...]

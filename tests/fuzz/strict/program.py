@@ -46,6 +46,13 @@ def fail(value: Any) -> None:
 
 
 @rpc.register
+def ask(worker: str, value: Any) -> Any:
+    if worker != "honest":
+        raise ValueError("no such worker")
+    return rpc.rpc_sync(worker, identity, args=(value,))[0][0]
+
+
+@rpc.register
 def give_trap() -> Any:
     return rpc.RRef(Trap())
 

@@ -207,7 +207,7 @@ def seeds() -> list[bytes]:
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
         _frame(Kind.GRADIENTS, TABLES, head + by_tables, buffers),
-        b"".join(pass_span(name.pass_id, b"traceparent:00-1")),
+        b"".join(pass_span(name.pass_id, name.context_id, b"traceparent:00-1")),
         _frame(Kind.GRADIENTS, 0, head + inside, []),
         encode_reply(7, ERROR_REPLY, 0, 0, (), b"an error"),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],

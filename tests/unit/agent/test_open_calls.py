@@ -136,7 +136,7 @@ def test_an_answer_that_another_thread_has_read_is_not_waited_for_at_the_connect
     link = first.agent.peers[1].link
     assert link is not None
     monkeypatch.setattr(link, "receive_own", read)
-    assert calls.take_reply(Frame(Kind.REPLY, 0, call.number, b"", ()), None)
+    assert calls.take_reply(1, Frame(Kind.REPLY, 0, call.number, b"", ()), None)
     first.agent.reactor.wake()
     calls.wait(call)
     assert outcomes == [call]

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torchweft.autograd.outside import NO_GRAD, Arrivals, OutsideRecords
+from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError
+from torchweft.wire.messages import NO_GRAD
 
 
 def placed(warns: bool, *tensors: Any, context_id: int = 0) -> list[Any]:

@@ -343,3 +343,17 @@ def test_messages_of_calls_within_calls() -> None:
     result = cluster.send(1, 0, back.exp())[0]
     cluster.backward([result.sum()])
     assert cluster.messages == {protocol.Gradients: 4}
+
+
+def test_a_sparse_gradient_of_a_leaf_that_was_sent_stays_sparse_beside_gates() -> None:
+    def program(world: World) -> list[Tensor]:
+        table, value = world.parameter(0, "table", 5, 3), world.parameter(0, "x", 3) * 1
+        for step in range(3):
+            rows, received = world.send(0, 1, table, value)
+            found = torch.nn.functional.embedding(torch.tensor([step]), rows, sparse=True)
+            value = world.send(1, 0, torch.tanh(found[0] * received))[0] + value
+        return [value.sum()]
+
+    cluster = check(program)
+    table = cluster.parameters[0, "table"]
+    assert cluster.contexts[0].get_gradients()[table].is_sparse

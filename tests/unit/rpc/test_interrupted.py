@@ -8,6 +8,7 @@ raise at each of these steps in turn, until a call has no more of them; ``make t
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 import threading
@@ -22,10 +23,13 @@ from tests.interrupting import Interrupt, interrupt_at
 from tests.thorough import every
 from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
+from torchweft import autograd
+from torchweft.agent import current as current_agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import is_waiting
 from torchweft.autograd.contexts import enter
-from torchweft.errors import CallCancelled
+from torchweft.autograd.engine import ENGINE
+from torchweft.errors import AutogradError, CallCancelled
 from torchweft.rpc.futures import Future
 from torchweft.runtime import interrupts
 
@@ -136,6 +140,50 @@ def test_a_backward_pass_may_be_interrupted_at_any_step(pair: Pair) -> None:
     context_id, run = pass_in(pair)
     run()
     pair.caller.engine.release(context_id)
+
+
+def step_in_a_context(pair: Pair) -> None:
+    with autograd.context() as context_id:
+        leaf = torch.ones(3, requires_grad=True)
+        autograd.backward(context_id, [pair.sync(double, leaf).sum()])
+
+
+@pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
+def test_nothing_of_an_interrupted_context_stays(pair: Pair) -> None:
+    engines = pair.caller.engine, pair.callee.engine
+
+    def left() -> list[object]:
+        gc.collect()
+        return [[each.contexts.ids(), each._led, each._states] for each in engines]
+
+    current_agent.install(None)
+    current_agent.install(pair.caller.agent)
+    pair.caller.agent.slots[ENGINE] = pair.caller.engine
+    try:
+        step = 1
+        while interrupt_at(step, lambda: step_in_a_context(pair)):
+            if step % 20 == 0:
+                check_is_sound(pair)
+            step += every(3)
+        assert step > 100
+        step_in_a_context(pair)
+        wait_until(lambda: left() == [[[], {}, {}]] * 2, "the release of all contexts")
+    finally:
+        current_agent.install(None)
+
+
+def test_a_context_of_a_lost_worker_is_released() -> None:
+    with pair_of(2, "unix") as made:
+        engine = made.callee.engine
+        with enter(made.caller.engine.contexts.open()):
+            made.sync(double, torch.ones(3, requires_grad=True))
+        (context_id,) = engine.contexts.ids()
+        made.callee.agent.lose(made.peer_of_callee, "a test")
+        engine.peer_lost(made.peer_of_callee)  # As the node does.
+        wait_until(lambda: not engine.contexts.ids(), "the release of the context")
+        with pytest.raises(AutogradError, match="not alive"):  # A late message finds none.
+            engine.contexts.get_or_create(context_id + 1)
 
 
 @pytest.mark.keeps("threads", "descriptors")

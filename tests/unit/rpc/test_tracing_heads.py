@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.protocol.backward import Failed, Gradients, Progress
 from torchweft.protocol.observing.trace import Received, Sent, read
 from torchweft.rpc.tracing.heads import Ids, head_in, ids_in
@@ -17,6 +16,7 @@ from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, HEAD_OF_MESSAGE, WIDTH, 
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
+    NO_GRAD,
     PLAIN,
     Kind,
     code_names,

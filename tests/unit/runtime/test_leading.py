@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -270,3 +271,39 @@ def test_nothing_is_lost_when_leads_begin_and_end_at_random(
     assert [len(connection.runs) for connection in connections] == [each] * count
     for connection in connections:
         connection.close()
+
+
+class Interleaved(dict[int, list[Callable[[], None]]]):
+    """The leads of a reactor; lets another thread lead while one ends its entry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_pop: Callable[[], None] = lambda: None
+
+    def pop(self, *key: Any) -> Any:
+        before, self.before_pop = self.before_pop, lambda: None
+        before()
+        return super().pop(*key)
+
+
+def test_a_thread_that_has_handled_an_event_does_not_end_the_lead_of_the_next(
+    busy: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between a look at the lead and its end, which nothing joins, another thread may lead."""
+    made = Reactor("test", 4, FairQueue(limit=1000, limit_bytes=1 << 20))
+    leads = Interleaved()
+    try:
+        released: list[str] = []
+        mine = [lambda: released.append("mine")]
+        next_one = [lambda: released.append("the next one's")]
+        monkeypatch.setattr(made, "_handling", leads)
+        leads[id(mine)] = mine
+        leads.before_pop = lambda: leads.__setitem__(id(next_one), next_one)
+        made._give_up_lead()  # Meanwhile, the next thread begins to lead.
+        assert released == ["mine"]
+        assert leads == {id(next_one): next_one}
+        made.begin_wait()  # Its task waits for another worker, so others must wait for events.
+        assert released == ["mine", "the next one's"]
+        assert not leads
+    finally:
+        made.close(LIMIT_S)

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -189,3 +190,20 @@ def test_finalizers_of_many_threads_may_wake_it(timer: Timer, job: Job) -> None:
         thread.join()
     gc.collect()
     job.next_call()
+
+
+@pytest.mark.parametrize("answer", [math.nan, None])
+def test_a_job_that_returns_no_number_is_called_again(
+    answer: Any, other: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    def spoilt(now_s: float) -> Any:
+        calls.put(now_s)
+        return answer
+
+    clock, _ = started(spoilt, other)
+    for _ in range(2):  # At the start, and in a second at the latest.
+        calls.get(timeout=LIMIT_S)
+        other.next_call()
+    clock.close()

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.ids import ReferenceId
+from torchweft.ids import ID_LIMIT, ReferenceId
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import (
     CAPTURED,
     ERROR_REPLY,
     MAX_SPAN_BYTES,
     NO_CREATION,
+    NO_GRAD,
     NUMBER,
     NUMBER_OFFSET,
     PLAIN,
@@ -50,10 +51,12 @@ from torchweft.wire.messages import (
     with_code,
 )
 
-signed = st.integers(-(2**63), 2**63 - 1)
 unsigned = st.integers(0, 2**64 - 1)
 sections = st.binary(max_size=20)
-handed = st.builds(HandedReference, st.builds(ReferenceId, signed, signed, signed), signed)
+natural = st.integers(0, 2**63 - 1)
+contexts = natural | st.just(NO_GRAD)
+workers = st.integers(0, ID_LIMIT - 1)
+handed = st.builds(HandedReference, st.builds(ReferenceId, workers, workers, natural), natural)
 references = st.lists(handed, max_size=3).map(tuple)
 flags = st.integers(0, 15)
 numbers = st.lists(unsigned, max_size=5).map(tuple)
@@ -71,7 +74,8 @@ def test_flags_are_single_bits_of_their_own() -> None:
 
 
 call_heads = st.tuples(
-    st.floats(allow_nan=False), signed, unsigned, unsigned, sections, references, sections
+    *(st.floats(allow_nan=False), st.integers(NO_CREATION, 2**63 - 1), contexts, natural),
+    *(sections, references, sections),
 )
 
 
@@ -154,11 +158,11 @@ def test_a_malformed_call_in_a_span_is_refused(control: bytes) -> None:
 
 
 def test_the_context_of_a_pass_is_in_a_message_of_its_own() -> None:
-    (frame,) = pass_span(12, b"context")
-    assert HEADER.unpack_from(frame) == (Kind.PASS_SPAN, 0, 0, 7, 12)
-    assert decode_pass_span(memoryview(frame)[HEADER_BYTES:]) == b"context"
+    (frame,) = pass_span(12, 5, b"context")
+    assert HEADER.unpack_from(frame) == (Kind.PASS_SPAN, 0, 0, 15, 12)
+    assert decode_pass_span(memoryview(frame)[HEADER_BYTES:]) == (5, b"context")
     with pytest.raises(ProtocolError, match="the context of a pass has 8193 bytes"):
-        decode_pass_span(bytes(MAX_SPAN_BYTES + 1))
+        decode_pass_span(bytes(MAX_SPAN_BYTES + 9))
 
 
 @settings(max_examples=examples(60))
@@ -175,7 +179,7 @@ def test_code_survives(
 @given(
     unsigned,
     flags,
-    st.tuples(unsigned, unsigned, references, sections),
+    st.tuples(contexts, natural, references, sections),
     tensor_parts,
     st.booleans(),
 )
@@ -233,13 +237,13 @@ def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
 
 
 @settings(max_examples=examples(40))
-@given(st.lists(signed, max_size=5))
+@given(st.lists(natural, max_size=5))
 def test_integers_survive(values: list[int]) -> None:
     assert decode_ints(encode_ints(*values)) == tuple(values)
 
 
 @settings(max_examples=examples(40))
-@given(signed, st.lists(signed, max_size=5), st.lists(st.text(max_size=5), max_size=3))
+@given(natural, st.lists(natural, max_size=5), st.lists(st.text(max_size=5), max_size=3))
 def test_steps_survive(step: int, arguments: list[int], texts: list[str]) -> None:
     control = encode_ints(step, len(arguments), *arguments) + encode_texts(texts)
     assert decode_step(control) == (step, arguments, texts)
@@ -360,3 +364,36 @@ def test_any_bytes_are_decoded_or_refused(decode: Any, data: bytes) -> None:
     if decode in (decode_call, decode_reply):
         *_, start, end = decoded[-1] if decode is decode_call else decoded
         assert start <= end <= len(data)
+
+
+BEYOND = 1 << 63
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"creation": -2}, "makes value -2"),
+        ({"remaining_s": float("nan")}, "may take nan"),
+        ({"context_id": BEYOND}, "names context"),
+        ({"message_id": BEYOND + 1}, "has the message number"),
+        ({"references": [HandedReference(ReferenceId(1, 2, -2), 1)]}, "hands on value -2"),
+        ({"references": [HandedReference(ReferenceId(1, 2, 3), -1)]}, "with token -1"),
+        ({"references": [HandedReference(ReferenceId(ID_LIMIT, 2, 3), 1)]}, "by worker 32768"),
+    ],
+)
+def test_numbers_out_of_range_are_refused_when_they_are_read(
+    fields: dict[str, Any], said: str
+) -> None:
+    call: dict[str, Any] = {"remaining_s": 1.0, "creation": 3, "context_id": 0, "message_id": 0}
+    call |= {"function": b"f", "references": (), "payload": b""} | fields
+    with pytest.raises(ProtocolError, match=said):
+        decode_call(encode_call(0, **call)[HEADER_BYTES:])
+    answer = {name: call[name] for name in ("context_id", "message_id", "references", "payload")}
+    if not fields.keys() & {"creation", "remaining_s"}:
+        with pytest.raises(ProtocolError, match=said):
+            decode_reply(memoryview(encode_reply(1, 0, **answer))[HEADER_BYTES:])
+
+
+def test_a_list_with_a_negative_number_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="negative number -1"):
+        decode_ints(struct.pack("<2q", 5, -1))

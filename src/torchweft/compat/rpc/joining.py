@@ -118,7 +118,7 @@ def _open_store(options: Any, rank: int, world_size: int | None) -> Store:
         if world_size:
             rendezvous_iterator = rendezvous(options.init_method, rank=rank, world_size=world_size)
             store, _, _ = next(rendezvous_iterator)
-        elif urlsplit(options.init_method).scheme == "file":
+        elif rank >= 0 and urlsplit(options.init_method).scheme == "file":
             store = open_store(options.init_method, rank, None, knobs.INIT_TIMEOUT_S.get())
         else:
             store = _create_store_from_options(options, rank)  # type: ignore[no-untyped-call]

@@ -68,23 +68,28 @@ class Passes:
 
     def __init__(self) -> None:
         self.me = -1
-        self._known: OrderedDict[int, _Pass] = OrderedDict()
+        self._known: OrderedDict[tuple[int, int], _Pass] = OrderedDict()
         self._lock = threading.Lock()
 
-    def take_span(self, pass_id: int, carried: bytes) -> None:
-        """Takes the context of the span of a pass, which another worker has sent."""
-        self._take(pass_id, carried)
+    def take_span(self, key: tuple[int, int], carried: bytes) -> None:
+        """Takes the context of the span of a pass, which another worker has sent.
 
-    def _take(self, pass_id: int, carried: bytes) -> _Pass:
+        Args:
+            key: The numbers of the pass and of its autograd context.
+            carried: The context of the span.
+        """
+        self._take(key, carried)
+
+    def _take(self, key: tuple[int, int], carried: bytes) -> _Pass:
         with self._lock:
-            known = self._known.setdefault(pass_id, _Pass(carried))
+            known = self._known.setdefault(key, _Pass(carried))
             if len(self._known) > MOST_CONTEXTS:
                 self._known.popitem(last=False)
             return known
 
-    def context_of(self, pass_id: int) -> Context | None:
+    def context_of(self, key: tuple[int, int]) -> Context | None:
         """Returns the context of a pass that another worker leads, if it has one."""
-        found = self._known.get(pass_id)
+        found = self._known.get(key)
         return None if found is None else found.context
 
     def encode(
@@ -96,13 +101,13 @@ class Passes:
     ) -> list[Buffer]:
         """Returns messages of a pass, the first ones to a worker behind the pass's context."""
         buffers = encode(peer, name, messages)
-        pass_id = name.pass_id
-        known = self._known.get(pass_id)
+        pass_id, key = name.pass_id, (name.pass_id, name.context_id)
+        known = self._known.get(key)
         if known is None and worker_of(pass_id) != self.me:
             return buffers
         if known is None:  # The thread that leads a pass is the one that sends.
-            known = self._take(pass_id, carried_in(contexts.get_current()))
+            known = self._take(key, carried_in(contexts.get_current()))
         if not known.carried or peer.id in known.told or peer.id == worker_of(pass_id):
             return buffers
         known.told.add(peer.id)
-        return [*pass_span(pass_id, known.carried), *buffers]
+        return [*pass_span(*key, known.carried), *buffers]

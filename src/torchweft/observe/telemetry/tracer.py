@@ -33,7 +33,6 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.graph import LocalPass, Outgoing
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.ids import ReferenceId
 from torchweft.observe.telemetry.carrying import MOST_CONTEXTS, Passes, carried_in, context_in
 from torchweft.protocol.backward import Progress
@@ -48,7 +47,7 @@ from torchweft.rpc.watching import Carrier, Watcher
 from torchweft.rpc.worker import Batches
 from torchweft.version import VERSION
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import ERROR_REPLY, Kind, in_span
+from torchweft.wire.messages import ERROR_REPLY, NO_GRAD, Kind, in_span
 
 SYSTEM = "torchweft"
 _CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
@@ -277,7 +276,8 @@ class Tracer:
 
             def work(self) -> tuple[list[Outgoing], Progress]:
                 names, context_id = operations_due(self), self._context.id
-                within = _current(passes.context_of(self.pass_id) or of_context.get(context_id))
+                of_pass = passes.context_of((self.pass_id, context_id))
+                within = _current(of_pass or of_context.get(context_id))
                 attributes = {
                     "weft.autograd.context": context_id,
                     "weft.autograd.operations": list(names),

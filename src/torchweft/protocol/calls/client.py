@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from torchweft.errors import ProtocolError
 from torchweft.protocol.calls import failures
 from torchweft.protocol.calls.server import ServedCall
 from torchweft.protocol.calls.table import CallTable, Named, OpenCall
@@ -71,12 +72,24 @@ class CallClient(CallTable[Call]):
         # By number, the calls that were not sent because they wait for a connection.
         self._unsent: dict[int, bool] = {}
 
-    def answered(self, frame: Frame) -> Call | None:
+    def answered(self, worker: int, frame: Frame) -> Call | None:
         """Ends a call with its answer. Hot path.
+
+        Args:
+            worker: The worker that sent the answer.
+            frame: The answer.
 
         Returns:
             The call, which is to be completed; None if the answer is late.
+
+        Raises:
+            ProtocolError: The call was made to another worker.
         """
+        call = self.find(frame.id)
+        if call is None:
+            return None
+        if call.worker != worker:
+            raise ProtocolError(f"it answers call {frame.id}, which was made to another worker")
         call = self.pop(frame.id, None)
         if call is not None:
             call.frame = frame

@@ -36,6 +36,8 @@ class CallTable(Generic[Entry]):
         self._entries: dict[int, Entry] = {}
         self.pop: Callable[[int, None], Entry | None] = self._entries.pop
         """Does as ``take``, in one atomic step (a single C function)."""
+        self.find: Callable[[int], Entry | None] = self._entries.get
+        """Returns an entry, and leaves it in the table."""
         self._numbers = shared_count(1)
         self.total = 0
         """Roughly how many calls were made; changes with each call."""

@@ -29,11 +29,11 @@ from torchweft.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
+from torchweft.ids import ID_LIMIT
 from torchweft.protocol.connecting.actions import Failure
 from torchweft.protocol.connecting.failures import failure_of
 from torchweft.protocol.membership.registration import (
     FIRST_LATER_ID,
-    ID_LIMIT,
     LEADER,
     Directory,
     Registration,

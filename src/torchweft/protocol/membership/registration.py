@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
-from torchweft.ids import WorkerInfo
+from torchweft.ids import ID_LIMIT, WorkerInfo
 from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.membership.devices import Devices, check_devices
 
@@ -16,7 +16,6 @@ LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
 FIRST_LATER_ID = 1 << 14
 """In an open group, lower ids are those of the first lives of ranks."""
-ID_LIMIT = 1 << 15
 
 STRICT = "strict"
 """Fact: whether the worker refuses pickles."""
@@ -337,9 +336,9 @@ class Roster(Generic[L]):
     """The members of a group by id, which names one life, and by the names that programs use.
 
     Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
-    takes the name. Departed workers are not. Of the lives that are over and have no name any more,
-    the latest ``ENDED_LIMIT`` stay in the table. Of earlier ones only the ids stay, as a group may
-    live long.
+    takes the name; in an open group the latest ``ENDED_LIMIT`` of them. Departed workers are not.
+    Of the lives that are over and have no name any more, the latest ``ENDED_LIMIT`` stay in the
+    table. Of earlier ones only the ids stay, as a group may live long.
     Lookups in the tables are thread-safe; all other methods are not.
 
     Args:
@@ -363,11 +362,16 @@ class Roster(Generic[L]):
         self.by_rank: dict[int, L] = {}
         self._me = me
         self._introduced: set[int] = set()
+        self._lost: dict[int, L] = {}
+        """In an open group, lost lives that still have a name, the earliest first."""
         self._retired: dict[int, L] = {}
         """Lives that have no name any more and were not over when last looked at."""
         self._ended: dict[int, L] = {}
         """Lives that are over and remembered in full, the earliest first."""
         self._forgotten: set[int] = set()
+        self._recalled: set[int] = set()
+        """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
+        joins with such an id is a new life all the same."""
         for life in (me, *others):
             self.admit(life)
 
@@ -383,7 +387,7 @@ class Roster(Generic[L]):
             DuplicateName: The registration has the name or rank of this worker.
         """
         known = self.by_id.get(registration.id)
-        if known is not None:
+        if known is not None and registration.id not in self._recalled:
             return known, ()
         if not self.is_open or not 0 <= registration.id < ID_LIMIT:
             raise ProtocolError(f"there is no worker of id {registration.id}")
@@ -423,6 +427,9 @@ class Roster(Generic[L]):
             self._introduced.add(registration.id)
         for former in self._namesakes(registration):
             self.retire(former)
+        if registration.id in self._recalled:
+            self._recalled.remove(registration.id)
+            del self._ended[registration.id]
         self.by_id[registration.id] = life
         self.by_name[registration.name] = life
         self.by_rank[registration.rank] = life
@@ -431,9 +438,18 @@ class Roster(Generic[L]):
         """Returns whether an id may be of a life that this worker never knew."""
         return self.is_open and 0 <= worker < ID_LIMIT
 
+    def lose(self, life: L) -> None:
+        """Notes that a life is lost; the earliest of many lost ones lose their names."""
+        registration = life.registration
+        if self.is_open and self.by_name.get(registration.name) is life:
+            self._lost[registration.id] = life
+        while len(self._lost) > ENDED_LIMIT:
+            self.retire(next(iter(self._lost.values())))
+
     def retire(self, life: L) -> None:
         """Stops a life that leaves, or is over, from being found by name or rank."""
         registration = life.registration
+        self._lost.pop(registration.id, None)
         self._introduced.discard(registration.id)
         if self.by_name.get(registration.name) is life:
             del self.by_name[registration.name]
@@ -450,7 +466,10 @@ class Roster(Generic[L]):
             worker = next(iter(self._ended))
             del self._ended[worker]
             self.by_id.pop(worker, None)
-            self._forgotten.add(worker)
+            if worker in self._recalled:
+                self._recalled.remove(worker)
+            else:
+                self._forgotten.add(worker)
 
     def former(self, name: str, rank: int) -> L | None:
         """Returns the latest life of a name and rank that is not found by them any more, if any."""
@@ -460,7 +479,9 @@ class Roster(Generic[L]):
         return None
 
     def remember(self, life: L) -> None:
-        """Adds a life that is over, so that it is found by its id."""
+        """Adds a life that is over, of which others spoke, so that it is found by its id."""
+        if not self.is_forgotten(life.registration.id):
+            self._recalled.add(life.registration.id)
         self.by_id[life.registration.id] = self._ended[life.registration.id] = life
         self._forget_ended()
 

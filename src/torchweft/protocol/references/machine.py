@@ -7,6 +7,7 @@ from typing import Any
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
+from torchweft.protocol.entitlement import check_reference_message
 from torchweft.protocol.references.delivery import Action, Census, Handovers, Leak, Outbox
 from torchweft.protocol.references.owner import OwnedValues
 from torchweft.protocol.references.user import HeldReferences
@@ -199,6 +200,7 @@ class References:
             ProtocolError: The sender is not entitled to send this message.
         """
         if sender not in self._outbox.lost:
+            check_reference_message(self._worker, sender, message)
             self._handlers[type(message)](sender, message)
 
     def tick(self, now_s: float) -> None:
@@ -213,6 +215,10 @@ class References:
                 self._held.none_created()
                 for to, token in self._handovers.all():
                     self._outbox.request((NotHanded, to, token), to, NotHanded(token))
+
+    def peer_joined(self, peer: int) -> None:
+        """Notes a worker that others may have spoken of as lost before it came."""
+        self._outbox.lost.discard(peer)
 
     def peer_lost(self, peer: int) -> None:
         """Drops all holds of a lost worker, and gives up all values that it owned."""
@@ -261,32 +267,25 @@ class References:
     # Messages from users.
 
     def _on_hold(self, sender: int, message: Hold) -> None:
-        self._check(message.reference.owner == self._worker, sender, message)
         self._owned.hold(sender, message)
         # Only now: the hold must keep the value alive before the handover ends.
         self._close_handover(sender, message.token)
 
     def _on_drop(self, sender: int, message: Drop) -> None:
-        self._check(message.reference.owner == self._worker, sender, message)
         self._owned.drop(sender, message)
 
     def _on_not_created(self, sender: int, message: NotCreated) -> None:
-        is_theirs = message.reference.creator == sender
-        self._check(is_theirs and message.reference.owner == self._worker, sender, message)
         self._owned.not_created(sender, message)
 
     # Messages from owners.
 
     def _on_hold_ack(self, sender: int, message: HoldAck) -> None:
-        self._check(message.reference.owner == sender, sender, message)
         self._held.hold_ack(message)
 
     def _on_gone(self, sender: int, message: Gone) -> None:
-        self._check(message.reference.owner == sender, sender, message)
         self._held.gone(message)
 
     def _on_drop_ack(self, sender: int, message: DropAck) -> None:
-        self._check(message.reference.owner == sender, sender, message)
         self._held.drop_ack(message)
 
     # Messages about handovers.
@@ -303,7 +302,3 @@ class References:
         # received it was interrupted.
         if self._handovers.is_new(sender, message.token) or self._is_closed:
             self._held.handed(sender, message.token)
-
-    def _check(self, is_allowed: bool, sender: int, message: Message) -> None:
-        if not is_allowed:
-            raise ProtocolError(f"worker {sender} has no say in {message} at {self._worker}")

@@ -19,7 +19,6 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import ServedCall
@@ -33,6 +32,7 @@ from torchweft.rpc.handles import Handle
 from torchweft.runtime import device_streams
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.functions import resolve
+from torchweft.wire.messages import NO_GRAD
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from torchweft.agent.peers import Peer
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.ids import ReferenceId
 from torchweft.rpc.batching.queue import BatchQueue
 from torchweft.rpc.calls import CALL_METHOD
@@ -23,6 +22,7 @@ from torchweft.serialize.values import encode
 from torchweft.wire.frames import HEADER_BYTES, Frame
 from torchweft.wire.messages import (
     NO_CREATION,
+    NO_GRAD,
     POSITIONAL,
     REMAINING_BYTES,
     Kind,

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id, set_current_id
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.rpc.batching import stacking
 from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs, shared_outputs
 from torchweft.rpc.batching.stacking import Parts, named, put_together
@@ -19,6 +18,7 @@ from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.serialize.inline import decode_stacked
 from torchweft.serialize.objects import Packed
+from torchweft.wire.messages import NO_GRAD
 
 
 class Options(NamedTuple):

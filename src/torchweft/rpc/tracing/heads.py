@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchweft.autograd import codec
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import (
     CALL_HEAD_BYTES,
     CODES_BYTES,
     NO_CREATION,
+    NO_GRAD,
     PLAIN,
     REPLY_HEAD_BYTES,
     TABLES,

@@ -123,7 +123,7 @@ class Recorder:
     def _peer_lost(self, peer: Peer) -> None:
         recording = self._recording
         if recording is not None and recording.leader == peer.id:
-            self.forget(recording.trace)
+            self.forget(recording.trace, recording.leader)
 
     def _switch_on(self, recording: Recording) -> None:
         rows, note, number = recording.rows, recording.rows.note, recording.rows.number
@@ -157,14 +157,18 @@ class Recorder:
         if self._watcher is not None:
             self._watching.end(self._watcher)
 
-    def end(self, trace: int) -> dict[str, Any]:
+    def end(self, trace: int, leader: int) -> dict[str, Any]:
         """Stops noting; returns plain values about the recording, without its rows.
+
+        Args:
+            trace: The number of the trace.
+            leader: The worker that says so.
 
         Raises:
             ObserveError: The worker does not record that trace.
         """
         with self._lock:
-            recording = self._checked(trace)
+            recording = self._checked(trace, leader)
             if not recording.ended_s:
                 self._note_own_call(recording)
                 recording.counted = recording.links.counted()
@@ -196,28 +200,29 @@ class Recorder:
             "profiled_dropped": profiling.dropped,
         }
 
-    def take(self, trace: int, count: int) -> tuple[list[Row], list[Row]]:
+    def take(self, trace: int, leader: int, count: int) -> tuple[list[Row], list[Row]]:
         """Takes rows out of a recording that has ended, and events of ``torch.profiler``.
 
         When there is none left, the recording is over.
 
         Args:
             trace: The number of the trace.
+            leader: The worker that says so.
             count: How many of each to return at most.
         """
         with self._lock:
-            recording = self._checked(trace)
+            recording = self._checked(trace, leader)
             rows, profiling = recording.rows, recording.profiling
             taken, profiled = rows.take(count), profiling.take(count)
             if not (taken or profiled):
                 self._drop()
             return taken, profiled
 
-    def forget(self, trace: int) -> None:
-        """Ends a trace without its rows; nothing if the worker does not record it."""
+    def forget(self, trace: int, leader: int) -> None:
+        """Ends a trace without its rows; nothing if the worker records none of that leader."""
         with self._lock:
             recording = self._recording
-            if recording is None or recording.trace != trace:
+            if recording is None or (recording.trace, recording.leader) != (trace, leader):
                 return
             if not recording.ended_s:
                 self._switch_off(recording)
@@ -232,15 +237,15 @@ class Recorder:
         """Ends the trace under way, if any: the worker leaves its group."""
         recording = self._recording
         if recording is not None:
-            self.forget(recording.trace)
+            self.forget(recording.trace, recording.leader)
 
-    def _checked(self, trace: int) -> Recording:
+    def _checked(self, trace: int, leader: int) -> Recording:
         recording = self._recording
-        if recording is None or recording.trace != trace:
+        if recording is None or (recording.trace, recording.leader) != (trace, leader):
             name = self._agent.info.name
             raise ObserveError(
-                f"worker {name!r} does not record this trace: it joined after the begin, or the "
-                "trace was given up"
+                f"worker {name!r} does not record this trace: it joined after the begin, the trace "
+                "was given up, or another worker leads it"
             )
         return recording
 

@@ -43,25 +43,35 @@ def begin(trace: int, limit: int, profiles: bool) -> None:
 
 def _caller(agent: Agent) -> int:
     served = current_call.get()
-    return agent.me.id if served is None else int(served.peer.id)
+    # The leader calls them directly for its own worker, perhaps within a call that it serves.
+    is_asked = served is not None and served.function in _NAMES
+    return int(served.peer.id) if served is not None and is_asked else agent.me.id
 
 
 @remotely_callable
 def end(trace: int) -> dict[str, Any]:
     """Has this worker stop recording; returns what it says about the recording."""
     check_types(trace=(trace, int))
-    return current().slots[RECORDER].end(trace)
+    agent = current()
+    return agent.slots[RECORDER].end(trace, _caller(agent))
 
 
 @remotely_callable
 def take(trace: int) -> tuple[list[Row], list[Row]]:
     """Returns the next rows of a recording that has ended, and of ``torch.profiler``."""
     check_types(trace=(trace, int))
-    return current().slots[RECORDER].take(trace, BATCH)
+    agent = current()
+    return agent.slots[RECORDER].take(trace, _caller(agent), BATCH)
 
 
 @remotely_callable
 def forget(trace: int) -> None:
     """Has this worker stop recording, and drop the recording."""
     check_types(trace=(trace, int))
-    current().slots[RECORDER].forget(trace)
+    agent = current()
+    agent.slots[RECORDER].forget(trace, _caller(agent))
+
+
+_ASKED = (begin, end, take, forget)
+_NAMES = frozenset({*_ASKED, *(f"{__name__}:{each.__name__}".encode() for each in _ASKED)})
+"""What a call of another worker may have called."""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.tables import cases
 from tests.unit.protocol.calls.entries import Asked, Peer, Served, answer, has_outcome, request
-from torchweft.errors import CallCancelled, CallTimeout, NotInitialized, WorkerLost
+from torchweft.errors import CallCancelled, CallTimeout, NotInitialized, ProtocolError, WorkerLost
 from torchweft.protocol.calls import (
     CallClient,
     Complete,
@@ -43,11 +43,19 @@ def kept(client: CallClient[Asked], *args: Any, **kwargs: Any) -> Asked:
 
 def test_an_answer_ends_a_call_once(client: CallClient[Asked]) -> None:
     call, frame = sent(client), answer(1)
-    assert client.answered(frame) is call
+    assert client.answered(call.worker, frame) is call
     assert call.frame is frame
     assert has_outcome(call)
-    assert client.answered(answer(1)) is None
+    assert client.answered(call.worker, answer(1)) is None
     assert client.cancelled(call, CallCancelled("late")) == []
+
+
+def test_only_the_callee_answers_a_call(client: CallClient[Asked]) -> None:
+    call = sent(client)
+    with pytest.raises(ProtocolError, match="was made to another worker"):
+        client.answered(call.worker + 1, answer(call.number))
+    assert call.frame is None
+    assert client.answered(call.worker, answer(call.number)) is call
     assert client.expire(math.inf) == ([], math.inf)
     assert call.error is None
 
@@ -63,7 +71,7 @@ def test_a_call_whose_time_is_up_ends_and_its_callee_is_told(client: CallClient[
     ]
     assert isinstance(late.error, CallTimeout)
     assert next_s == 9.0
-    assert client.answered(answer(late.number)) is None
+    assert client.answered(late.worker, answer(late.number)) is None
     assert client.has(later.number)
 
 
@@ -266,7 +274,7 @@ def test_a_callee_is_told_again_that_was_told_before_the_request(client: CallCli
 def test_an_answered_call_needs_no_second_look(client: CallClient[Asked]) -> None:
     parent = Served(Peer())
     call = sent(client, parent=parent)
-    client.answered(answer(call.number))
+    client.answered(call.worker, answer(call.number))
     parent.cancel()
     assert client.opened(call, was_sent=True) == []
 
@@ -293,7 +301,7 @@ def test_a_loss_that_has_ended_the_call_is_not_raised(client: CallClient[Asked])
     assert client.worker_lost(1, lambda: error) == [Complete(call)]
     client.opened(call, was_sent=True, loss=lambda: error)
     answered = sent(client)
-    client.answered(answer(answered.number))
+    client.answered(answered.worker, answer(answered.number))
     assert client.opened(answered, was_sent=True, loss=lambda: error) == []
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.autograd.contexts import make_placeholders
-from torchweft.autograd.outside import NO_GRAD
 from torchweft.errors import AutogradError
 from torchweft.rpc.batching.decorator import batched
 from torchweft.rpc.batching.queue import LocalCall
 from torchweft.rpc.batching.running import Entry, Options, Runner
 from torchweft.rpc.batching.stacking import take_apart
+from torchweft.wire.messages import NO_GRAD
 
 
 class Caller:

@@ -1,0 +1,63 @@
+"""A strict worker between an honest worker and hostile ones: a short run, and holes to be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.fuzz import third_worker
+from tests.fuzz.strict.trio import STANDING, Trio
+from tests.thorough import examples
+from torchweft.agent import receiving
+from torchweft.autograd import contexts, engine
+from torchweft.protocol.calls import client
+from torchweft.protocol.references import machine
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
+FRAMES = 40_000
+"""With the seed below, the rarest hole takes a third of them."""
+
+
+def test_an_honest_worker_is_by_itself_as_it_is_compared_with() -> None:
+    trio = Trio(tuple)
+    try:
+        for number in range(5):
+            trio.round(number)
+        assert trio.standing() == STANDING
+    finally:
+        trio.close()
+
+
+def test_an_honest_worker_does_not_notice_hostile_members() -> None:
+    sent, refused = third_worker.attack("a test", examples(24_000))
+    assert sent > refused > 0
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _taken_from_anybody(calls: Any, worker: int, frame: Any) -> Any:
+    call = calls.pop(frame.id, None)
+    if call is not None:
+        call.frame = frame
+    return call
+
+
+HOLES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "anybody answers a call": (client.CallClient, "answered", _taken_from_anybody),
+    "anybody leads the end of the group": (receiving, "_check", _nothing),
+    "anybody speaks for users and owners": (machine, "check_reference_message", _nothing),
+    "anybody sends gradients": (engine, "check_gradients", _nothing),
+    "contexts can be guessed": (contexts.secrets, "randbits", lambda bits: 3),
+}
+
+
+@pytest.mark.parametrize("hole", HOLES)
+def test_a_hole_is_found(hole: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, name, instead = HOLES[hole]
+    monkeypatch.setattr(home, name, instead)
+    with pytest.raises(Exception, match=r".") as found:
+        third_worker.attack("a hole", FRAMES)
+    assert any("a hole" in note for note in found.value.__notes__), found

@@ -1,0 +1,132 @@
+"""Tests gates: they pass gradients on, wait in the right order, and disturb no other run."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from torchweft.autograd.gates import Opening, Probe, edges_behind, gates_of, put_last
+from torchweft.autograd.local_engine import gradients_at, run_from
+
+
+def leaf() -> Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+def run(openings: list[Opening], inputs: list[GradientEdge]) -> list[Tensor | None]:
+    try:
+        found = run_from(inputs, (), (), openings, (), retain_graph=True, create_graph=False)
+        return list(found)
+    finally:
+        for opening in openings:
+            opening.close()
+
+
+@pytest.mark.parametrize("modes", [torch.no_grad, torch.inference_mode, FakeTensorMode])
+def test_a_gate_is_made_in_any_mode(modes: type) -> None:
+    made = leaf() * 2
+    with modes():
+        gates = gates_of((made,))
+    (edge,) = edges_behind(gates)
+    assert (edge.node, edge.output_nr) == (made.grad_fn, 0)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_sparse_gradients_pass(is_sparse: bool) -> None:
+    """A sparse tensor has a gate of another kind."""
+    start = (torch.eye(3).to_sparse() if is_sparse else torch.eye(3)).requires_grad_()
+    (gate,) = gates_of((start * 2,))
+    gradient = torch.eye(3).to_sparse()
+    (found,) = run([Opening(gate, lambda: gradient)], list(edges_behind((gate,))))
+    assert found is not None
+    assert found.is_sparse == is_sparse
+    assert found.to_dense().tolist() == torch.eye(3).tolist()
+
+
+def test_an_undefined_gradient_has_the_nodes_behind_run() -> None:
+    seen: list[object] = []
+    start = leaf()
+    made = start * 2
+    assert made.grad_fn is not None
+    made.grad_fn.register_hook(lambda inner, outer: seen.append(outer))
+    (gate,) = gates_of((made,))
+    assert run([Opening(gate, lambda: None)], [get_gradient_edge(start)]) == [None]
+    assert seen == [(None,)]
+
+
+def test_gates_wait_last_whatever_threads_made_the_nodes() -> None:
+    order: list[str] = []
+
+    def noted(value: Tensor, name: str) -> Tensor:
+        made = value * 2
+        made.register_hook(lambda _: order.append(name))
+        return made
+
+    start = leaf()
+    for _ in range(50):
+        early = noted(start, "behind the first")
+    later: list[Tensor] = []
+    thread = threading.Thread(target=lambda: later.append(noted(noted(start, "free"), "root")))
+    thread.start()
+    thread.join()  # Its nodes have the lowest numbers.
+    second = noted(start, "behind the second")
+    first_gate, second_gate = gates_of((early, second))
+    gates = [(7, first_gate), (8, second_gate)]
+    nodes = [each.grad_fn for each in (early, second, *later)]
+    behind = [target for node in nodes if node for target, _ in node.next_functions]
+    nodes += [target for target in behind if target is not None]
+
+    def take(name: str) -> Tensor:
+        order.append(name)
+        return torch.ones(3)
+
+    openings = [
+        Opening(first_gate, lambda: take("first gate")),
+        Opening(second_gate, lambda: take("second gate")),
+    ]
+    put_last(gates, nodes)
+    try:
+        run_from(
+            [get_gradient_edge(start)],
+            [get_gradient_edge(later[0])],
+            [torch.ones(3)],
+            openings,
+            (),
+            retain_graph=False,
+            create_graph=False,
+        )
+    finally:
+        for opening in openings:
+            opening.close()
+    assert order == [
+        "root", "free", "second gate", "behind the second", "first gate", "behind the first",
+    ]  # fmt: skip
+
+
+def test_a_probe_sees_what_hooks_of_the_tensor_return() -> None:
+    start = leaf()
+    made = start * 2
+    made.register_hook(lambda gradient: gradient * 5)
+    seen: list[Tensor | None] = []
+    probe = Probe(made.grad_fn, seen.append)
+    root = (get_gradient_edge(made * 3),)
+    gradients_at([get_gradient_edge(made)], root, (torch.ones(3),), retain_graph=True)
+    probe.close()
+    gradients_at([get_gradient_edge(made)], root, (torch.ones(3),), retain_graph=True)
+    assert [each.tolist() for each in seen if each is not None] == [[15.0] * 3]
+
+
+def test_another_run_passes_a_gate_by() -> None:
+    start = leaf()
+    (gate,) = gates_of((start * 2,))
+    opening = Opening(gate, lambda: torch.full((3,), 7.0))
+    root = (GradientEdge(gate, 0),)
+    (found,) = gradients_at([get_gradient_edge(start)], root, (torch.ones(3),), retain_graph=True)
+    assert found is not None
+    assert found.tolist() == [2.0] * 3
+    assert run([opening], [get_gradient_edge(start)])[0].tolist() == [14.0] * 3  # type: ignore[union-attr]
