@@ -177,7 +177,7 @@ format: $(VENV)/.installed-dev
 # Cheapest first. Tries more seeds and examples than `make test` alone, see tests/thorough.py.
 .PHONY: check
 check: export WEFT_TEST_SHARE := 10
-check: lint types layers test test-plain sanitize end-to-end docs
+check: lint types layers test test-plain sanitize end-to-end gate docs
 	@echo "all checks passed"
 
 .PHONY: lint

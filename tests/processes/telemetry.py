@@ -45,6 +45,15 @@ class Collected:
 COLLECTED: Slot[Collected] = Slot(Collected)
 
 
+def count_calls() -> None:
+    """Has this worker count its calls, as if it was observed."""
+    current_node().observed.counting.extend(3600.0)
+
+
+def stop_counting() -> None:
+    current_node().observed.counting.stop()
+
+
 def here() -> Collected:
     return current().slots[COLLECTED]
 

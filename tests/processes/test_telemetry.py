@@ -18,7 +18,6 @@ from opentelemetry import context as contexts
 import torchweft
 from tests.processes import functions, telemetry
 from tests.processes.conftest import options
-from tests.processes.counting import count_calls, stop_counting
 from tests.processes.telemetry import (
     CLIENT,
     INTERNAL,
@@ -27,6 +26,7 @@ from tests.processes.telemetry import (
     WORKERS,
     Seen,
     alone,
+    count_calls,
     baggage_here,
     counted,
     fail,
@@ -43,6 +43,7 @@ from tests.processes.telemetry import (
     spanned,
     through,
     values,
+    stop_counting,
 )
 from torchweft import mapreduce, observe, rpc
 from torchweft.autograd import backward, context

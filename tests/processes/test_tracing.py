@@ -16,8 +16,8 @@ import torch
 
 import torchweft
 from tests.processes.conftest import options
-from tests.processes.counting import count_calls, stop_counting
 from tests.processes.functions import wait_until
+from tests.processes.telemetry import count_calls, stop_counting
 from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc
 from torchweft.agent.calls import PendingCall
