@@ -67,7 +67,7 @@ def spans() -> observe.spans:
 def watch(mode: str) -> None:
     """Has this worker watched in one way from now on."""
     node = current_node()
-    node.agent.slots[RECORDER].forget(_TRACE)
+    node.agent.slots[RECORDER].forget(_TRACE, node.agent.me.id)
     if HAS_SPANS:
         spans().stop()
         if mode == SPANS:
