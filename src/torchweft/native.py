@@ -7,6 +7,7 @@ few times less time; the one in Python is written to be read.
 
 from __future__ import annotations
 
+import importlib
 import types
 
 import torch
@@ -35,10 +36,10 @@ def _load() -> tuple[types.ModuleType | None, str]:
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
         return None, f"torch {torch.__version__} has no table of DLPack functions; 2.10 has"
     try:
-        from torchweft import _native
+        module = importlib.import_module("torchweft._native")
     except ImportError as error:
         return None, f"it was not built, as there was no C compiler at installation ({error})"
-    return _native, "it was built for this Python, and torch offers its tensors"
+    return module, "it was built for this Python, and torch offers its tensors"
 
 
 native, reason = _find()

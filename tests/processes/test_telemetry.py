@@ -26,8 +26,8 @@ from tests.processes.telemetry import (
     WORKERS,
     Seen,
     alone,
-    count_calls,
     baggage_here,
+    count_calls,
     counted,
     fail,
     failing,
@@ -41,9 +41,9 @@ from tests.processes.telemetry import (
     numbers,
     slow_box,
     spanned,
+    stop_counting,
     through,
     values,
-    stop_counting,
 )
 from torchweft import mapreduce, observe, rpc
 from torchweft.autograd import backward, context
