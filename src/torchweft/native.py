@@ -8,16 +8,62 @@ few times less time; the one in Python is written to be read.
 from __future__ import annotations
 
 import importlib
-import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.free_threading import IS_FREE_THREADED
+from torchweft.ids import ReferenceId
+
+Buffer = bytes | bytearray | memoryview
 
 
-def _find() -> tuple[types.ModuleType | None, str]:
+class Native(Protocol):
+    """The functions of ``torchweft._native``; those of the plain twin say what they do."""
+
+    def set_dtypes(self, dtypes: Sequence[tuple[int, int, int, bool, bool]], /) -> None:
+        """Takes the dtypes of ``serialize.inline``; called once."""
+
+    def set_value_parts(
+        self, rebuild: Callable[..., Any], reference_type: type[ReferenceId], /
+    ) -> None:
+        """Takes what ``serialize.values`` makes in Python; called once."""
+
+    def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
+        """Does as ``inline.encode``; None for tensors that it leaves to the plain twin."""
+
+    def decode_tensors(
+        self, data: Buffer, position: int, /
+    ) -> tuple[list[Tensor], list[int]] | None:
+        """Does as ``inline.decode``; None for tensors that it leaves to the plain twin."""
+
+    def encode_values(
+        self,
+        value: object,
+        tensors: list[Tensor],
+        name_of: Callable[[Any], bytes | None],
+        home_of: Callable[[Any], ReferenceId | None],
+        /,
+    ) -> bytes | None:
+        """Does as ``values.encode``."""
+
+    def decode_values(
+        self,
+        data: Buffer,
+        tensors: Sequence[Tensor],
+        externals: Sequence[object],
+        resolve: Callable[[bytes], Any],
+        come_home: Callable[[ReferenceId], Any],
+        /,
+    ) -> Any:
+        """Does as ``values.decode`` without a limit."""
+
+
+def _find() -> tuple[Native | None, str]:
     """Returns the module in C, if it is to be used, and why this twin was chosen."""
     setting, variable = knobs.NATIVE.get(), knobs.NATIVE.variable
     if setting not in ("auto", "0", "1"):
@@ -30,7 +76,7 @@ def _find() -> tuple[types.ModuleType | None, str]:
     return module, reason
 
 
-def _load() -> tuple[types.ModuleType | None, str]:
+def _load() -> tuple[Native | None, str]:
     if IS_FREE_THREADED:
         return None, "it relies on the interpreter lock, and this Python is free-threaded"
     if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
@@ -39,7 +85,7 @@ def _load() -> tuple[types.ModuleType | None, str]:
         module = importlib.import_module("torchweft._native")
     except ImportError as error:
         return None, f"it was not built, as there was no C compiler at installation ({error})"
-    return module, "it was built for this Python, and torch offers its tensors"
+    return cast(Native, module), "it was built for this Python, and torch offers its tensors"
 
 
 native, reason = _find()

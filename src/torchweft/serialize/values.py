@@ -233,14 +233,15 @@ class Encoder:
     def _add_dictionary(self, value: dict[Any, Any]) -> None:
         if self._is_again(value):
             return
-        is_ordered = type(value) is OrderedDict
-        if is_ordered:
+        tag = DICTIONARY
+        if isinstance(value, OrderedDict):
+            tag = ORDERED
             self._check_attributes(value)
-        self._parts.append(_counted(ORDERED if is_ordered else DICTIONARY, len(value)))
+        self._parts.append(_counted(tag, len(value)))
         for key, each in value.items():
             self._add(key)
             self._add(each)
-        if is_ordered:
+        if tag == ORDERED:
             self._add(dict(vars(value)))
 
     def _check_attributes(self, value: OrderedDict[Any, Any]) -> None:
