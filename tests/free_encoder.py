@@ -9,7 +9,7 @@ from torch import Tensor
 from torchweft.rpc import RRef
 from torchweft.serialize import values as tags
 from torchweft.serialize.objects import Packed
-from torchweft.serialize.values import StrictEncoder
+from torchweft.serialize.values import Encoder
 
 
 class Made(NamedTuple):
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
     keys: list[Any]
 
 
-class FreeEncoder(StrictEncoder):
+class FreeEncoder(Encoder):
     """Encodes what an honest encoder does, and the values above, without checks."""
 
     def __init__(self) -> None:

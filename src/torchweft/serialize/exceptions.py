@@ -104,7 +104,7 @@ def pack_error(
 
 
 def _dump(content: object, is_plain: bool) -> bytes:
-    return values.StrictEncoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
+    return values.Encoder(True, ()).encode(content) if is_plain else pickle.dumps(content, 5)
 
 
 def _load(content: bytes | bytearray | memoryview) -> Any:

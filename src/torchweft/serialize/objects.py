@@ -153,7 +153,7 @@ def pack_plain(value: object, *, main_by_name: bool, codes: object = None) -> Pa
     """
     if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
         return packed
-    encoder = values.StrictEncoder(main_by_name, _external_types)
+    encoder = values.Encoder(main_by_name, _external_types)
     try:
         payload = encoder.encode(value)
     except Exception as error:
@@ -546,7 +546,7 @@ def _why_not(
 
 def _why_not_a_value(part: object, main_by_name: bool) -> Exception | None:
     try:
-        values.StrictEncoder(main_by_name, _external_types).encode(part)
+        values.Encoder(main_by_name, _external_types).encode(part)
     except Exception as error:
         return error
     return None

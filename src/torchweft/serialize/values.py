@@ -2,7 +2,7 @@
 
 The payload of a message is such a value, or a pickle. Its first byte says which: every pickle
 begins with 0x80. ``encode`` writes exact types of Python and their containers; everything else goes
-by pickle. A strict worker reads no pickles: for it the ``StrictEncoder`` writes every value in this
+by pickle. A strict worker reads no pickles: for it the ``Encoder`` writes every value in this
 format. ``encode`` and ``decode`` have a twin in C, which makes the same bytes. No class defines how
 it is read, and a NAME is looked up by the rules of the worker, as for a call. Tensors and
 references stay outside, as they do for a pickle, and a number replaces each. Tensors are dense; a
@@ -130,7 +130,7 @@ _REPEATED_BYTES = 32
 """A longer text that comes twice is left to pickle, which writes it once."""
 
 
-class Encoder:
+class ExactEncoder:
     """Encodes one value for a worker that also reads pickles.
 
     It takes exact types only. Two places that hold the same tuple, set or long text go by pickle:
@@ -293,7 +293,7 @@ class Encoder:
         self._parts.append(NUMBER.pack(tag, number))
 
 
-class StrictEncoder(Encoder):
+class Encoder(ExactEncoder):
     """Encodes one value for a strict worker, and keeps the objects that stay outside the payload.
 
     Args:
@@ -421,19 +421,19 @@ _SEQUENCES: dict[type, int] = {
     set: SET,
     frozenset: FROZENSET,
 }
-_ADDERS: dict[type, Callable[[Encoder, Any], None]] = {
-    type(None): Encoder._add_constant,
-    bool: Encoder._add_constant,
-    int: Encoder._add_integer,
-    float: Encoder._add_float,
-    complex: Encoder._add_complex,
-    str: Encoder._add_text,
-    bytes: Encoder._add_bytes,
-    **dict.fromkeys(_SEQUENCES, Encoder._add_sequence),
-    dict: Encoder._add_dictionary,
-    OrderedDict: Encoder._add_dictionary,
-    torch.Size: Encoder._add_size,
-    **dict.fromkeys(_TORCH_TYPES, Encoder._add_torch),
+_ADDERS: dict[type, Callable[[ExactEncoder, Any], None]] = {
+    type(None): ExactEncoder._add_constant,
+    bool: ExactEncoder._add_constant,
+    int: ExactEncoder._add_integer,
+    float: ExactEncoder._add_float,
+    complex: ExactEncoder._add_complex,
+    str: ExactEncoder._add_text,
+    bytes: ExactEncoder._add_bytes,
+    **dict.fromkeys(_SEQUENCES, ExactEncoder._add_sequence),
+    dict: ExactEncoder._add_dictionary,
+    OrderedDict: ExactEncoder._add_dictionary,
+    torch.Size: ExactEncoder._add_size,
+    **dict.fromkeys(_TORCH_TYPES, ExactEncoder._add_torch),
 }
 
 
@@ -447,14 +447,14 @@ def encode(
 
     Args:
         value: The value.
-        tensors: An empty list, which gets the tensors as ``Encoder`` says; useless after None.
+        tensors: An empty list, which gets the tensors as ``ExactEncoder`` says; useless after None.
         main_by_name: Whether the receiver runs the same main program.
-        home_of: As for ``Encoder``.
+        home_of: As for ``ExactEncoder``.
     """
     if native is not None:
         return native.encode_values(value, tensors, _NAME_OF[main_by_name], home_of)
     try:
-        return Encoder(tensors, main_by_name, home_of).encode(value)
+        return ExactEncoder(tensors, main_by_name, home_of).encode(value)
     except Beyond:
         return None
 

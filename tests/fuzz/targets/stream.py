@@ -181,7 +181,7 @@ def seeds() -> list[bytes]:
     given = (torch.ones(2), "text", torch.ones(2, 3, requires_grad=True).t(), None, 2.5, len)
     tensors: list[torch.Tensor] = []
     simple = values.encode(given, tensors, True)
-    encoder = values.StrictEncoder(True, ())
+    encoder = values.Encoder(True, ())
     payload = encoder.encode(([given[0], {"key": 1}], {"a": given[2]}))
     inlined = inline.encode(tensors)
     assert simple is not None

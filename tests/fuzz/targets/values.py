@@ -15,7 +15,7 @@ from tests.marked import names_of
 from torchweft.errors import SerializationError, WeftError
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.serialize.registry import rebuilds_plain
-from torchweft.serialize.values import StrictEncoder, decode, encode
+from torchweft.serialize.values import Encoder, decode, encode
 
 warnings.filterwarnings("ignore", "Sparse")
 
@@ -62,8 +62,8 @@ def _home_of(value: object) -> ReferenceId | None:
     return value.id if isinstance(value, _Home) else None
 
 
-def _encoder() -> StrictEncoder:
-    return StrictEncoder(True, (_Reference,))
+def _encoder() -> Encoder:
+    return Encoder(True, (_Reference,))
 
 
 def run(data: bytes) -> Exception | None:

@@ -569,7 +569,7 @@ def test_values_come_back_as_by_the_encoder_for_strict_workers(given: Any) -> No
         arrived = values.decode(payload, tensors, ())
         assert arrived == given
         assert typed(arrived) == typed(given)
-        assert payload == values.StrictEncoder(True, ()).encode(given)
+        assert payload == values.Encoder(True, ()).encode(given)
 
 
 def has_repeated(given: Any) -> bool:
@@ -591,7 +591,7 @@ def has_repeated(given: Any) -> bool:
 @given(st.lists(VALUES | NESTED, max_size=5).map(tuple))
 def test_values_of_other_kinds_are_left_to_the_other_encoder(given: Any) -> None:
     payload, _ = encoded(given)
-    strict = values.StrictEncoder(True, ()).encode(given)
+    strict = values.Encoder(True, ()).encode(given)
     assert payload in (None, strict)
     assert values.decode(strict, (), ()) == given
 
