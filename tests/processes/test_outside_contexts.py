@@ -192,6 +192,26 @@ def test_a_loop_that_never_calls_backward_keeps_nothing() -> None:
     assert_close(x.grad, 2 * W)
 
 
+def test_an_open_context_keeps_no_graph_of_other_calls() -> None:
+    x = mine()
+    others = [rpc.rpc_sync(FIRST, functions.layer, (x * 2,)) for _ in range(3)]
+    with context() as context_id:
+        loss = rpc.rpc_sync(FIRST, functions.layer, (x * 1,)).sum()
+        backward(context_id, [loss])
+        kept = others.pop()
+        del others
+        deadline_s = time.monotonic() + LIMIT_S
+        # The pass at the other worker has seen the graphs of all results, and is not over.
+        while (left := (functions.recorded(), rpc.rpc_sync(FIRST, functions.recorded))) != (
+            (1, 1),
+            (1, 1),
+        ):
+            assert time.monotonic() < deadline_s, left
+            time.sleep(0.01)
+        backward(context_id, [kept.sum()])
+        assert_close(get_gradients(context_id)[x], 3 * W)
+
+
 def test_what_needs_no_gradient_is_not_recorded() -> None:
     with torch.no_grad():
         kept = [rpc.rpc_sync(FIRST, functions.layer, (mine() * 2,))]

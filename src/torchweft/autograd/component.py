@@ -130,6 +130,11 @@ class Component:
         """Whether gradients of some send have come."""
         return bool(self._given)
 
+    @property
+    def has_more_to_run(self) -> bool:
+        """Whether gradients of some send have come, or are being awaited in a run."""
+        return not self.is_finished and (self.is_in_gates or bool(self._given))
+
     def note(self, progress: Progress) -> dict[Node, ReceiveRecord]:
         """Notes the sends walked from since the last call; returns the placeholders they reach."""
         news, self._news = self._news, []

@@ -43,7 +43,7 @@ from torchweft.autograd.listening import Listener
 from torchweft.autograd.local_engine import OF_TORCH, operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
-from torchweft.autograd.pass_state import LOST, LedPassState, PassState
+from torchweft.autograd.pass_state import LOST, LedPassState, PassState, Unreachable
 from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
@@ -564,6 +564,10 @@ class Engine:
         if item is LOST:
             return state.worker_lost(peer)
         message: Any = item
+        if type(item) is Unreachable:
+            if state.local is not None:
+                state.local.forget(item.message_ids)
+            return []
         if type(item) is Frame:
             name, message = self.envelopes.open(peer, item)
             if state.name is None:
@@ -690,6 +694,22 @@ class Engine:
 
     def _drop_sends(self, worker: int, message_ids: Sequence[int]) -> None:
         self.outside.drop_sends(message_ids, worker)
+        self._forget(message_ids)
+
+    def _forget(self, message_ids: Sequence[int]) -> None:
+        """Has parts of passes let go of the graphs behind messages whose records were dropped.
+
+        A part lasts as long as its context: whoever keeps that open would keep graphs of others.
+        """
+        with self._lock:
+            states = list(self._states.values())
+        me = self._agent.me
+        for state in states:
+            local = state.local  # A part without one has yet to look at the records.
+            if isinstance(state, LedPassState) or local is None:
+                continue
+            if local.may_keep(message_ids) and state.put((me, Unreachable(message_ids))):
+                self._agent.reactor.submit_task(self._take_items, state)
 
     def peer_lost(self, peer: Peer) -> None:
         """Tells all passes that a worker was lost; drops the graphs behind messages sent to it."""
@@ -698,7 +718,7 @@ class Engine:
         for state in states:
             if state.put((peer, LOST)):
                 self._agent.reactor.submit_task(self._take_items, state)
-        self.outside.worker_lost(peer.id)  # Freeing a graph may run any code.
+        self._forget(self.outside.worker_lost(peer.id))  # Freeing a graph may run any code.
         # Nobody else would release them. The tasks follow those of the passes that it took part in.
         for context_id in self.contexts.opened_by(peer.id):
             self._agent.reactor.submit_task(self._release_left, context_id)

@@ -21,7 +21,7 @@ from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
 from torchweft.autograd.gated_run import GatedRun, PassEnded
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
 from torchweft.autograd.local_engine import with_leaf_hooks
-from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.autograd.sharded import check_unsharded
 from torchweft.autograd.walk import (
@@ -178,6 +178,44 @@ class LocalPass:
             raise not_due(message_id)
         self._alone[message_id] = True
         self._due.append((message_id, reached, gradients, had_come is None))
+
+    def may_keep(self, message_ids: Iterable[int]) -> bool:
+        """Returns whether ``forget`` may have an effect. Any thread may call it."""
+        reached_of = self._reached_of  # None while a thread may be walking.
+        return reached_of is None or not reached_of.keys().isdisjoint(message_ids)
+
+    def forget(self, message_ids: Iterable[int]) -> None:
+        """Lets go of the graphs behind messages whose records outside of contexts were dropped.
+
+        Their receivers send no gradients for them any more. Components stay that other messages
+        still lead to, or that have yet to run gradients.
+        """
+        reached_of, graph = self._reached_of, self._graph
+        if reached_of is None or graph is None or self._averaging is not None:
+            return
+        found = [reached_of[each] for each in message_ids if each in reached_of]
+        ended = [each for each in found if self._has_ended(each)]
+        numbers = {send.message_id for reached in ended for send in reached.sends}
+        for number in numbers:
+            reached_of.pop(number, None)
+            component = self._component_of.pop(number, None)
+            self._touched.pop(id(component), None)
+            self._unfinished.pop(id(component), None)
+        graph.forget(numbers)
+        if isinstance(self._ends, Ends):
+            for reached in ended:
+                self._ends.forget(reached.receives)
+        self._node_of_leaf = None
+
+    def _has_ended(self, reached: Reached) -> bool:
+        numbers = [send.message_id for send in reached.sends]
+        component = self._component_of.get(numbers[0])
+        if component is not None and component.has_more_to_run:
+            return False
+        return self._outside is not None and not any(
+            number == ROOTS or self._outside.send(number) or self._context.send(number)
+            for number in numbers
+        )
 
     def settle(self) -> None:
         """Notes that all live messages have been announced."""

@@ -158,11 +158,12 @@ class OutsideRecords:
                 self._sends.pop(record.message_id, None)  # A number may come twice.
         # The graphs are freed here, outside the lock: that may run any code.
 
-    def worker_lost(self, worker: int) -> None:
-        """Drops the records of all messages sent to a worker."""
+    def worker_lost(self, worker: int) -> list[int]:
+        """Drops the records of all messages sent to a worker; returns their numbers."""
         with self._lock:
             ended = [each.message_id for each in self._sends.values() if each.to_worker == worker]
         self.drop_sends(ended, worker)
+        return ended
 
     def send(self, message_id: int) -> SendRecord | None:
         """Returns the record of a message that this worker sent."""
@@ -196,10 +197,10 @@ class OutsideRecords:
             receive_of: The receives of the context; may grow during the pass.
             on_reached: Called with the sender of each message that is reached in these records.
         """
-        return _Ends(self, receive_of, on_reached) if self._received else receive_of
+        return Ends(self, receive_of, on_reached) if self._received else receive_of
 
 
-class _Ends(Mapping[Node, Any]):
+class Ends(Mapping[Node, Any]):
     """The ends of walks in one pass; keeps the reached nodes alive for as long as it lives."""
 
     def __init__(
@@ -215,6 +216,7 @@ class _Ends(Mapping[Node, Any]):
         self._records: dict[int, ReceiveRecord] = {}
 
     def get(self, node: Node, default: Any = None) -> Any:
+        """Returns the record of a received message by a placeholder of it."""
         record = self._receive_of.get(node) or self._found.get(node)
         if record is not None:
             return record
@@ -243,6 +245,15 @@ class _Ends(Mapping[Node, Any]):
         record.nodes[place] = node
         self._found[node] = record
         return record
+
+    def forget(self, nodes: Iterable[Node]) -> None:
+        """Lets go of reached nodes, with all others of their messages."""
+        for node in nodes:
+            record = self._found.get(node)
+            if record is not None:
+                self._records.pop(record.message_id, None)
+                for each in record.nodes:
+                    self._found.pop(each, None)
 
     def __contains__(self, node: object) -> bool:
         return self.get(node) is not None  # type: ignore[arg-type]

@@ -6,8 +6,8 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple
 
 from torchweft.agent.peers import Peer
 from torchweft.autograd.codec import PassName
@@ -30,6 +30,13 @@ from torchweft.runtime.device_streams import Mark
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
+
+
+class Unreachable(NamedTuple):
+    """Inbox item for messages outside of contexts that have become unreachable."""
+
+    message_ids: Sequence[int]
+
 
 Item = tuple[Peer, object]
 

@@ -187,6 +187,13 @@ class SentGraph:
                     whole.receives.update(reached.receives)
         return self._reached_of
 
+    def forget(self, message_ids: Collection[int]) -> None:
+        """Lets go of all that walks from certain sends, a whole component, were first to visit."""
+        for node in [*self.nodes_of(message_ids)]:
+            del self._visitor[node]
+        for number in message_ids:
+            self._reached_of.pop(number, None)
+
     def nodes_of(self, message_ids: Collection[int]) -> Iterator[Node]:
         """Yields the nodes that walks from certain sends were the first to visit."""
         for node, number in self._visitor.items():

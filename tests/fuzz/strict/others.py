@@ -109,6 +109,22 @@ class Others:
             self._contexts[self.chance.randrange(2)] = scoped_id(opener, self._any(48))
         return self.chance.choice(self._makers)()
 
+    def call_with_tensor(self) -> bytes:
+        """Returns a call of its own, whose result is a tensor with a graph at the victim."""
+        message_id = (self._me << WORKER_SHIFT) | 1
+        name = _PROGRAM + b"identity"
+        inside = self._inside[1]
+        call = encode_call(
+            POSITIONAL, 30.0, NO_CREATION, 0, message_id, name, (), self._of_tensors, inside
+        )
+        return bytes(call)
+
+    def gradients_of(self, message_id: int, context_id: int, pass_id: int) -> bytes:
+        """Returns gradients of such a result, in a pass and a context that may be made up."""
+        name = PassName(context_id, pass_id, pass_id, PassMode(into_grad=True))
+        head = codec.encode_head(name, Gradients(message_id, (), None))
+        return _frame(Kind.GRADIENTS, name.mode.flags, pass_id, head + self._inside[0])
+
     # Numbers
 
     @property

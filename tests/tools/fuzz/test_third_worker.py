@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.fuzz import third_worker
-from tests.fuzz.strict.trio import STANDING, Trio
+from tests.fuzz.strict.others import Others
+from tests.fuzz.strict.trio import FIRST, HONEST, STANDING, Trio
 from tests.thorough import examples
 from torchweft.agent import receiving
 from torchweft.autograd import contexts, engine
+from torchweft.ids import scoped_id
 from torchweft.protocol.calls import client
 from torchweft.protocol.references import machine
 
@@ -33,6 +36,32 @@ def test_an_honest_worker_is_by_itself_as_it_is_compared_with() -> None:
 def test_an_honest_worker_does_not_notice_hostile_members() -> None:
     sent, refused = third_worker.attack("a test", examples(24_000))
     assert sent > refused > 0
+
+
+def test_a_made_up_pass_of_an_honest_worker_keeps_no_graph_of_it() -> None:
+    context_id, pass_id = scoped_id(HONEST, 1234567), scoped_id(HONEST, 99)
+    to_send = ["a call", "gradients"]
+
+    def attack() -> list[bytes]:
+        receivers = {
+            each.to_worker: each.message_id for each in victim.engine.outside._sends.values()
+        }
+        if to_send == ["a call", "gradients"]:
+            del to_send[0]
+            return [others.call_with_tensor()]
+        if to_send and {HONEST, FIRST} <= receivers.keys():
+            del to_send[0]
+            return [others.gradients_of(receivers[FIRST], context_id, pass_id)]
+        return []
+
+    trio = Trio(attack)
+    victim, others = trio.victim.worker, Others(random.Random(1), trio)
+    try:
+        trio.round(0)
+        assert not to_send
+        assert (pass_id, context_id) in victim.engine._states
+    finally:
+        trio.close()
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None: ...

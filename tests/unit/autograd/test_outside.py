@@ -18,6 +18,7 @@ from tests.unit.autograd.cluster import (
     expected_gradients,
 )
 from torchweft.autograd.contexts import Context, make_placeholders
+from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.outside import OutsideRecords
 
 
@@ -146,3 +147,51 @@ def test_a_worker_without_records_adds_nothing_to_a_walk() -> None:
     context = Context(9, 0)
     ends = OutsideRecords(0).ends_beside(context.receive_of, print)
     assert ends is context.receive_of
+
+
+def test_a_pass_lets_go_of_the_graphs_of_unreachable_messages() -> None:
+    records, context = OutsideRecords(0), Context(9, 0)
+    (first,), (second,) = (received(records, each, torch.ones(2)) for each in (101, 102))
+    leaf = torch.ones(2, requires_grad=True)
+    alone = records.record_send([first * leaf], 1)
+    shared = second * leaf
+    pair = [records.record_send([shared * each], 1) for each in (2, 3)]
+    used = records.record_send([leaf * 4], 2)
+    del first, second, shared
+    local = LocalPass(context, outside=records)
+    local.announce([used])
+    local.work()
+    records.drop_sends([alone, pair[0]], 1)
+    assert records.take_ended() == {}
+    local.forget([alone, pair[0]])
+    assert records.take_ended() == {1: [101]}
+    assert local.may_keep(pair)  # The other message of the pair leads to all of its graph.
+    records.drop_sends(pair, 1)
+    local.forget(pair)
+    assert records.take_ended() == {1: [102]}
+    assert not local.may_keep([alone, *pair])
+    local.arrive(used, [torch.ones(2)])
+    local.work()
+    assert context.get_gradients()[leaf].tolist() == [4.0, 4.0]
+
+
+def test_a_pass_keeps_the_graphs_of_gradients_that_have_come() -> None:
+    records, context = OutsideRecords(0), Context(9, 0)
+    (placeholder,) = received(records, 101, torch.ones(2))
+    shared = placeholder * 5
+    pair = [records.record_send([shared * each], 1) for each in (2, 3)]
+    del placeholder, shared
+    local = LocalPass(context, outside=records)
+    local.arrive(pair[0], [torch.ones(2)])
+    assert local.work()[0] == []
+    # The receiver has sent all that it will send: it never used the other message.
+    records.drop_sends(pair, 1)
+    local.forget(pair)
+    local.settle()
+    ((worker, message_id, (gradient,)),) = local.work()[0]
+    assert (worker, message_id) == (1, 101)
+    assert isinstance(gradient, Tensor)
+    assert gradient.tolist() == [10.0, 10.0]
+    local.forget(pair)
+    del gradient
+    assert records.take_ended() == {1: [101]}
