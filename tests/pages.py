@@ -19,6 +19,7 @@ _NAME = re.compile(r"# (\w+\.py)\n")
 _VARYING = re.compile(
     r"(?<=lost since )\d\d:\d\d:\d\d: [\w (]+\)?"  # Busy machines learn the reason too late.
     r"|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|(?<=SIGKILL )\([\w ,]+\)"
+    r"|(?<=step\()\d+(?=\))|(?<=autograd context )\d+"  # Numbers of contexts are random.
     r"|\b\d+(?:\.\d+)? s\b|\b(?:pid|process) \d+|/\S+/(?=\w+\.py)"
 )
 _OF_WORKER = re.compile(r"\[\w+\] ")

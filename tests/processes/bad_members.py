@@ -142,7 +142,7 @@ MEMBERS = [
     MemberRow(
         "has Weft's entry points for modules call methods of another object",
         _call(strange_members.use_entry_points),
-        "ArgumentTypeError",
+        "ArgumentTypeError, NotAllowed",
     ),
     MemberRow(
         "the same with a module that no RemoteModule made",

@@ -76,6 +76,7 @@ _moved: weakref.WeakSet[Moved] = weakref.WeakSet()
 _stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 """The optimizers that were looked at in a step."""
 _hooks: list[Any] = []
+"""The hook of all optimizers, once there is one. It stays: a step must not change its hooks."""
 
 
 def _watch() -> None:
@@ -86,11 +87,7 @@ def _watch() -> None:
 def _check(optimizer: Optimizer, *_: Any) -> None:
     """Raises at the first step of an optimizer whose parameters are trained elsewhere."""
     present = list(_moved)
-    if not present:
-        while _hooks:
-            _hooks.pop().remove()
-        return
-    if optimizer in _stepped:
+    if not present or optimizer in _stepped:
         return
     own = [
         each
