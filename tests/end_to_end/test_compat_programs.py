@@ -124,6 +124,11 @@ BY_DESIGN: dict[str, tuple[object, object]] = {
         {"kinds": _both("TypeError"), "says": []},
     ),
     "a_reference_is_an_rref": (False, True),
+    # The second one is the result of a call under torch.no_grad().
+    "without_a_context": (
+        [[True, True, True], [True, True, True]],
+        [[True, True, True], [False, True, True]],
+    ),
 }
 """Probes with two right answers: PyTorch's, and Weft's."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -25,6 +26,8 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.observe.metrics.serving import read, reader_of
+from torchweft.protocol.membership.joining import Admission, Steps
+from torchweft.rpc import bootstrap
 from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)
@@ -68,6 +71,22 @@ def group(warm: OpenWorkers, tmp_path: Path) -> Iterator[Group]:
 def join(name: str, rank: int, world_size: int | None, method: str) -> None:
     options = rpc.RpcBackendOptions(init_method=method, init_timeout=10.0, rpc_timeout=10.0)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+def join_unasked(name: str, rank: int, method: str) -> None:
+    """Joins as a hostile worker does: does not ask the worker whose name or rank it claims."""
+    honest = bootstrap.introduce
+
+    def introduce(admission: Admission) -> Steps[None]:
+        others = {
+            worker: each
+            for worker, each in admission.earlier.items()
+            if each.name != name and each.rank != rank
+        }
+        return honest(admission._replace(earlier=others))
+
+    bootstrap.introduce = introduce
+    join(name, rank, None, method)
 
 
 def names() -> list[tuple[str, int]]:
@@ -423,6 +442,34 @@ def test_a_name_or_rank_that_is_taken(group: Group, name: str, rank: int) -> Non
     group.join("e", 6)
     for each in "abe":
         assert group.do(each, names) == [("a", 0), ("b", 1), ("e", 6)]
+
+
+@pytest.mark.parametrize(("name", "rank"), [("a", 5), ("d", 0), ("a", 0)])
+def test_a_name_or_rank_is_claimed_from_others(group: Group, name: str, rank: int) -> None:
+    for number, each in enumerate("abc"):
+        group.join(each, number)
+    assert group.do("b", call, "a") == 4.0  # The others have no connection to it.
+    group.names.append("other")
+    with pytest.raises(DuplicateName, match=r"'[bc]' \(rank [12]\) knows another worker that is"):
+        group.do("other", join_unasked, name, rank, group._method)
+    for each in "abc":
+        assert group.do(each, names) == [("a", 0), ("b", 1), ("c", 2)]
+    assert group.do("b", call, "a") == group.do("c", call, "a") == 4.0
+
+
+def test_the_name_of_a_stopped_worker_is_claimed_from_one_with_a_link(group: Group) -> None:
+    group.join("a", 0)
+    group.join("b", 1)
+    assert group.do("b", call, "a") == 4.0
+    process = group.do("a", os.getpid)
+    group.names.append("other")
+    os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(DuplicateName, match="knows another worker that is there already"):
+            group.do("other", join_unasked, "a", 0, group._method)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert group.do("b", call, "a") == 4.0
 
 
 def test_a_closed_group_takes_nobody_in(group: Group) -> None:

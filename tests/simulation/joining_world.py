@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.timeline import Timeline
+from torchweft.errors import DuplicateName
 from torchweft.protocol.connecting.failures import Gone
 from torchweft.protocol.membership.joining import (
     Check,
@@ -98,6 +99,12 @@ class Life:
     def is_over(self) -> bool:
         """Whether its process has ended."""
         return not self.is_alive
+
+
+def has_living_namesake(roster: Roster[Life], registration: Registration) -> bool:
+    """Returns whether a former life answers whose name or rank a new life claims."""
+    known, former = roster.arrival(registration)
+    return known is None and any(each.is_alive and each.roster is not None for each in former)
 
 
 class Joiners:
@@ -246,7 +253,7 @@ class Joiners:
             target = next(each for each in self.lives if each.registration == other)
             if not request.is_namesake:
                 assert life.roster is not None
-                if life.roster.is_replaced(other):
+                if life.roster.is_replaced(other) or has_living_namesake(life.roster, other):
                     self.later(lambda n=number: answered(n, ConnectionError("replaced"), None))
                     continue
                 if life.roster.arrival(other)[0] is None:
@@ -267,6 +274,9 @@ class Joiners:
             target.kept.append(lambda: self._hear(target, newcomer, tell))
         else:
             try:
+                if has_living_namesake(target.roster, newcomer.registration):
+                    tell(None, DuplicateName("a namesake lives"))
+                    return
                 if target.roster.arrival(newcomer.registration)[0] is None:
                     target.roster.admit(newcomer, is_introduced=True)
             except Exception as error:

@@ -34,7 +34,7 @@ from torchweft.channel.choice import describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
 from torchweft.channel.page_locks import PageLocks
-from torchweft.errors import CallTimeout, NotInitialized, WeftError, WorkerLost
+from torchweft.errors import CallTimeout, DuplicateName, NotInitialized, WeftError, WorkerLost
 from torchweft.protocol.connecting import Patience
 from torchweft.protocol.connecting.actions import Failure
 from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable, failure_of
@@ -63,6 +63,8 @@ _LEAST_CLOSE_S = 0.5
 _MOST_UNUSED = 16
 """How many workers without a connection are taken to be there, in an open group."""
 _LOOK_LIMIT_S = 2.0
+_CLAIM_LIMIT_S = 0.25
+"""How long a worker is asked whose name or rank is claimed; less than the newcomer waits."""
 
 
 class Protection(NamedTuple):
@@ -300,13 +302,37 @@ class Agent:
         return None if peer is self.me else peer
 
     def take_up(self, registration: Registration, *, is_introduced: bool = True) -> Peer:
-        """Adds a worker of an open group, and declares former ones of its name or rank lost."""
+        """Adds a worker of an open group, and declares former ones of its name or rank lost.
+
+        Its word alone ends nobody: former ones are asked first, which may take some time.
+
+        Raises:
+            DuplicateName: A former one lives.
+            ProtocolError: The group is closed.
+        """
+        for former in self.members.claimed(registration):
+            if self._lives(former):
+                raise DuplicateName(f"worker {former.name!r} (rank {former.info.id}) lives")
         peer, others = self.members.join(registration, is_introduced=is_introduced)
         for former in others:
             self.lose(former, f"worker {peer.name!r} (rank {peer.info.id}) has taken its place")
         if is_introduced:
             self._look_at_one()
         return peer
+
+    def _lives(self, peer: Peer) -> bool:
+        """Whether a worker lives whose name or rank another one claims. Blocks for a moment.
+
+        One that accepts a connection and does not answer in time may be busy or stopped. With a
+        link to it, it is known to be there; without one, the newcomer is believed.
+        """
+        try:
+            self._connector.introduce(peer, _CLAIM_LIMIT_S)
+        except DuplicateName:
+            return True
+        except (OSError, WeftError) as error:
+            return failure_of(error) is Failure.BUSY and peer.is_linked
+        return True
 
     def _look_at_one(self) -> None:
         """Looks whether one of many workers without a connection is there, the least recent.

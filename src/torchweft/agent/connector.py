@@ -313,9 +313,11 @@ class Connector:
             try:
                 self._ask(handshake, Hello(Purpose.INTRODUCTION, peer.id))
             except Taken:
+                is_namesake = peer.name == self.me.name or peer.info.id == self.me.rank
+                where = "is" if is_namesake else "knows another worker that is"
                 raise DuplicateName(
                     f"worker name {self.me.name!r} or rank {self.me.rank} is not unique: "
-                    f"worker {peer.name!r} (rank {peer.info.id}) is there already"
+                    f"worker {peer.name!r} (rank {peer.info.id}) {where} there already"
                 ) from None
             connection.close()
 

@@ -122,6 +122,11 @@ class Peer:
         return self.lost is not None
 
     @property
+    def is_linked(self) -> bool:
+        """Whether there is a connection to the peer, which has not ended."""
+        return self.connecting.state is State.LINKED
+
+    @property
     def has_left(self) -> bool:
         """Whether the peer left an open group before it ended, so that its end is no loss."""
         return self.connecting.state is State.LEFT
@@ -301,6 +306,19 @@ class Members:
             self._tell(peer)
             self._roster.admit(peer, is_introduced=is_introduced)
         return peer, former
+
+    def claimed(self, registration: Registration) -> list[Peer]:
+        """Returns the workers that would be over if a worker of an open group were added.
+
+        Raises:
+            ProtocolError: The group is closed.
+            DuplicateName: It has the name or rank of this worker.
+        """
+        if self._roster.is_forgotten(registration.id):
+            return []
+        with self._lock:
+            _, former = self._roster.arrival(registration)
+        return [peer for peer in former if not peer.is_over]
 
     def _tell(self, peer: Peer) -> None:
         """Runs the callbacks of ``on_joined`` for a worker, before it can be found."""

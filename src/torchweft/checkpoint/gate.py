@@ -21,10 +21,13 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, WeftError
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, functions, rpc_async, rpc_sync
+from torchweft.rpc.current_call import caller, check_types
 from torchweft.rpc.futures import ignore_errors
 from torchweft.rpc.health import info_of
 
 _Waiting = torch.futures.Future[None]
+_Key = tuple[int, str]
+"""Names a step or a close: the id of its worker, and a token that this worker has chosen."""
 
 
 class StepGate:
@@ -93,11 +96,11 @@ class StepGate:
 
     @contextlib.contextmanager
     def _held(self, begin: Any, timeout: float) -> Iterator[None]:
-        owner, me = info_of(self.reference.id.owner), current().me.id
+        owner = info_of(self.reference.id.owner)
         token = secrets.token_hex(8)
         try:
             try:
-                rpc_sync(owner, begin, (self.reference, token, me), timeout=timeout)
+                rpc_sync(owner, begin, (self.reference, token), timeout=timeout)
             except CallTimeout as error:
                 raise self._explained(error, begin is _close) from error
             yield
@@ -136,16 +139,16 @@ class _Gate:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._steps: dict[str, int] = {}
-        self._closers: dict[str, int] = {}
-        self._entering: dict[str, tuple[int, _Waiting]] = {}
-        self._closing: dict[str, _Waiting] = {}
+        self._steps: set[_Key] = set()
+        self._closers: set[_Key] = set()
+        self._entering: dict[_Key, _Waiting] = {}
+        self._closing: dict[_Key, _Waiting] = {}
 
     def enter(self, token: str, who: int) -> _Waiting:
         """Begins a step once no closer holds or awaits the gate; returns a future of the begin."""
         waiting: _Waiting = torch.futures.Future()
         with self._lock:
-            self._entering[token] = who, waiting
+            self._entering[who, token] = waiting
         self._go_on()
         return waiting
 
@@ -153,31 +156,35 @@ class _Gate:
         """Closes the gate once no step is under way; returns a future of the close."""
         waiting: _Waiting = torch.futures.Future()
         with self._lock:
-            self._closers[token] = who
-            self._closing[token] = waiting
+            self._closers.add((who, token))
+            self._closing[who, token] = waiting
         self._go_on()
         return waiting
 
-    def end(self, token: str) -> None:
-        """Ends a step or a close, also one that still waits."""
+    def end(self, token: str, who: int) -> None:
+        """Ends a step or a close of a worker, also one that still waits."""
+        self._end((who, token))
+
+    def _end(self, key: _Key) -> None:
         with self._lock:
-            for table in (self._steps, self._closers, self._entering, self._closing):
-                table.pop(token, None)
+            self._steps.discard(key)
+            self._closers.discard(key)
+            self._entering.pop(key, None)
+            self._closing.pop(key, None)
         self._go_on()
 
     def inside(self) -> set[int]:
         """Returns the ids of the workers whose steps are under way."""
         with self._lock:
-            return set(self._steps.values())
+            return {who for who, _ in self._steps}
 
     def lost(self, worker: int) -> None:
         """Ends all steps and closes of a lost worker."""
         with self._lock:
-            begun = {**self._steps, **self._closers}
-            begun |= {token: who for token, (who, _) in self._entering.items()}
-        for token, who in begun.items():
-            if who == worker:
-                self.end(token)
+            begun = {*self._steps, *self._closers, *self._entering}
+        for key in begun:
+            if key[0] == worker:
+                self._end(key)
 
     def _go_on(self) -> None:
         """Completes all waiting steps and closes that may proceed."""
@@ -187,8 +194,8 @@ class _Gate:
                 if free:
                     self._closing.clear()
             else:
-                free = [waiting for _, waiting in self._entering.values()]
-                self._steps.update({token: who for token, (who, _) in self._entering.items()})
+                free = list(self._entering.values())
+                self._steps.update(self._entering)
                 self._entering.clear()
         # Outside the lock: a callback of a future may call the gate again.
         for waiting in free:
@@ -212,22 +219,28 @@ def _watch(agent: Agent, gate: _Gate) -> None:
 
 
 @functions.async_execution
-def _enter(gate: RRef[_Gate], token: str, who: int) -> _Waiting:
-    return gate.local_value().enter(token, who)
+def _enter(gate: RRef[_Gate], token: str) -> _Waiting:
+    return _held(gate).enter(token, caller().id)
 
 
 @functions.async_execution
-def _close(gate: RRef[_Gate], token: str, who: int) -> _Waiting:
-    return gate.local_value().close(token, who)
+def _close(gate: RRef[_Gate], token: str) -> _Waiting:
+    return _held(gate).close(token, caller().id)
 
 
 def _end(gate: RRef[_Gate], token: str) -> None:
-    gate.local_value().end(token)
+    _held(gate).end(token, caller().id)
 
 
 def _inside(gate: RRef[_Gate]) -> list[str]:
     peers = current().peers
-    return sorted(peers[worker].name for worker in gate.local_value().inside())
+    return sorted(peers[worker].name for worker in _held(gate).inside())
+
+
+def _held(reference: RRef[_Gate]) -> _Gate:
+    gate = reference.local_value()
+    check_types(gate=(gate, _Gate))
+    return gate
 
 
 CALLABLES = (_enter, _close, _end, _inside)

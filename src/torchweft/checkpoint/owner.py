@@ -27,6 +27,7 @@ from torchweft.checkpoint.reading import Found, Report, Source
 from torchweft.errors import CallTimeout, CheckpointError, WeftError, WorkerLost
 from torchweft.optim.owners import Failure, described, name_of
 from torchweft.rpc import functions, rpc_sync
+from torchweft.rpc.current_call import caller
 from torchweft.rpc.futures import fail
 from torchweft.rpc.ordered_futures import OrderedFuture
 
@@ -102,12 +103,13 @@ def _urgency(error: Exception) -> int:
 # Saving
 
 
-def capture(
-    ticket: str, driver: int, items: Places, optimizers: Places, with_random: bool
-) -> tuple[Any, ...]:
-    """Copies and holds this worker's part of a state; returns its description for the driver."""
+def capture(ticket: str, items: Places, optimizers: Places, with_random: bool) -> tuple[Any, ...]:
+    """Copies this worker's part of a state and holds it for the caller, the driver.
+
+    Returns its description.
+    """
     taken = parts.take(_owned(items, optimizers), with_random=with_random)
-    staged_parts().keep(ticket, driver, taken.content)
+    staged_parts().keep(ticket, caller(), taken.content)
     return taken.kinds, taken.described, taken.options
 
 
@@ -119,7 +121,7 @@ def write(
 
     That may take minutes, so it runs on a thread of its own while training continues.
     """
-    content = staged_parts().take_out(ticket)
+    content = staged_parts().take_out(ticket, caller())
     path = snapshots.part_path(directory, name, file)
 
     def work() -> tuple[int, str]:
@@ -131,8 +133,8 @@ def write(
 
 
 def drop(ticket: str) -> None:
-    """Drops a held part."""
-    staged_parts().drop(ticket)
+    """Drops a part that is held for the caller."""
+    staged_parts().drop(ticket, caller())
 
 
 def discard(ticket: str, directory: str, name: str, file: str) -> None:
@@ -159,7 +161,6 @@ def describe(items: Places, optimizers: Places) -> parts.Described:
 @functions.async_execution
 def prepare(
     ticket: str,
-    driver: int,
     items: Places,
     optimizers: Places,
     directory: str,
@@ -170,7 +171,7 @@ def prepare(
 
     The worker's state is not changed. Answers with the problems that prevent restoring.
     """
-    owned = _owned(items, optimizers)
+    owned, driver = _owned(items, optimizers), caller()
 
     def work() -> Report:
         ask_other = functools.partial(ask, directory, timeout_s)
@@ -198,7 +199,7 @@ def apply(
 ) -> None:
     """Puts the held entries in place."""
     owned = _owned(items, optimizers)
-    parts.put(owned, staged_parts().take_out(ticket), options, strict=strict)
+    parts.put(owned, staged_parts().take_out(ticket, caller()), options, strict=strict)
 
 
 def _owned(items: Places, optimizers: Places) -> Owned:

@@ -211,54 +211,57 @@ _MOST_GIVEN_UP = 1000
 
 
 class StagedParts:
-    """The parts that a worker holds for drivers, by ticket. Thread-safe.
+    """The parts that a worker holds for drivers, by the driver's id and its ticket. Thread-safe.
 
-    The parts of a lost driver are dropped: no other worker would ask for them. A driver may give a
-    part up while it is still being copied or read; such a part is not held when it is complete.
+    A ticket alone would be no proof: all owners of one snapshot are told it. The parts of a lost
+    driver are dropped: no other worker would ask for them. A driver may give a part up while it is
+    still being copied or read; such a part is not held when it is complete.
     """
 
     def __init__(self, agent: Agent) -> None:
         self._lock = threading.Lock()
-        self._parts: dict[str, tuple[int, Any]] = {}
-        self._given_up: deque[str] = deque(maxlen=_MOST_GIVEN_UP)
+        self._parts: dict[tuple[int, str], Any] = {}
+        self._given_up: deque[tuple[int, str]] = deque(maxlen=_MOST_GIVEN_UP)
         self._agent = agent
         agent.on_lost(self._drop_of)
 
     def __len__(self) -> int:
         return len(self._parts)
 
-    def keep(self, ticket: str, driver: int, part: Any) -> None:
-        """Holds a part for a driver, given by id, until the part is taken out or dropped."""
+    def keep(self, ticket: str, driver: Peer, part: Any) -> None:
+        """Holds a part for a driver until the part is taken out or dropped."""
+        key = driver.id, ticket
         with self._lock:
-            if ticket not in self._given_up and self._agent.peers[driver].lost is None:
-                self._parts[ticket] = driver, part
+            if key not in self._given_up and driver.lost is None:
+                self._parts[key] = part
 
-    def take_out(self, ticket: str) -> Any:
-        """Returns a part, and stops holding it.
+    def take_out(self, ticket: str, driver: Peer) -> Any:
+        """Returns a part of a driver, and stops holding it.
 
         Raises:
             CheckpointError: No part is held: the driver gave up, or was considered lost.
         """
         with self._lock:
-            found = self._parts.pop(ticket, None)
+            found = self._parts.pop((driver.id, ticket), None)
         if found is None:
             raise CheckpointError(
-                f"worker {current().info.name!r} holds nothing for this snapshot any more; the "
-                "driver has given it up, or was lost for a moment: begin again"
+                f"worker {current().info.name!r} holds nothing of this snapshot for worker "
+                f"{driver.name!r} any more; that driver has given it up, or was lost for a moment: "
+                "begin again"
             )
-        return found[1]
+        return found
 
-    def drop(self, ticket: str) -> None:
-        """Drops a part if it is held, and else when it is complete."""
+    def drop(self, ticket: str, driver: Peer) -> None:
+        """Drops a part of a driver if it is held, and else when it is complete."""
+        key = driver.id, ticket
         with self._lock:
-            if self._parts.pop(ticket, None) is None:
-                self._given_up.append(ticket)
+            if self._parts.pop(key, None) is None:
+                self._given_up.append(key)
 
     def _drop_of(self, driver: Peer) -> None:
         with self._lock:
-            lost = [ticket for ticket, (who, _) in self._parts.items() if who == driver.id]
-            for ticket in lost:
-                del self._parts[ticket]
+            for key in [key for key in self._parts if key[0] == driver.id]:
+                del self._parts[key]
 
 
 def staged_parts() -> StagedParts:

@@ -173,7 +173,6 @@ class Restoring:
         arguments = {
             worker: (
                 self._ticket,
-                self._me.id,
                 *self._places(worker),
                 self._snapshot.directory,
                 self._sources(worker, needs[worker]),

@@ -82,7 +82,7 @@ class Attempt:
         for optimizer in self._plan.optimizers.values():
             optimizer.tell_changes()
         remote = {
-            worker: (self._ticket, self._me.id, *places, worker in self._plan.random)
+            worker: (self._ticket, *places, worker in self._plan.random)
             for worker, places in self._plan.remote.items()
         }
         with_random = self._me.id in self._plan.random

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,9 +20,9 @@ from torchweft.embedding.rows import sum_rows
 from torchweft.embedding.sharing import Batch, Part, gathered, share
 from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import encode
-from torchweft.errors import WorkerLost
+from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions, get_worker_info
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.current_call import caller, check_caller, check_types
 
 _aggregators: Named[Aggregator] = Named("aggregates no", "all members have closed them")
 
@@ -58,13 +59,14 @@ class Aggregator:
         self, name: str, options: Options, group: int, begin: int, timeout_s: float
     ) -> None:
         self.options = options
-        self.uses = 0
-        """How many members have joined and not left."""
+        self.uses: Counter[int] = Counter()
+        """How often each member has joined and not left, by id."""
         self._name = name
         self._group = group
         self._timeout_s = timeout_s
-        self._members = options.groups[group]
-        self.steps: Steps[Lesson] = Steps(self._members, 0, self._members[0], begin)
+        self.members = options.groups[group]
+        """Names of the members."""
+        self.steps: Steps[Lesson] = Steps(self.members, 0, self.members[0], begin)
         self._servers = {each: get_worker_info(each) for each in options.layout.servers}
         self.changed = threading.Condition()
         """Held for all that follows; notified when rows have come."""
@@ -73,6 +75,19 @@ class Aggregator:
         self._uncounted: dict[str, list[int]] = {}
         self._futures: dict[tuple[int, int], torch.futures.Future[dict[str, int]]] = {}
         self._lost: WorkerLost | None = None
+
+    def check_member(self, member: int) -> None:
+        """Checks that the served call is of a member.
+
+        Raises:
+            NotAllowed: It is of another worker.
+            ConfigurationError: There is no such member.
+        """
+        check_types(member=(member, int))
+        if not 0 <= member < len(self.members):
+            raise ConfigurationError(f"member {member} of {len(self.members)} does not exist")
+        what = f"pull or push as member {member} of the group for tables {self._name!r}"
+        check_caller(self.members[member : member + 1], what)
 
     # Pulls
 
@@ -243,11 +258,11 @@ class Aggregator:
 
     def worker_lost(self, error: WorkerLost) -> None:
         """Fails the pushes that wait for a worker, if it is a member."""
-        if error.worker not in self._members:
+        if error.worker not in self.members:
             return
         with self.changed:
             self._lost = self._lost or error
-            due = self.steps.lose(self._members.index(error.worker))
+            due = self.steps.lose(self.members.index(error.worker))
         self._fail(due)
 
     def _fail(self, due: Due[Lesson]) -> None:
@@ -279,11 +294,17 @@ def join(
 ) -> tuple[RRef[Aggregator], list[int]]:
     """Returns the aggregator of a group, made if it does not exist, and the members' steps."""
     check_types(options=(options, Options), group=(group, int))
+    if not 0 <= group < len(options.groups):
+        raise ConfigurationError(f"group {group} of {len(options.groups)} does not exist")
+    what = f"join the group for tables {name!r}"
+    check_caller(options.groups[group], what)
+    who = caller().name
 
     def make() -> Aggregator:
         return Aggregator(name, options, group, begin, timeout_s)
 
-    found, _ = _aggregators.use(name, make, lambda _: True)
+    found, _ = _aggregators.use(name, make, lambda found: who in found.members)
+    check_caller(found.members, what)
     return RRef(found), [found.steps.step_of(each) for each in range(len(options.groups[group]))]
 
 
@@ -294,13 +315,17 @@ def leave(name: str) -> None:
 
 def pull(name: str, member: int, step: int, requests: Mapping[str, Any]) -> dict[str, Any]:
     """Returns rows and sums by server, as servers would."""
-    return _aggregators.find(name).pull(member, step, requests)
+    found = _aggregators.find(name)
+    found.check_member(member)
+    return found.pull(member, step, requests)
 
 
 @functions.async_execution
 def push(name: str, member: int, step: int, *given: Any) -> torch.futures.Future[dict[str, int]]:
     """Takes the gradients of a step; answered when the member may go on."""
-    return _aggregators.find(name).push(member, step, *given)
+    found = _aggregators.find(name)
+    found.check_member(member)
+    return found.push(member, step, *given)
 
 
 def missing(name: str) -> list[str]:

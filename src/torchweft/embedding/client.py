@@ -174,7 +174,7 @@ class Client:
     def start_pull(self, requests: Mapping[str, Any]) -> dict[str, Future[Any]]:
         """Sends a pull for a later step; servers do not count it."""
         # Not as a pull of this step: the server may see it after the push of the step.
-        return start_calls(host.pull, self._given(requests, -1), self.timeout_s)
+        return start_calls(host.pull, self._given(requests, host.NO_TRAINER), self.timeout_s)
 
     def _given(
         self, requests: Mapping[str, Any], trainer: int

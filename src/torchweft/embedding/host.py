@@ -7,7 +7,7 @@ import copy
 import functools
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +27,14 @@ from torchweft.embedding.steps import Due, Steps
 from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions
-from torchweft.rpc.current_call import check_types, serves_another_strictly
+from torchweft.rpc.current_call import check_caller, check_types, serves_another_strictly
 from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
 
 _hosts: Named[Host] = Named("has no", "they live as long as a worker has not closed them")
 
+NO_TRAINER = -1
+"""In place of a trainer: a pull that servers do not count."""
 Rows = tuple[int, Tensor]
 """A stack, and the rows to return."""
 Push = tuple[int, int, list[Part]]
@@ -121,8 +123,8 @@ class Host:
         self.steps: Steps[Lesson] = Steps(names, options.staleness, name)
         self._lock = threading.Lock()
         self.rule: Rule | None = None
-        self.uses = 0
-        """How many workers have made the collection and not closed it."""
+        self.uses: Counter[int] = Counter()
+        """How often each worker has made the collection and not closed it, by id."""
         self.marks: dict[str, Mark] = {}
         """By the mark of a snapshot whose rows these were: where they stood. The newest ones."""
         self._complete: deque[tuple[int, Sequence[Lesson]]] = deque()
@@ -153,10 +155,28 @@ class Host:
 
     # Trainers
 
+    def check_pusher(self, trainer: int, *, is_of_group: bool = False) -> None:
+        """Checks that the served call is of the worker that pulls and pushes as a trainer.
+
+        Args:
+            trainer: Number of the trainer, or of the group.
+            is_of_group: Whether the other workers of a group may call, too.
+
+        Raises:
+            NotAllowed: It is of another worker.
+            ConfigurationError: There is no such trainer.
+        """
+        check_types(trainer=(trainer, int))
+        pushers = self.options.pushers
+        if not 0 <= trainer < len(pushers):
+            raise ConfigurationError(f"trainer {trainer} of {len(pushers)} does not exist")
+        names = pushers[trainer] if is_of_group else pushers[trainer][:1]
+        check_caller(names, f"pull or push as trainer {trainer} of tables")
+
     def pull(self, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
         """Returns the version, and the rows or the sums of bags for each request."""
         with self.settled(), self._blaming_the_lost():
-            if trainer >= 0:
+            if trainer != NO_TRAINER:
                 self.steps.check_pull(trainer, step)
             found = []
             for stack, *wanted in _own(requests):
@@ -172,7 +192,7 @@ class Host:
         the positions of the rows that have changed since, and their values.
         """
         with self.settled(), self._blaming_the_lost():
-            if trainer >= 0:
+            if trainer != NO_TRAINER:
                 self.steps.check_pull(trainer, step)
             form = self.options.wire.pulled
             found: list[Any] = []
@@ -418,18 +438,26 @@ def set_rule(name: str, rule: Rule) -> None:
 
 def pull(name: str, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
     """Returns the version, and rows or sums of bags."""
-    return host_of(name).pull(trainer, step, requests)
+    host = host_of(name)
+    if trainer != NO_TRAINER:
+        host.check_pusher(trainer)
+    return host.pull(trainer, step, requests)
 
 
 def refresh(name: str, trainer: int, step: int, requests: Sequence[Any]) -> tuple[int, list[Any]]:
     """Returns the version, and what has changed of rows that were pulled before."""
-    return host_of(name).refresh(trainer, step, requests)
+    host = host_of(name)
+    if trainer != NO_TRAINER:
+        host.check_pusher(trainer, is_of_group=True)
+    return host.refresh(trainer, step, requests)
 
 
 @functions.async_execution
 def push(name: str, trainer: int, step: int, *given: Any) -> torch.futures.Future[int]:
     """Takes the gradients of a step; answered when the trainer may go on."""
-    return host_of(name).push(trainer, step, *given)
+    host = host_of(name)
+    host.check_pusher(trainer)
+    return host.push(trainer, step, *given)
 
 
 def missing(name: str) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import get_worker_info, on_worker_lost
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.current_call import caller, check_types
 
 
 class Listener(Protocol):
@@ -22,8 +23,8 @@ class Listener(Protocol):
 class Part(Listener, Protocol):
     """What a worker holds of a collection."""
 
-    uses: int
-    """How many workers use it."""
+    uses: Counter[int]
+    """How often each worker uses it, by id."""
 
 
 P = TypeVar("P", bound=Part)
@@ -48,7 +49,7 @@ class Named(Generic[P]):
     def use(self, name: str, make: Callable[[], P], fits: Callable[[P], bool]) -> tuple[P, bool]:
         """Returns the part of a name, made if there is none, and whether it fits its new user.
 
-        It is used once more if it fits; see ``release``.
+        The caller of the served call uses it once more if it fits; see ``release``.
         """
         check_types(name=(name, str))
         with self._lock:
@@ -57,18 +58,26 @@ class Named(Generic[P]):
                 part = self._parts[name] = make()
                 tell_losses(part)
             is_fit = fits(part)
-            part.uses += is_fit
+            if is_fit:
+                part.uses[caller().id] += 1
         return part, is_fit
 
     def release(self, name: str) -> None:
-        """Ends one use; after the last one, the name is free.
+        """Ends one use by the caller; after the last one of all workers, the name is free.
 
         Raises:
-            ConfigurationError: There is no part of this name.
+            ConfigurationError: There is no part of this name, or the caller does not use it.
         """
         with self._lock:
             part = self.find(name)
-            part.uses -= 1
+            user = caller()
+            if not part.uses[user.id]:
+                raise ConfigurationError(
+                    f"worker {user.name!r} does not use tables {name!r} on worker "
+                    f"{get_worker_info().name!r}, and cannot close them for the workers that do"
+                )
+            part.uses[user.id] -= 1
+            part.uses = +part.uses
             if not part.uses:
                 del self._parts[name]
 

@@ -22,7 +22,7 @@ from torchweft.embedding.rows import Part, summed
 from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.current_call import check_caller, check_types
 from torchweft.rpc.ordered_futures import OrderedFuture
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
@@ -89,8 +89,7 @@ def measure_rows(
         return [norm_of_mean([each], 1, norm_type) for _, each in sorted(parts.items())]
     me = list(trainers).index(get_worker_info().name)
     given = {
-        info: (key, me, tuple(trainers), norm_type, averages, parts.get(name, {}))
-        for name, info in servers.items()
+        info: (key, me, norm_type, averages, parts.get(name, {})) for name, info in servers.items()
     }
     try:
         answers = call_servers(measure, given, timeout_s)
@@ -129,7 +128,6 @@ _lock = threading.Lock()
 def measure(
     key: Key,
     trainer: int,
-    trainers: Sequence[str],
     norm_type: float,
     averages: bool,
     stacks: Stacks,
@@ -139,12 +137,17 @@ def measure(
     Raises:
         InputError: The gradients do not fit the rows of this server.
         ConfigurationError: It has no such tables, or there is no such trainer.
+        NotAllowed: The caller is not that trainer.
     """
     check_types(key=(key, tuple), trainer=(trainer, int), stacks=(stacks, dict))
-    check_types(trainers=(trainers, (tuple, list)), norm_type=(norm_type, (int, float)))
+    check_types(norm_type=(norm_type, (int, float)))
+    tables = host.host_of(key[0])
+    trainers = tables.options.trainers
     if not 0 <= trainer < len(trainers):
         raise ConfigurationError(f"trainer {trainer} of {len(trainers)} does not exist")
-    stacks = host.host_of(key[0]).checked(stacks)
+    what = f"measure gradients as trainer {trainer} of tables {key[0]!r}"
+    check_caller(trainers[trainer : trainer + 1], what)
+    stacks = tables.checked(stacks)
     future: OrderedFuture[Tensor] = OrderedFuture()
     with _lock:
         if key not in _rounds:

@@ -290,6 +290,31 @@ ENTRIES: dict[str, str] = {
     "torchweft.compat.rpc.references": "a value whose number the caller knows",
 }
 """By module, what the functions that every member may call can concern."""
+FUNCTIONS: dict[str, str] = {
+    "torchweft.embedding.host": "pulls, pushes and the end of a use of the caller itself; state "
+    "and rows of tables whose name it knows",
+    "torchweft.embedding.aggregator": "pulls, pushes and the end of a use of the caller itself, as "
+    "a member of the group",
+    "torchweft.embedding.occupied": "rows of tables whose name the caller knows",
+    "torchweft.embedding.saved": "state and rows of tables whose name the caller knows",
+    "torchweft.hybrid.clipping": "gradients of the caller itself, as a trainer of the tables",
+    "torchweft.hybrid.missing": "nothing: it tells how far this trainer is",
+    "torchweft.hybrid.remote": "nothing: it measures gradients of contexts whose numbers the "
+    "caller knows",
+    "torchweft.weights.inbox": "versions of the caller's own publishers, to subscribers that "
+    "follow them",
+    "torchweft.weights.publisher": "subscriptions and fetches of the caller itself, at a publisher "
+    "whose number it knows",
+    "torchweft.rl.observer": "an observer whose number the caller knows",
+    "torchweft.rl.replay": "a replay buffer whose number the caller knows",
+    "torchweft.rl.agent": "an agent whose number the caller knows: any environment of it",
+    "torchweft.checkpoint.owner": "parts that are held for the caller; files at paths that it "
+    "gives, and values whose numbers it knows",
+    "torchweft.checkpoint.gate": "steps and closes of the caller itself, at a gate whose number it "
+    "knows",
+}
+"""By module, what the functions that a program names for a strict worker, and the exposed methods
+of Weft's own classes, can concern."""
 PORTS = {
     "torchweft.pipeline.runner": "a pipe that the sender is a worker of: values of its own stages",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from torchweft.agent.current import current
@@ -83,6 +83,35 @@ def strict_caller() -> Peer | None:
 def serves_another_strictly() -> bool:
     """Returns whether this thread runs a call of another worker, on a strict worker."""
     return strict_caller() is not None
+
+
+def caller() -> Peer:
+    """Returns the worker whose call is served; this worker where no call is."""
+    served = current_call.get()
+    if served is None:
+        return current().me
+    found: Peer = served.peer
+    return found
+
+
+def check_caller(names: Sequence[str], what: str) -> None:
+    """Checks that a call comes from one of the workers that may make it.
+
+    Args:
+        names: Names of these workers.
+        what: What they alone may do, after "may not".
+
+    Raises:
+        NotAllowed: Another worker calls; names it, and those that may.
+    """
+    found, me = caller().name, current().me.name
+    if found not in names:
+        raise NotAllowed(
+            f"worker {found!r} may not {what} on worker {me!r}; that is for "
+            f"{', '.join(map(repr, names))} alone",
+            worker=me,
+            refused=what,
+        )
 
 
 def check_called(function: Any) -> None:

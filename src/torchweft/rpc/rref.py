@@ -210,7 +210,9 @@ class RRef(Handle, Generic[T]):
 _FINDS_TENSORS = getattr(getattr(torch._jit_internal, "_extract_tensors", None), "__code__", None)
 """The code of the function by which PyTorch pickles the result of a future, to find tensors."""
 
-_FOR_WEFT = frozenset("agent check_travels end_event from_created from_received id value_type".split())
+_FOR_WEFT = frozenset(
+    "agent check_travels end_event from_created from_received id value_type".split()
+)
 """Public for other modules of Weft; programs do not need them."""
 
 

@@ -8,11 +8,14 @@ from typing import Protocol
 
 from torchweft.free_threading import shared_count
 from torchweft.protocol.weights import Version
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.current_call import caller, check_types
 
 
 class Told(Protocol):
     """A subscriber that is told of versions."""
+
+    def follows(self, worker: int) -> bool:
+        """Returns whether it follows a publisher of a worker, by id, or asks to do so."""
 
     def announced(self, version: Version) -> None:
         """The publisher has a version. Does not block."""
@@ -38,11 +41,14 @@ def leave(key: int) -> None:
 
 
 def announce(key: int, version: Version) -> bool:
-    """Tells a subscriber of a version; returns whether there is such a subscriber."""
+    """Tells a subscriber of a version of the caller; returns whether it follows the caller.
+
+    A publisher that it follows no more has not been told yet: that is no error.
+    """
     check_types(key=(key, int), version=(version, Version))
     with _lock:
         subscriber = _told.get(key)
-    if subscriber is None:
+    if subscriber is None or not subscriber.follows(caller().id):
         return False
     subscriber.announced(version)
     return True

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from torchweft.agent.current import current
+from torchweft.agent.peers import Peer
 from torchweft.arguments import wrong_type
 from torchweft.channel.gpu_calls import GpuCalls
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
 from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async
-from torchweft.rpc.current_call import check_types
+from torchweft.rpc.current_call import caller, check_types
 from torchweft.rpc.futures import Future
 from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import delta, inbox
@@ -240,7 +241,7 @@ class Publisher:
             if is_there:
                 self._tell(subscription)
             else:
-                self.unsubscribe(subscription.worker, subscription.key)
+                self._forget(subscription.worker, subscription.key)
 
         try:
             with detached():
@@ -249,11 +250,15 @@ class Publisher:
                     subscription.worker, inbox.announce, args, timeout=_ANNOUNCE_S
                 )
         except Exception:  # It is lost, or this worker leaves.
-            self.unsubscribe(subscription.worker, subscription.key)
+            self._forget(subscription.worker, subscription.key)
             return
         future.add_done_callback(told)
 
-    # Called by subscribers
+    def _forget(self, worker: str, key: int) -> None:
+        with self._lock:
+            self._subscriptions.pop((worker, key), None)
+
+    # Called by subscribers: each speaks for its own worker
 
     @expose
     def get_version(self) -> int:
@@ -261,9 +266,10 @@ class Publisher:
         return self.version
 
     @expose
-    def subscribe(self, worker: str, key: int) -> Terms:
-        """Adds a subscriber."""
-        check_types(worker=(worker, str), key=(key, int))
+    def subscribe(self, key: int) -> Terms:
+        """Adds a subscriber of the caller."""
+        check_types(key=(key, int))
+        worker = caller().name
         with self._lock:
             for each in [each for each in self._subscriptions if _is_gone(each[0])]:
                 del self._subscriptions[each]  # Else only the next version would find out.
@@ -273,16 +279,15 @@ class Publisher:
         return Terms(self._layout, self._life, self._has_deltas, newest)
 
     @expose
-    def unsubscribe(self, worker: str, key: int) -> None:
-        """Removes a subscriber; does nothing if there is no such."""
-        with self._lock:
-            self._subscriptions.pop((worker, key), None)
+    def unsubscribe(self, key: int) -> None:
+        """Removes a subscriber of the caller; does nothing if there is no such."""
+        self._forget(caller().name, key)
 
     @expose
-    def fetch(self, worker: str, have: Version | None) -> Sent | None:
-        """Returns the newest version for a worker; None if there is none but the one it has."""
-        check_types(worker=(worker, str), have=(have, (Version, type(None))))
-        lends = _lends_to(worker)
+    def fetch(self, have: Version | None) -> Sent | None:
+        """Returns the newest version for the caller; None if there is none but the one it has."""
+        check_types(have=(have, (Version, type(None))))
+        lends = _lends_to(caller())
         with self._lock:
             newest = self._offers.newest
             is_shared = newest is not None and lends and self._kept[newest.number].is_shared
@@ -329,9 +334,8 @@ def _is_gone(worker: str) -> bool:
         return True
 
 
-def _lends_to(worker: str) -> bool:
+def _lends_to(peer: Peer) -> bool:
     """Whether a worker maps this worker's shared memory."""
-    peer = current().find(worker)
     return peer.is_self or peer.channels.lender is not None
 
 

@@ -116,6 +116,8 @@ class Subscriber(Closing):
         self._layout: Layout
         self._key = inbox.enter(self)
         self._publisher: RRef[Publisher] | None = None
+        self._asked = -1
+        """Id of the worker whose publisher was asked last."""
         self._finalize: weakref.finalize[..., Subscriber] | None = None
         self._subscribe(publisher, self._targets())
 
@@ -147,12 +149,14 @@ class Subscriber(Closing):
             # A publisher forgets a subscriber whose worker refuses to be told of versions.
             current_worker().reader.resolve(_ANNOUNCE)
         calls = reference.rpc_sync(timeout=self._timeout_s)
-        terms = calls.subscribe(self._worker, self._key)
+        # Before the call: an announcement may outrun its answer.
+        self._asked = reference.id.owner
+        terms = calls.subscribe(self._key)
         try:
             self._check(terms.layout, targets)
         except BaseException:
             if reference is not self._publisher:
-                ignore_errors(reference.rpc_async().unsubscribe(self._worker, self._key))
+                ignore_errors(reference.rpc_async().unsubscribe(self._key))
             raise
         with self._changed:
             if self._finalize is not None:
@@ -160,9 +164,7 @@ class Subscriber(Closing):
             forget = on_worker_lost(
                 functools.partial(_tell_loss, weakref.ref(self), reference.owner_name())
             )
-            self._finalize = weakref.finalize(
-                self, _end, self._agent, forget, reference, self._worker, self._key
-            )
+            self._finalize = weakref.finalize(self, _end, self._agent, forget, reference, self._key)
             self._finalize.atexit = False
             self._publisher = reference
             self._keeps_memory = terms.has_deltas
@@ -175,6 +177,11 @@ class Subscriber(Closing):
 
     def _check(self, layout: Layout, targets: dict[str, Tensor]) -> None:
         check_same(layout, targets, None, f"the subscriber's state on {self._worker!r}")
+
+    def follows(self, worker: int) -> bool:
+        """Returns whether this subscriber follows a publisher of a worker, or asks to do so."""
+        publisher = self._publisher
+        return worker == self._asked or (publisher is not None and publisher.id.owner == worker)
 
     def announced(self, version: Version) -> None:
         """The publisher has a version; called by its worker."""
@@ -212,7 +219,7 @@ class Subscriber(Closing):
             if self._is_closed or number != self._fetch_number:
                 return None
             have = self._following.have
-            self._call = publisher.rpc_async(self._timeout_s).fetch(self._worker, have)
+            self._call = publisher.rpc_async(self._timeout_s).fetch(have)
             return self._call
 
     def _arrived(self, number: int, sent: Sent | None) -> None:
@@ -422,15 +429,13 @@ def _tell_loss(of: weakref.ref[Subscriber], publisher: str, error: WorkerLost) -
         subscriber._publisher_lost(error)
 
 
-def _end(
-    agent: Agent, forget: Callable[[], None], publisher: RRef[Publisher], worker: str, key: int
-) -> None:
+def _end(agent: Agent, forget: Callable[[], None], publisher: RRef[Publisher], key: int) -> None:
     """Ends a subscription, as a task: a finalizer may run anywhere."""
 
     def end(_: object, __: object) -> None:
         forget()
         try:
-            ignore_errors(publisher.rpc_async().unsubscribe(worker, key))
+            ignore_errors(publisher.rpc_async().unsubscribe(key))
         except Exception:
             pass  # The publisher is lost, or this worker has left.
 

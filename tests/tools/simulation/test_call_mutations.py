@@ -33,7 +33,7 @@ Loss = Callable[[], BaseException] | None
 class AnswersEndNothing(CallClient[Asked]):
     """Leaves an answered call in the table, so that it ends again."""
 
-    def answered(self, frame: Frame) -> Asked | None:
+    def answered(self, worker: int, frame: Frame) -> Asked | None:
         return self._entries.get(frame.id)
 
 

@@ -18,12 +18,12 @@ def test_it_is_closed_when_the_last_step_has_ended_and_lets_nobody_through() -> 
     gate.enter("b", 2)
     closing = gate.close("c", 0)
     late = gate.enter("d", 1)
-    gate.end("a")
+    gate.end("a", 1)
     assert not closing.done()
-    gate.end("b")
+    gate.end("b", 2)
     assert closing.done()
     assert not late.done()
-    gate.end("c")
+    gate.end("c", 0)
     assert late.done()
     assert gate.inside() == {1}
 
@@ -33,9 +33,9 @@ def test_two_may_close_it_at_the_same_time() -> None:
     assert gate.close("a", 0).done()
     assert gate.close("b", 1).done()
     waiting = gate.enter("c", 2)
-    gate.end("a")
+    gate.end("a", 0)
     assert not waiting.done()
-    gate.end("b")
+    gate.end("b", 1)
     assert waiting.done()
 
 
@@ -44,15 +44,15 @@ def test_who_gives_up_waiting_leaves_nothing_behind() -> None:
     gate.enter("a", 1)
     closing = gate.close("b", 0)
     waiting = gate.enter("c", 2)
-    gate.end("b")
+    gate.end("b", 0)
     assert waiting.done()
-    gate.end("a")
-    gate.end("c")
+    gate.end("a", 1)
+    gate.end("c", 2)
     assert not closing.done()
     gate.close("d", 0)
     given_up = gate.enter("e", 1)
-    gate.end("e")
-    gate.end("d")
+    gate.end("e", 1)
+    gate.end("d", 0)
     assert not given_up.done()
     assert gate.inside() == set()
 
@@ -68,3 +68,17 @@ def test_a_lost_worker_has_ended_all_it_had_begun() -> None:
     gate.lost(0)
     assert waiting.done()
     assert gate.inside() == {2}
+
+
+def test_a_worker_ends_only_what_it_has_begun() -> None:
+    gate = _Gate()
+    gate.enter("a", 1)
+    closing = gate.close("b", 0)
+    gate.end("a", 2)
+    gate.end("b", 2)
+    gate.close("a", 2)
+    gate.end("a", 2)
+    assert gate.inside() == {1}
+    assert not closing.done()
+    gate.end("a", 1)
+    assert closing.done()

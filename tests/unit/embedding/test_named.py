@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -17,7 +18,7 @@ class Shards:
     """A part that notes the losses that it is told."""
 
     def __init__(self) -> None:
-        self.uses = 0
+        self.uses: Counter[int] = Counter()
         self.lost: list[str] = []
 
     def worker_lost(self, error: WorkerLost) -> None:
@@ -25,10 +26,11 @@ class Shards:
 
 
 class Losses:
-    """In place of the agent: those who are told of lost workers."""
+    """In place of the agent: those who are told of lost workers, and who calls."""
 
     def __init__(self) -> None:
         self.told: list[Callable[[WorkerLost], None]] = []
+        self.caller = SimpleNamespace(id=1, name="trainer1")
 
     def listen(self, call: Callable[[WorkerLost], None]) -> Callable[[], None]:
         self.told.append(call)
@@ -44,6 +46,7 @@ def losses(monkeypatch: pytest.MonkeyPatch) -> Losses:
     found = Losses()
     monkeypatch.setattr(named, "on_worker_lost", found.listen)
     monkeypatch.setattr(named, "get_worker_info", lambda: SimpleNamespace(name="ps0"))
+    monkeypatch.setattr(named, "caller", lambda: found.caller)
     return found
 
 
@@ -61,7 +64,7 @@ def test_all_users_of_a_name_have_one_part(registry: Named[Shards]) -> None:
     assert is_fit
     assert use(registry) == (first, True)
     assert registry.find("words") is first
-    assert first.uses == 2
+    assert first.uses == {1: 2}
     other, _ = registry.use("others", Shards, lambda _: True)
     assert other is not first
 
@@ -69,7 +72,7 @@ def test_all_users_of_a_name_have_one_part(registry: Named[Shards]) -> None:
 def test_a_user_that_does_not_fit_is_not_counted(registry: Named[Shards]) -> None:
     first, _ = use(registry)
     assert use(registry, fits=False) == (first, False)
-    assert first.uses == 1
+    assert first.uses == {1: 1}
     registry.release("words")
     with pytest.raises(ConfigurationError):
         registry.find("words")
@@ -89,7 +92,18 @@ def test_a_name_is_free_after_its_last_use(registry: Named[Shards]) -> None:
         registry.release("words")
     second, _ = use(registry)
     assert second is not first
-    assert second.uses == 1
+    assert second.uses == {1: 1}
+
+
+def test_a_worker_ends_only_its_own_uses(registry: Named[Shards], losses: Losses) -> None:
+    first, _ = use(registry)
+    losses.caller = SimpleNamespace(id=2, name="liar")
+    with pytest.raises(ConfigurationError, match=r"'liar' does not use tables 'words' on .* 'ps0'"):
+        registry.release("words")
+    use(registry)
+    registry.release("words")
+    assert first.uses == {1: 1}
+    assert registry.find("words") is first
 
 
 def test_a_part_lives_as_long_as_its_users_and_is_told_of_losses(

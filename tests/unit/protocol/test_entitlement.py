@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import typing
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torchweft.protocol import backward
 from torchweft.protocol.backward import CONNECTION, Abort, Discover, Failed, Report, Settled
 from torchweft.protocol.entitlement import (
     ENTRIES,
+    FUNCTIONS,
     PASS_RULES,
     PORTS,
     REFERENCE_RULES,
@@ -24,7 +26,11 @@ from torchweft.protocol.entitlement import (
     check_reference_message,
 )
 from torchweft.protocol.membership.leader import Step
-from torchweft.serialize.registry import remotely_callable, remotely_callable_unless_strict
+from torchweft.serialize.registry import (
+    REGISTERED_TOGETHER,
+    remotely_callable,
+    remotely_callable_unless_strict,
+)
 from torchweft.wire import references
 from torchweft.wire.messages import Kind, encode_ints
 from torchweft.wire.references import Drop, DropAck, Gone, Hold, HoldAck, NotCreated
@@ -45,6 +51,21 @@ def test_every_function_that_members_may_call_has_a_row() -> None:
     assert ENTRIES.keys() == {name.partition(":")[0] for name in names}
 
 
+def test_every_function_that_a_program_names_and_every_exposed_method_has_a_row() -> None:
+    named = {
+        each.__module__
+        for package in REGISTERED_TOGETHER
+        for each in importlib.import_module(package).CALLABLES
+        if not (isinstance(each, type) and issubclass(each, Exception))
+    }
+    exposing = {
+        "torchweft." + ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+        for path in SOURCE.rglob("*.py")
+        if "\n    @expose\n" in path.read_text()
+    }
+    assert FUNCTIONS.keys() == named | exposing
+
+
 def test_every_module_with_a_port_has_a_row() -> None:
     opening = {
         "torchweft." + ".".join(path.relative_to(SOURCE).with_suffix("").parts)
@@ -60,7 +81,7 @@ def test_the_page_has_the_rules() -> None:
         *(f"| `{kind.name}` | {rule.senders} | {rule.about} |" for kind, rule in RULES.items()),
         *(f"| `{kind.__name__}` | {text} |" for kind, (text, _) in REFERENCE_RULES.items()),
         *(f"| `{kind.__name__}` | {text} |" for kind, (text, _) in PASS_RULES.items()),
-        *(f"| `{module}` | {text} |" for module, text in {**ENTRIES, **PORTS}.items()),
+        *(f"| `{module}` | {text} |" for module, text in {**ENTRIES, **FUNCTIONS, **PORTS}.items()),
     ]
     assert sorted(rows) == sorted(written)
 

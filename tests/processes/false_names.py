@@ -1,0 +1,187 @@
+"""Tables, gates, snapshots and weights of one member, and another one that speaks in its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchweft import checkpoint, embedding, hybrid, rl, rpc, weights
+from torchweft.checkpoint import StepGate, gate, owner
+from torchweft.embedding import (
+    SGD,
+    TableConfig,
+    Tables,
+    aggregator,
+    host,
+    plan_tables,
+)
+from torchweft.embedding.host import Options
+from torchweft.errors import CheckpointError, ConfigurationError, NotAllowed
+from torchweft.hybrid.clipping import measure
+from torchweft.protocol.weights import Version
+from torchweft.weights import Publisher, Subscriber, inbox
+
+LIMIT_S = 20.0
+HONEST, SERVER, LIAR = "honest", "server", "liar"
+RANKS = {HONEST: 0, SERVER: 1, LIAR: 2}
+PACKAGES = (checkpoint, embedding, hybrid, rl, weights)
+WORDS = TableConfig("words", 4, 2, "none", torch.float64)
+TICKET, STEP = "ticket", "step"
+FILE = "000001-step1-0123abcd", "1-server.pt"
+
+_kept: dict[str, Any] = {}
+
+
+def join(name: str, method: str) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    callables: list[Any] = [each for package in PACKAGES for each in package.CALLABLES]
+    is_strict = name == SERVER
+    options = rpc.RpcBackendOptions(
+        init_method=method,
+        init_timeout=LIMIT_S,
+        rpc_timeout=LIMIT_S,
+        strict=is_strict,
+        callables=tuple(callables) if is_strict else (),
+    )
+    rpc.init_rpc(name, rank=RANKS[name], world_size=len(RANKS), rpc_backend_options=options)
+
+
+def shared(what: str) -> Any:
+    """Returns a reference that members may be given, such as that of a gate."""
+    return _kept[what]
+
+
+# What the honest member makes, and how it finds it at last
+
+
+def begin(directory: str) -> None:
+    plan = plan_tables([WORDS], [SERVER], trainers=1)
+    tables = Tables(plan, name="alone", trainers=[HONEST])
+    _kept["optimizer"] = tables.optimizer(SGD(lr=0.5))
+    _kept["tables"], _kept["before"] = tables, tables.weights("words")
+    members = HONEST, SERVER
+    grouped = Options(plan.layout, members, 0, True, 0, groups=(members,))
+    _kept["options"] = grouped
+    _kept["group"], _ = rpc.rpc_sync(HONEST, aggregator.join, ("grouped", grouped, 0, 0, LIMIT_S))
+    made = StepGate()
+    _kept["gate"] = made.reference
+    rpc.rpc_sync(HONEST, gate._enter, (made.reference, STEP))
+    rpc.rpc_sync(SERVER, owner.capture, (TICKET, [], [], False))
+    _kept["publisher"] = rpc.RRef(Publisher(nn.Linear(2, 1)))
+    _kept["key"] = rpc.rpc_sync(SERVER, follow, (_kept["publisher"],))
+    _kept["directory"] = directory
+
+
+@rpc.register
+def follow(publisher: rpc.RRef[Publisher]) -> int:
+    _kept["module"] = nn.Linear(2, 1)
+    subscriber = Subscriber(publisher, _kept["module"], timeout=LIMIT_S)
+    _kept["subscriber"] = subscriber
+    return subscriber._key
+
+
+@rpc.register
+def take(timeout_s: float) -> int:
+    subscriber: Subscriber = _kept["subscriber"]
+    return subscriber.update(timeout_s)
+
+
+def finish() -> dict[str, Any]:
+    """Uses everything once; returns what came of it."""
+    tables, found = _kept["tables"], dict[str, Any]()
+    _kept["optimizer"].zero_grad()
+    tables({"words": torch.tensor([1])})["words"].sum().backward()
+    _kept["optimizer"].step()
+    found["moved"] = (_kept["before"] - tables.weights("words")).tolist()
+    tables.close()
+    found["inside"] = rpc.rpc_sync(HONEST, gate._inside, (_kept["gate"],))
+    given = TICKET, _kept["directory"], *FILE
+    found["written"] = rpc.rpc_sync(SERVER, owner.write, given)[0] > 0
+    _kept["publisher"].local_value().publish()
+    found["version"] = rpc.rpc_sync(SERVER, take, (LIMIT_S,))
+    rpc.rpc_sync(HONEST, aggregator.leave, ("grouped",))
+    return found
+
+
+# The liar
+
+
+def tell(lie: str) -> str:
+    """Tells a lie; returns the error, or the answer."""
+    try:
+        return repr(LIES[lie]())
+    except (NotAllowed, ConfigurationError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def _told(what: str) -> Any:
+    return rpc.rpc_sync(HONEST, shared, (what,))
+
+
+def _push(trainer: int) -> Any:
+    pushes = [(0, 1, [(torch.tensor([1]), torch.full((1, 2), 9.0, dtype=torch.float64))])]
+    return rpc.rpc_sync(SERVER, host.push, ("alone", trainer, 0, 100.0, 0, pushes))
+
+
+def _announce() -> Any:
+    life = _told("publisher").rpc_sync().subscribe(1 << 40).publisher
+    return rpc.rpc_sync(SERVER, inbox.announce, (_told("key"), Version(life, 99)))
+
+
+def _write() -> Any:
+    return rpc.rpc_sync(SERVER, owner.write, (TICKET, _told("directory"), *FILE))
+
+
+def _join_group() -> Any:
+    # Its own options name it a member of the group that others have made.
+    options = _told("options")._replace(groups=((HONEST, LIAR),), trainers=(HONEST, LIAR))
+    return rpc.rpc_sync(HONEST, aggregator.join, ("grouped", options, 0, 0, LIMIT_S))
+
+
+_MAY_NOT = f"NotAllowed: worker {LIAR!r} may not"
+_KEY = "alone", "token", 1
+LIES: dict[str, Callable[[], Any]] = {
+    "a push of another trainer": lambda: _push(0),
+    "a push of the last trainer": lambda: _push(-1),
+    "a pull of another trainer": lambda: rpc.rpc_sync(SERVER, host.pull, ("alone", 0, 0, [])),
+    "a refresh of another trainer": lambda: rpc.rpc_sync(SERVER, host.refresh, ("alone", 0, 0, [])),
+    "another trainer closes tables": lambda: rpc.rpc_sync(SERVER, host.close, ("alone",)),
+    "gradients of another trainer": lambda: rpc.rpc_sync(SERVER, measure, (_KEY, 0, 2.0, True, {})),
+    "another is in the group": lambda: rpc.rpc_sync(
+        HONEST, aggregator.join, ("grouped", _told("options"), 0, 0, LIMIT_S)
+    ),
+    "this worker is in the group": _join_group,
+    "a push of another member": lambda: rpc.rpc_sync(
+        HONEST, aggregator.push, ("grouped", 1, 0, 0.1, 0, {})
+    ),
+    "a pull of another member": lambda: rpc.rpc_sync(
+        HONEST, aggregator.pull, ("grouped", 1, 0, {})
+    ),
+    "another member leaves": lambda: rpc.rpc_sync(HONEST, aggregator.leave, ("grouped",)),
+    "another's step has ended": lambda: rpc.rpc_sync(HONEST, gate._end, (_told("gate"), STEP)),
+    "another's part is dropped": lambda: rpc.rpc_sync(SERVER, owner.drop, (TICKET,)),
+    "another's part is written": _write,
+    "another's version": _announce,
+    "another's subscription ends": lambda: _told("publisher").rpc_sync().unsubscribe(_told("key")),
+}
+NOT_USED = f"ConfigurationError: worker {LIAR!r} does not use tables"
+OUTCOMES = {
+    "a push of the last trainer": "ConfigurationError: trainer -1 of 1 does not exist",
+    "another trainer closes tables": f"{NOT_USED} 'alone' on worker {SERVER!r}",
+    "another member leaves": f"{NOT_USED} 'grouped' on worker {HONEST!r}",
+    "another's step has ended": "None",
+    "another's part is dropped": "None",
+    "another's part is written": f"CheckpointError: worker {SERVER!r} holds nothing of this "
+    f"snapshot for worker {LIAR!r}",
+    "another's version": "False",
+    "another's subscription ends": "None",
+}
+"""How the answers begin; those of the other lies name both workers."""
+
+
+def expected(lie: str) -> str:
+    return OUTCOMES.get(lie, _MAY_NOT)
