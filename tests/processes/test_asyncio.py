@@ -120,6 +120,7 @@ def test_the_first_error_ends_a_wait(group: Cluster) -> None:
         waiting = asyncio.wait([held, given_up, failing], return_when=asyncio.FIRST_EXCEPTION)
         done, pending = await asyncio.wait_for(waiting, LIMIT_S)
         assert (failing in done, held in pending) == (True, True)
+        await asyncio.wait_for(asyncio.wait([given_up]), LIMIT_S)  # A thread of Weft ends it.
         assert (held.cancelled(), given_up.cancelled(), failing.cancelled()) == (False, True, False)
         assert isinstance(given_up.exception(), CallCancelled)
         assert isinstance(failing.exception(), KeyError)

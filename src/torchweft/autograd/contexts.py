@@ -392,7 +392,8 @@ class Contexts:
     ) -> None:
         self.worker = worker
         self._is_lost = is_lost
-        self._lock = threading.Lock()
+        # Reentrant: a signal handler that calls may interrupt the main thread within it.
+        self._lock = threading.RLock()
         self._contexts: dict[int, Context] = {}
         self.find: Callable[[int], Context | None] = self._contexts.get
         """Returns a context, or None if it is not alive here."""
