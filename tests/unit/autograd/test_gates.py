@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -130,3 +131,27 @@ def test_another_run_passes_a_gate_by() -> None:
     assert found is not None
     assert found.tolist() == [2.0] * 3
     assert run([opening], [get_gradient_edge(start)])[0].tolist() == [14.0] * 3  # type: ignore[union-attr]
+
+
+def test_gates_are_made_while_other_threads_use_the_same_leaf() -> None:
+    """A thread in an operation on a leaf may wait for the interpreter lock with the leaf locked."""
+    shared = leaf()
+    ends = threading.Event()
+
+    def use() -> None:
+        while not ends.is_set():
+            shared.clone()
+
+    threads = [threading.Thread(target=use, name=f"user {number}") for number in range(3)]
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(50_000):
+            gates_of((shared,))
+    finally:
+        ends.set()
+        sys.setswitchinterval(interval_s)
+        for thread in threads:
+            thread.join()
