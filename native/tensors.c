@@ -46,11 +46,11 @@ typedef struct {
 } dtype_entry;
 
 static dtype_entry dtypes[256];
-/* Numbers on the wire by DLPack's code and bytes; 0xFF for none. */
 enum { DLPACK_CODES = 18, DLPACK_BYTES = 17 };
-static uint8_t numbers[DLPACK_CODES][DLPACK_BYTES];
+/* Numbers on the wire by dtype, as objects of Python. */
+static PyObject *numbers;
 
-static PyObject *name_requires_grad, *name_is_leaf, *name_layout, *name_is_neg, *name_is_conj;
+static PyObject *name_dtype, *name_requires_grad, *name_is_leaf, *name_layout, *name_is_neg, *name_is_conj;
 
 /* A tensor on its way into a message. */
 typedef struct {
@@ -61,21 +61,24 @@ typedef struct {
 
 int tensors_init(void)
 {
+    numbers = PyDict_New();
+    name_dtype = PyUnicode_InternFromString("dtype");
     name_requires_grad = PyUnicode_InternFromString("requires_grad");
     name_is_leaf = PyUnicode_InternFromString("is_leaf");
     name_layout = PyUnicode_InternFromString("layout");
     name_is_neg = PyUnicode_InternFromString("is_neg");
     name_is_conj = PyUnicode_InternFromString("is_conj");
-    if (!name_requires_grad || !name_is_leaf || !name_layout || !name_is_neg || !name_is_conj)
+    if (!numbers || !name_dtype || !name_requires_grad || !name_is_leaf || !name_layout || !name_is_neg || !name_is_conj)
         return -1;
-    memset(numbers, 0xFF, sizeof numbers);
     return 0;
 }
 
 static int set_dtype(PyObject *entry)
 {
     int number, code, bits, is_differentiable, is_complex;
-    if (!PyArg_ParseTuple(entry, "iiipp", &number, &code, &bits, &is_differentiable, &is_complex))
+    PyObject *dtype;
+    if (!PyArg_ParseTuple(entry, "Oiiipp", &dtype, &number, &code, &bits, &is_differentiable,
+                          &is_complex))
         return -1;
     if (number < 0 || number > 254 || code < 0 || code >= DLPACK_CODES || bits < 8 || bits % 8 ||
         bits / 8 >= DLPACK_BYTES) {
@@ -84,12 +87,16 @@ static int set_dtype(PyObject *entry)
     }
     dtypes[number] = (dtype_entry){true, is_differentiable, is_complex, (uint8_t)(bits / 8),
                                    {(uint8_t)code, (uint8_t)bits, 1}};
-    numbers[code][bits / 8] = (uint8_t)number;
-    return 0;
+    PyObject *value = PyLong_FromLong(number);
+    if (value == NULL)
+        return -1;
+    int is_failed = PyDict_SetItem(numbers, dtype, value);
+    Py_DECREF(value);
+    return is_failed;
 }
 
-/* set_dtypes(dtypes); called once. Each dtype is a tuple: number on the wire, code and bits of
- * DLPack, whether it is differentiable, whether it is complex. */
+/* set_dtypes(dtypes); called once. Each is a tuple: the dtype, its number on the wire, code and bits
+ * of DLPack, whether it is differentiable, whether it is complex. */
 PyObject *tensors_set_dtypes(PyObject *Py_UNUSED(module), PyObject *all)
 {
     PyObject *fast = PySequence_Fast(all, "dtypes is no sequence");
@@ -180,6 +187,21 @@ static outcome beyond_unless_fatal(void)
     return FAILED; /* Such as KeyboardInterrupt. */
 }
 
+/* Finds the number of a tensor's dtype. To ask DLPack for the memory of another dtype would raise
+ * an exception of C++, which takes a millisecond. */
+static outcome find_number(PyObject *tensor, uint8_t *number)
+{
+    PyObject *dtype = PyObject_GetAttr(tensor, name_dtype);
+    if (dtype == NULL)
+        return beyond_unless_fatal();
+    PyObject *found = PyDict_GetItemWithError(numbers, dtype);
+    Py_DECREF(dtype);
+    if (found == NULL)
+        return PyErr_Occurred() ? FAILED : BEYOND;
+    *number = (uint8_t)PyLong_AsLong(found);
+    return DONE;
+}
+
 static outcome describe(PyObject *tensor, described *into)
 {
     int is_true;
@@ -196,17 +218,15 @@ static outcome describe(PyObject *tensor, described *into)
     Py_DECREF(layout);
     if (!is_strided)
         return BEYOND;
+    outcome found = find_number(tensor, &into->number);
+    if (found != DONE)
+        return found;
     if (library.dlpack->borrow(tensor, &into->view))
         return beyond_unless_fatal();
     const dlpack_tensor *view = &into->view;
     const int64_t *shape = view->shape, *strides = view->strides;
     int ndim = view->ndim;
-    if (view->device.type != DLPACK_CPU || ndim > MOST_DIMENSIONS || view->dtype.lanes != 1 ||
-        view->dtype.code >= DLPACK_CODES || view->dtype.bits / 8 >= DLPACK_BYTES ||
-        view->dtype.bits % 8)
-        return BEYOND;
-    into->number = numbers[view->dtype.code][view->dtype.bits / 8];
-    if (into->number == 0xFF)
+    if (view->device.type != DLPACK_CPU || ndim > MOST_DIMENSIONS)
         return BEYOND;
     const dtype_entry *dtype = &dtypes[into->number];
     if (dtype->is_differentiable) {

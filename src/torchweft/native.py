@@ -25,7 +25,9 @@ Buffer = bytes | bytearray | memoryview
 class Native(Protocol):
     """The functions of ``torchweft._native``; those of the plain twin say what they do."""
 
-    def set_dtypes(self, dtypes: Sequence[tuple[int, int, int, bool, bool]], /) -> None:
+    def set_dtypes(
+        self, dtypes: Sequence[tuple[torch.dtype, int, int, int, bool, bool]], /
+    ) -> None:
         """Takes the dtypes of ``serialize.inline``; called once."""
 
     def set_value_parts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import resource
 import sys
 from pathlib import Path
@@ -18,8 +19,10 @@ def main(arguments: list[str]) -> None:
     """Runs the engine, target and plan that the parent passes as arguments."""
     engine, name, frames, seconds, seed, corpus, findings, folder = arguments
     faulthandler.enable()
-    # An input that takes memory without end fails, and does not stop the machine.
-    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
+    # An input that takes memory without end fails, and does not stop the machine. A sanitizer
+    # reserves terabytes of addresses.
+    if "libasan" not in os.environ.get("LD_PRELOAD", ""):
+        resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE_BYTES, _ADDRESS_SPACE_BYTES))
     plan = Plan(
         int(frames), float(seconds), int(seed), Path(corpus) if corpus else None, Path(findings)
     )

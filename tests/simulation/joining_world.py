@@ -101,12 +101,6 @@ class Life:
         return not self.is_alive
 
 
-def has_living_namesake(roster: Roster[Life], registration: Registration) -> bool:
-    """Returns whether a former life answers whose name or rank a new life claims."""
-    known, former = roster.arrival(registration)
-    return known is None and any(each.is_alive and each.roster is not None for each in former)
-
-
 class Joiners:
     """Runs the machines of workers that join.
 
@@ -253,7 +247,7 @@ class Joiners:
             target = next(each for each in self.lives if each.registration == other)
             if not request.is_namesake:
                 assert life.roster is not None
-                if life.roster.is_replaced(other) or has_living_namesake(life.roster, other):
+                if life.roster.is_replaced(other) or self._answers(life.roster, other):
                     self.later(lambda n=number: answered(n, ConnectionError("replaced"), None))
                     continue
                 if life.roster.arrival(other)[0] is None:
@@ -266,6 +260,15 @@ class Joiners:
 
             self.later(lambda target=target, tell=tell: self._hear(target, life, tell))
 
+    def _answers(self, roster: Roster[Life], registration: Registration) -> bool:
+        """Returns whether a former life answers whose name or rank a new life claims.
+
+        Half of those that live do not answer in time.
+        """
+        known, former = roster.arrival(registration)
+        lives = [each for each in former if each.is_alive and each.roster is not None]
+        return known is None and bool(lives) and self.chance.random() < 0.5
+
     def _hear(self, target: Life, newcomer: Life, tell: Callable[..., None]) -> None:
         """Introduces a newcomer to a worker; a worker that is not running yet answers later."""
         if not target.is_alive or target.error is not None:
@@ -274,7 +277,7 @@ class Joiners:
             target.kept.append(lambda: self._hear(target, newcomer, tell))
         else:
             try:
-                if has_living_namesake(target.roster, newcomer.registration):
+                if self._answers(target.roster, newcomer.registration):
                     tell(None, DuplicateName("a namesake lives"))
                     return
                 if target.roster.arrival(newcomer.registration)[0] is None:

@@ -37,6 +37,7 @@ class Lifetime:
         has_joined: Whether all workers that were present know this worker.
         is_leaving: Whether the group is leaving, so that the end of a connection is not a loss.
         is_closed: Whether the worker has shut down.
+        has_failed: Whether its program has failed and told the others, which end because of that.
     """
 
     def __init__(self, name: str) -> None:
@@ -44,6 +45,7 @@ class Lifetime:
         self.has_joined = False
         self.is_leaving = False
         self.is_closed = False
+        self.has_failed = False
 
     def check_open(self) -> None:
         """Raises NotInitialized where the worker has shut down."""

@@ -72,6 +72,7 @@ def _record(error: Exception) -> None:
 
 def _leave_at_once(agent: Agent, error: BaseException) -> None:
     if _is_current(agent):
+        agent.lifetime.has_failed = True
         _tell_all(agent, _describe(error))
         shutdown(graceful=False)
 

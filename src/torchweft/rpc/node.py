@@ -16,6 +16,7 @@ from torchweft.agent import current as current_agent
 from torchweft.agent import deaths
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
+from torchweft.agent.sending import Lifetime
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.engine import ENGINE
 from torchweft.probe import clock_id
@@ -150,7 +151,7 @@ class Node:
             self._cancel_creations,
             worker.codes.peer_lost,
             self.leaving.peer_lost,
-            _warn,
+            partial(_warn, self.agent.lifetime),
             self.agent.tell_watchers,
         )
 
@@ -244,9 +245,9 @@ def _program_end() -> str:
     return f"its program raised {raised}; "
 
 
-def _warn(peer: Peer) -> None:
+def _warn(lifetime: Lifetime, peer: Peer) -> None:
     """Logs a loss: a worker that runs its own code, and waits for no other one, would not hear."""
-    if not (peer.has_left or deaths.are_told_by_launcher()):
+    if not (peer.has_left or lifetime.has_failed or deaths.are_told_by_launcher()):
         _log.warning("%s", peer.lost)
 
 

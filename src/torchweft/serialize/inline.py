@@ -508,7 +508,7 @@ def _dlpack_kind(dtype: torch.dtype) -> int | None:
 if native is not None:
     native.set_dtypes(
         [
-            (code, kind, 8 * dtype.itemsize, code in _DIFFERENTIABLE, dtype.is_complex)
+            (dtype, code, kind, 8 * dtype.itemsize, code in _DIFFERENTIABLE, dtype.is_complex)
             for code, dtype in _TORCH.items()
             if (kind := _dlpack_kind(dtype)) is not None
         ]

@@ -14,7 +14,7 @@ from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Get, Introduce, Set, Steps, Wait
 from torchweft.protocol.membership.registration import Directory, Registration, Roster
 
-SEEDS = 8000
+SEEDS = 20_000
 """A fault must be found within this many runs."""
 
 Fault = Callable[[pytest.MonkeyPatch], None]
