@@ -33,7 +33,10 @@ def printable(text: str, kept: str = "") -> str:
         text: The text.
         kept: Characters that stay, such as those between lines.
     """
-    if text.isprintable():
+    shown = text
+    for each in kept:
+        shown = shown.replace(each, "")
+    if shown.isprintable():
         return text
     return "".join(
         each if each.isprintable() or each in kept else each.encode("unicode_escape").decode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import CodeType
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from torchweft import knobs
 from torchweft.agent.agent import Agent
@@ -52,7 +54,10 @@ from torchweft.wire.messages import (
     with_code,
 )
 
-_ENCODED = frozenset({bool, int, float, str, bytes, tuple, list, dict})
+_ENCODED = frozenset(
+    {bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, OrderedDict}
+    | {torch.Size, torch.dtype, torch.device, Parameter}
+)
 """Types of results that go without pickle where they can."""
 _OWN = b"torchweft."
 """The beginning of the names of Weft's own functions."""
@@ -297,7 +302,7 @@ class Encoder:
             return b"", [], (), NO_TENSORS
         elif kind is EncodedValue:
             return result.payload, [], (), (result.content, False)
-        else:
+        elif kind in _ENCODED:
             tensors: list[Tensor] = []
             payload = encode(result, tensors, peer.main_by_name)
             if payload is not None:
