@@ -6,7 +6,9 @@ since its process was killed, makes every later reader spin. Here the file has o
 are there. Each change writes a new file that takes the place of the old one in one step.
 
 The format is that of PyTorch's file store, since a closed group may try to meet in the same file:
-it must find out that this group is open. So are the locks.
+it must find out that this group is open. So are the locks. Programs also have their process group
+meet in that file. A file store of PyTorch goes on reading where it has stopped, so changes are
+appended, as PyTorch does, for as long as the file has keys of others.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ _LENGTH = struct.Struct("<I")
 _REGULAR, _REMOVED = b"/", b"-"
 """What stands before a key, and before that in a record that removes it."""
 _LOOK_AGAIN_S = 0.02
+_OWN = b"weft/"
+"""Is in each key of a group; a file store of PyTorch has a key without it from its first moment."""
 
 
 class GroupFile(Store):
@@ -102,8 +106,10 @@ class GroupFile(Store):
             values = _values_in(file, self.path)
             before = dict(values)
             result = change(values)
-            if values != before:
+            if values != before and all(_OWN in key for key in before):
                 self._write(values)
+            elif values != before:
+                _append(file, before, values)
         return result
 
     @contextlib.contextmanager
@@ -133,6 +139,14 @@ class GroupFile(Store):
         with open(file, "wb") as writing:
             writing.write(b"".join(parts))
         os.replace(new, self.path)
+
+
+def _append(file: int, before: dict[bytes, bytes], values: dict[bytes, bytes]) -> None:
+    """Writes what has changed behind the other records, in one step."""
+    changed = [pair for pair in values.items() if before.get(pair[0]) != pair[1]]
+    changed += [(_REMOVED + key, b"") for key in before if key not in values]
+    content = b"".join(part for pair in changed for each in pair for part in _record(each))
+    os.pwrite(file, content, os.fstat(file).st_size)
 
 
 def _record(text: bytes) -> tuple[bytes, bytes]:
