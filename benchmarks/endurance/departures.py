@@ -29,11 +29,13 @@ from benchmarks.endurance.samples import (
 )
 from benchmarks.frame.report import provenance
 from benchmarks.frame.run import end_on_sigterm, save
-from torchweft import rpc
+from torchweft import knobs, rpc
 
 AT_ONCE = 3
 """How many clients there are at a time."""
 _SETTLE_LIMIT_S = 20.0
+_IDLE_S = 2.0
+"""How long the server keeps unused memory; it looks twice in that time."""
 
 DEPARTURE_KINDS = {
     **KINDS,
@@ -94,7 +96,8 @@ def measure(
     killed: Counter[str] = Counter()
     types: list[Counter[str]] = []
     with contextlib.closing(Clients(f"file://{path}")) as clients:
-        join(SERVER, 0, f"file://{path}")
+        with knobs.POOL_IDLE_S.override(_IDLE_S):
+            join(SERVER, 0, f"file://{path}")
         try:
             begin_service()
             for number in range(samples):
@@ -118,8 +121,12 @@ def measure(
 
 
 def _settled_sample() -> Sample:
-    """Takes a sample once the server has noticed that all clients are gone."""
+    """Takes a sample once the server has noticed that all clients are gone.
+
+    The memory of a lost client goes within two of the server's looks for unused memory.
+    """
     deadline_s = time.monotonic() + _SETTLE_LIMIT_S
+    time.sleep(_IDLE_S)
     previous = take_sample()
     while True:
         time.sleep(0.4)  # Longer than messages about references are held; no event marks the end.

@@ -151,7 +151,7 @@ class Reductions:
             by_type.setdefault(each.dtype, []).append(each)
         for tensors in by_type.values():
             joined = torch.cat([each.reshape(-1) for each in tensors])
-            work = distributed.broadcast(joined, source, group=self._group, async_op=True)
+            work: Any = distributed.broadcast(joined, source, group=self._group, async_op=True)
             future = work.get_future()
             self._note(future)
             self._wait("the broadcast of buffers in a forward pass", began_s)
