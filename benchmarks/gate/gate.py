@@ -2,8 +2,10 @@
 
 The base is a commit of the history: by default the one that the file ``base`` beside this module
 names. Its sources are unpacked into a temporary folder; both sides run the programs of this tree.
-Rows that seem slower are measured again with more rounds, since a short run cannot tell a
-difference of a few percent from noise. The later, longer measurement decides.
+
+Two processes that run the same code differ by several percent for as long as they live, so more
+rounds of the same processes settle nothing. Rows that seem slower are measured again in several
+fresh groups of processes, and the median over these groups decides.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ from benchmarks.shapes.question import QUESTION
 BASE_FILE = Path(__file__).with_name("base")
 LIMIT = 1.10
 """The largest CPU time of a row, and of the mean of all rows, as a multiple of the base's."""
-MORE_ROUNDS = 5
-"""Times as many rounds decide over a row that seemed slower."""
+GROUPS = 9
+"""Number of fresh groups of processes that decide over the rows that seemed slower."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,9 +49,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         suspects = slower(ratios, options.limit)
         if suspects:
             print(f"measuring again: {', '.join(suspects)}", file=sys.stderr, flush=True)
-            again, more_failures = _measure(question, suspects, options.rounds * MORE_ROUNDS)
-            ratios |= again
-            failures += more_failures
+            repeated = [_measure(question, suspects, options.rounds) for _ in range(GROUPS)]
+            ratios |= medians([again for again, _ in repeated])
+            failures += [failure for _, found in repeated for failure in found]
     lines = verdict(ratios, options.limit, options.base)
     print("\n".join([*lines, *(f"failed: {failure}" for failure in failures)]))
     return 1 if failures or not is_open(ratios, options.limit) else 0
@@ -80,6 +82,15 @@ def ratios_of(rows: Sequence[Row], rounds: Rounds) -> dict[str, float]:
         if ratio is not None:
             found[row.name] = 1 / ratio.median
     return found
+
+
+def medians(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns the median ratio of each row over measurements of separate groups of processes."""
+    rows = {name for ratios in measurements for name in ratios}
+    return {
+        name: statistics.median(ratios[name] for ratios in measurements if name in ratios)
+        for name in rows
+    }
 
 
 def slower(ratios: Mapping[str, float], limit: float) -> list[str]:

@@ -10,6 +10,7 @@ from benchmarks.gate.gate import (
     compared,
     has_history,
     is_open,
+    medians,
     ratios_of,
     slower,
     unpacked,
@@ -37,6 +38,11 @@ def test_each_side_imports_its_own_sources(tmp_path):
     base, ours = compared(QUESTION, tmp_path).sides
     assert base.environment["PYTHONPATH"] == str(tmp_path / "src")
     assert ours.environment["PYTHONPATH"] == str(ROOT / "src")
+
+
+def test_the_median_over_groups_of_processes_decides():
+    measured = [{"tensor": 1.3, "error": 0.9}, {"tensor": 1.0}, {"tensor": 1.05, "error": 1.1}]
+    assert medians(measured) == {"tensor": 1.05, "error": pytest.approx(1.0)}
 
 
 def test_one_slow_row_closes_the_gate():
