@@ -1,5 +1,5 @@
-/* The module torchweft._native: the fast twin of the codec. torchweft/native.py chooses it. */
-#include "native.h"
+/* The module torchweft._native: the fast twins of the codec and of links. torchweft/native.py chooses it. */
+#include "link.h"
 
 library_parts library;
 
@@ -64,14 +64,18 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "torchweft._native",
-    .m_doc = "The fast twin of the codec of values and small tensors.",
+    .m_doc = "The fast twins of the codec of values and small tensors, and of links.",
     .m_size = -1, /* One interpreter: torch has no others either. */
     .m_methods = methods,
 };
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (find_parts() || tensors_init() || values_init())
+    if (find_parts() || tensors_init() || values_init() || link_init())
         return NULL;
-    return PyModule_Create(&definition);
+    PyObject *module = PyModule_Create(&definition);
+    if (module != NULL && (PyModule_AddObjectRef(module, "Link", (PyObject *)&link_type) ||
+                           PyModule_AddObjectRef(module, "Lease", (PyObject *)&lease_type)))
+        Py_CLEAR(module);
+    return module;
 }

@@ -26,6 +26,8 @@ PyObject *tensors_set_dtypes(PyObject *module, PyObject *all);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
+int link_init(void);
+
 int values_init(void);
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

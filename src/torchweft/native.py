@@ -23,7 +23,12 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Native(Protocol):
-    """The functions of ``torchweft._native``; those of the plain twin say what they do."""
+    """The parts of ``torchweft._native``; those of the plain twin say what they do."""
+
+    Link: type[Any]
+    """A connection; see ``transport.native_link``."""
+    Lease: type[Any]
+    """The right of one thread to read some connections; see ``agent.waiting``."""
 
     def set_dtypes(
         self, dtypes: Sequence[tuple[torch.dtype, int, int, int, bool, bool]], /

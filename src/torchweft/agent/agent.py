@@ -30,6 +30,7 @@ from torchweft.agent.peers import Members, Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import Answers, FirstContacts, Lifetime, Sender
 from torchweft.agent.served_calls import Cancelling
+from torchweft.agent.waiting import Waiter
 from torchweft.channel.choice import describe
 from torchweft.channel.cma import Nonce
 from torchweft.channel.memory import BufferPool
@@ -182,6 +183,7 @@ class Agent:
         self.receiver = Receiver(self.me.id, self.reactor, self.lose)
         self.first_contacts = FirstContacts(self.reactor, self.lifetime, self.connect, self.lose)
         self.sender = Sender(self.lifetime, self.first_contacts, self.receiver, self.lose)
+        self.waiter = Waiter(self.reactor)
         self.calls = OpenCalls(
             self.peers,
             self.reactor,
@@ -189,8 +191,11 @@ class Agent:
             self.first_contacts,
             self.sender,
             self.receiver,
+            self.waiter,
         )
-        self._checks = ReactorChecks(self.reactor, self.timers, self.calls.__len__, self.calls.mend)
+        self._checks = ReactorChecks(
+            self.reactor, self.timers, self.calls.__len__, lambda: self.links.mend()
+        )
         self.answers = Answers(
             self.reactor, self._checks.arm_soon, self.sender, self.lifetime, self.lose
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from _thread import allocate_lock, get_ident
+from _thread import allocate_lock
 from collections.abc import Callable
 from functools import partial
 from itertools import takewhile
@@ -13,41 +13,15 @@ from torchweft.protocol.calls import Named, OpenCall, ServedCall
 from torchweft.runtime.interrupts import call as run
 from torchweft.wire.frames import Frame
 
-READING = (0,)
-"""What a ``MainReader`` is made of."""
-
-
-class MainReader(list[int]):
-    """The main thread as the reader of one link, in ``Link.readers`` under 0.
-
-    It contains that 0 for as long as it may read. A signal handler that needs the link takes it
-    from the reader that it has interrupted; this reader then goes on without the link.
-    """
-
-    __slots__ = ("owner",)
-
-    owner: object
-    """The object for which it reads. A function in ``open_calls.WAITING`` has it as a local
-    variable, so that links of an interrupted one are given back. Set after the creation, since an
-    ``__init__`` would double its time, and each call makes a reader."""
-
-    def release(self, readers: dict[int, object]) -> None:
-        """Takes itself out of a link's ``readers``, once, in one step; see ``interrupts``."""
-        try:
-            _ = [*map(readers.pop, map(list.pop, (self,)))]
-        except IndexError:
-            pass  # Released before.
-
-
 class PendingCall(OpenCall):
     """One open call, for which threads can wait.
 
     The thread that takes the call out of the call table completes it once, with the answer's frame
     or with an error. ``on_done``, if set, then runs as a task, or in the waiting thread if that
-    thread (the ``reader``) read the answer itself. ``thread`` is the one that makes the call.
+    thread read the answer itself.
     """
 
-    __slots__ = ("_done", "kept", "reader", "thread")
+    __slots__ = ("_done", "kept")
 
     def __init__(
         self,
@@ -67,8 +41,6 @@ class PendingCall(OpenCall):
         self.on_done = on_done
         self.parent = parent
         self.number = 0
-        self.thread = get_ident()
-        self.reader = 0
         self.kept: object = None
         self.frame: Frame | None = None
         self.error: BaseException | None = None

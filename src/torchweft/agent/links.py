@@ -16,11 +16,13 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError
+from torchweft.native import native
 from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.connecting.machine import FAREWELL_BYTES
 from torchweft.runtime.reactor import Reactor
 from torchweft.transport.keepalive import keep_alive
 from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.native_link import NativeLink
 from torchweft.transport.resumable import ResumableLink, position_in
 from torchweft.wire.frames import Frame, FrameParser
 from torchweft.wire.messages import Kind
@@ -94,6 +96,11 @@ class Links:
         with self._lock:
             return list(self._links)
 
+    def mend(self) -> None:
+        """Has written what a signal handler kept a thread from writing."""
+        for link in self.all():
+            link.mend()
+
     def traffic(self) -> Traffic:
         """Returns the bytes of all links, including ended links."""
         with self._lock:
@@ -108,7 +115,9 @@ class Links:
             knobs.FRAME_LIMIT_BYTES.get(),
         )
         link: Link
-        if terms is None:
+        if terms is None and native is not None:
+            link = NativeLink(connection, parser, self._when_full, peer)
+        elif terms is None:
             link = Link(connection, parser, self._when_full)
         else:
             keep_alive(connection, self.patience.detection_s)
@@ -174,12 +183,15 @@ class Links:
         link.write_held()
 
     def _watch(self, peer: Peer, link: Link) -> None:
-        bound, receiver = functools.partial, self._receiver
-        self._reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
-        self._reactor.watch_reading(
+        bound, receiver, reactor = functools.partial, self._receiver, self._reactor
+        if isinstance(link, NativeLink):
+            hand_over = reactor.urgent.append, (receiver.take_over, peer, link)
+            link.native.watch(reactor.epoll_fd, reactor.wake_fd, *hand_over)
+        reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
+        reactor.watch_reading(
             link.read_fd,
             bound(receiver.on_readable, peer, link),
-            bound(receiver.after_tasks, peer, link),
+            bound(receiver.after_tasks, peer, link) if link.may_spin else None,
         )
         if link.is_broken:
             self.pause(link)  # Race: the link broke, and was paused before it was watched.

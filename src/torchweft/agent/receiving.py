@@ -3,8 +3,8 @@
 A handler is *inline* or a *task*. Inline handlers run on the thread that reads the connection:
 they neither block nor run user code. Tasks run where the reactor finds a thread for them.
 
-One thread reads a connection at a time: the thread whose object is in ``Link.readers``. That is a
-thread of the reactor, or a thread that waits for an answer of the peer.
+One thread reads a connection at a time: one of the reactor that has claimed it, or one that waits
+for a message of the peer (``torchweft.agent.waiting``). One thread at a time handles what was read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
-from torchweft.agent.calls import MainReader, PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol import entitlement
@@ -25,7 +24,6 @@ from torchweft.protocol.entitlement import RULES
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
-from torchweft.transport.spinning import Spinning
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import REMAINING_BYTES, Kind
 
@@ -35,7 +33,7 @@ Handler = Callable[[Peer, Frame], None]
 Check = Callable[[Peer, Frame], None]
 """Raises ProtocolError if the sender is not entitled to the message."""
 CallHandler = Callable[[Peer, Any], None]
-TakeReply = Callable[[int, Frame, PendingCall | None], bool]
+TakeReply = Callable[[int, Frame], bool]
 TakeEarly = Callable[[Any, Frame], bool]
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
@@ -62,7 +60,7 @@ class Receiver:
         self._reactor = reactor
         self._lose = lose
         self._routes: dict[int, _Route] = {}
-        self._take_reply: TakeReply = lambda worker, frame, awaited: False
+        self._take_reply: TakeReply = lambda worker, frame: False
         self._refuse: CallHandler = _ignore
         self._early_lock = threading.RLock()  # A finalizer may take it, too.
         self._early: dict[bytes, TakeEarly] = {}
@@ -133,19 +131,18 @@ class Receiver:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.
 
         Args:
-            take: Called with the sender's id, the frame, and the call that the reading thread
-                waits for.
+            take: Called with the sender's id and the frame.
         """
         self._take_reply = take
 
-    def dispatch(self, peer: Peer, frame: Frame, awaited: PendingCall | None) -> None:
+    def dispatch(self, peer: Peer, frame: Frame) -> None:
         """Handles one message, or queues a task that does.
 
         Raises:
             ProtocolError: The message violates the protocol.
         """
         if frame.kind == _REPLY:
-            if not self._take_reply(peer.id, frame, awaited):
+            if not self._take_reply(peer.id, frame):
                 self._reactor.urgent.append((self.discard, peer, frame))
             return
         route = self._routes.get(frame.kind)
@@ -200,45 +197,74 @@ class Receiver:
         """Handles a frame from this worker to itself, which touches no socket."""
         reactor = self._reactor
         had_waiting = len(reactor.tasks) + len(reactor.urgent)
-        self.dispatch(peer, frame, None)
+        self.dispatch(peer, frame)
         if len(reactor.tasks) + len(reactor.urgent) > had_waiting:
             reactor.wake()
 
     # Reading
 
     def read(
-        self,
-        peer: Peer,
-        link: Link,
-        *,
-        may_block: bool,
-        awaited: PendingCall | None = None,
-        spinning: Spinning | None = None,
-    ) -> bool:
-        """Receives data, and handles complete frames; returns whether there were any.
+        self, peer: Peer, link: Link, *, may_block: bool = False, may_spin: bool = False
+    ) -> None:
+        """Receives data, and handles complete frames. The caller has claimed the link.
 
         Args:
             peer: The sender.
-            link: The connection, in whose ``readers`` this thread is.
+            link: The connection.
             may_block: Whether to wait for a moment if no data is there.
-            awaited: The call that this thread waits for, whose answer it takes itself.
-            spinning: How long to look for data without blocking.
+            may_spin: Whether to look for data again and again for a moment, where that pays.
         """
         try:
-            if spinning is None:
-                frames = link.receive(may_block=may_block)
-            else:
-                frames = link.receive_spinning(spinning)
-            for frame in frames:
-                self.dispatch(peer, frame, awaited)
-            return bool(frames)
+            try:
+                link.receive(may_block=may_block, may_spin=may_spin)
+            finally:
+                self.handle(peer, link)
         except LinkClosed as error:
+            with link.handling:  # Another thread may be handling what came before the end.
+                pass
             self._lose(peer, str(error))
         except ProtocolError as error:
             self.turn_away(peer, error)
         except MemoryError:
             self._lose(peer, "there is no memory for a message of it")
-        return False
+
+    def handle(self, peer: Peer, link: Link) -> None:
+        """Handles the frames that were read, unless another thread does so now.
+
+        Raises:
+            ProtocolError: A message violates the protocol; the rest is dropped.
+        """
+        incoming = link.incoming
+        while incoming and link.handling.acquire(False):
+            try:
+                while incoming:
+                    self.dispatch(peer, incoming.popleft())
+            except ProtocolError:
+                incoming.clear()
+                raise
+            finally:
+                link.handling.release()
+
+    def take(self, peer: Peer, frame: Frame) -> None:
+        """Handles a frame that a waiting thread has read for itself."""
+        try:
+            self.dispatch(peer, frame)
+        except ProtocolError as error:
+            self.turn_away(peer, error)
+
+    def take_over(self, peer: Peer, link: Link) -> None:
+        """Handles what a waiting thread has read, and reads on; a task."""
+        if link.claim():
+            try:
+                self.read(peer, link)
+            finally:
+                link.unclaim()
+                self._reactor.resume_reading(link.read_fd)
+        else:
+            try:
+                self.handle(peer, link)
+            except ProtocolError as error:
+                self.turn_away(peer, error)
 
     def turn_away(self, peer: Peer, error: ProtocolError) -> None:
         """Declares a worker lost that violated the protocol."""
@@ -247,21 +273,19 @@ class Receiver:
 
     def on_readable(self, peer: Peer, link: Link) -> None:
         """Reads a connection that the reactor reports as readable."""
-        me = object()
-        if link.readers.setdefault(0, me) is not me:
-            return  # A caller reads this link itself, and arms it again when it is done.
+        if not link.claim():
+            return  # A waiting thread reads this link itself, and arms it again when it is done.
         reactor = self._reactor
         try:
-            self.read(peer, link, may_block=False)
+            self.read(peer, link)
             if link.parser.is_within_large and reactor.begin_read():
                 try:
                     self._read_rest(peer, link)
                 finally:
                     reactor.end_read()
         finally:
-            link.readers.pop(0)
-            link.brought_tasks = bool(reactor.tasks.ready)
-            if link.brought_tasks or reactor.urgent:
+            link.unclaim()
+            if link.may_spin and reactor.tasks.ready:
                 reactor.leave_unarmed(link.read_fd)
             else:
                 reactor.resume_reading(link.read_fd)
@@ -276,74 +300,21 @@ class Receiver:
             bytes_received = link.bytes_received
             self.read(peer, link, may_block=True)
 
-    def after_tasks(self, peer: Peer, link: Link, may_look: bool) -> bool:
+    def after_tasks(self, peer: Peer, link: Link) -> bool:
         """Polls briefly, after a request, for the next one; returns whether it came."""
         reactor, fd = self._reactor, link.read_fd
         if not reactor.take_unarmed(fd):
             return False  # Armed meanwhile: another thread may be reading it.
-        # After answers only, other threads of this worker go on and need the interpreter lock.
-        may_look = may_look and link.brought_tasks
-        me = object()
-        if (
-            may_look
-            and link.request_spinning.is_worthwhile()
-            and link.readers.setdefault(0, me) is me
-        ):
+        if link.claim():
             try:
-                self.read(peer, link, may_block=False, spinning=link.request_spinning)
+                self.read(peer, link, may_spin=True)
             finally:
-                link.readers.pop(0)
-            link.brought_tasks = bool(reactor.tasks.ready)
-            if link.brought_tasks or reactor.urgent:
+                link.unclaim()
+            if reactor.tasks.ready:
                 reactor.leave_unarmed(fd)
                 return True
         reactor.resume_reading(fd)
         return False
-
-    # What the main thread leaves to others
-
-    def take_from_interrupted(self, peer: Peer, link: Link) -> None:
-        """Leaves a link to other threads if a reader has it that a signal handler interrupted.
-
-        In the main thread only: there, such a reader cannot go on before the handler returns.
-        """
-        reader = link.readers.get(0)
-        if isinstance(reader, MainReader):
-            self.give_back(peer, link, reader)
-
-    def give_back(self, peer: Peer, link: Link, reader: MainReader) -> None:
-        """Leaves a link that ``reader`` has taken in the main thread to other threads.
-
-        Interruptible at any step, and repeatable, also by another thread: the last step records
-        that it is done.
-        """
-        if link.taken_by is reader:
-            reader.release(link.readers)
-            if link.pending:
-                self.read_pending(peer, link)
-            else:
-                self._reactor.resume_reading(link.read_fd)
-            link.taken_by = None
-        elif link.readers.get(0) is reader:
-            # Interrupted before ``taken_by`` was set: still armed, or read by no thread.
-            reader.release(link.readers)
-            self._reactor.resume_reading(link.read_fd)
-
-    def read_pending(self, peer: Peer, link: Link) -> None:
-        """Has another thread handle data that the main thread received but does not handle."""
-        self._reactor.submit(self._read_pending, peer, link)
-
-    def _read_pending(self, peer: Peer, link: Link) -> None:
-        me = object()
-        if link.readers.setdefault(0, me) is not me:
-            return  # The current reader handles the data.
-        try:
-            self.read(peer, link, may_block=False)
-        finally:
-            link.readers.pop(0)
-            self._reactor.resume_reading(link.read_fd)
-        if self._reactor.tasks.ready:
-            self._reactor.wake()
 
 
 def _check(check: entitlement.Check, me: int, peer: Peer, frame: Frame) -> None:

@@ -11,7 +11,6 @@ import itertools
 import math
 import threading
 import time
-from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -24,6 +23,7 @@ from torchweft import knobs
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
+from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd import plain_passes
 from torchweft.autograd.codec import (
@@ -39,7 +39,6 @@ from torchweft.autograd.envelopes import Envelopes
 from torchweft.autograd.gated_run import PassEnded
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.graph import LocalPass, Outgoing
-from torchweft.autograd.listening import Listener
 from torchweft.autograd.local_engine import OF_TORCH, operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
@@ -61,7 +60,7 @@ from torchweft.protocol.backward import (
 )
 from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
-from torchweft.runtime import device_streams, interrupts
+from torchweft.runtime import device_streams
 from torchweft.runtime.reports import OpenWait, log_exception, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
@@ -69,6 +68,7 @@ from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
 
 _REMEMBERED_PASSES = 4096
 
+_PASS_KINDS = kinds_of(Kind.BACKWARD, Kind.GRADIENTS)
 _LOOK_S = 0.5
 """How often the thread that leads a pass checks whether the worker has shut down."""
 
@@ -100,7 +100,6 @@ class Engine:
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
         self._agent = agent
         self.envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
-        self._listener = Listener(agent)
         self.pass_type: type[LocalPass] = LocalPass
         """The type of this worker's parts of passes; another one while they are traced."""
         self.take_span: Callable[[tuple[int, int], bytes], None] | None = None
@@ -344,18 +343,21 @@ class Engine:
     def _send_and_wait(
         self, led: LedPassState, sends: Sequence[Send], others: Sequence[Peer]
     ) -> None:
-        if get_ident() == interrupts.main_id:
-            self._listener.lead_in_main(others, partial(self._send_all, led, sends), led)
-            if not led.inbox and led.outcome is None:  # A failed send sets the outcome.
-                self._wait_for_others(led)
-            return
-        reading = self._listener.take_over(others)
+        agent = self._agent
+        lease = agent.waiter.lease(others)
+        taken: list[tuple[Peer, Frame]] = []
         try:
             self._send_all(led, sends)
-            if reading and led.outcome is None:
-                self._listener.read_until(reading, led.inbox, led.deadline_s())
+            if lease is not None and led.outcome is None:
+                wanted = Wanted(_PASS_KINDS, led.pass_id, taken)
+                agent.waiter.read(
+                    lease, wanted, Spins.PASSES, led.deadline_s(), partial(_is_over, led, others)
+                )
         finally:
-            self._listener.give_back(reading)
+            if lease is not None:
+                lease.release()
+        for peer, frame in taken:
+            agent.receiver.take(peer, frame)
         if not led.inbox and led.outcome is None:  # A failed send sets the outcome.
             self._wait_for_others(led)
 
@@ -722,6 +724,11 @@ class Engine:
         # Nobody else would release them. The tasks follow those of the passes that it took part in.
         for context_id in self.contexts.opened_by(peer.id):
             self._agent.reactor.submit_task(self._release_left, context_id)
+
+
+def _is_over(led: LedPassState, others: Sequence[Peer]) -> bool:
+    """Whether a wait of a leading thread has ended without a message that it has read."""
+    return bool(led.inbox) or any(peer.lost is not None for peer in others)
 
 
 class OpenContext:

@@ -161,7 +161,7 @@ class Runner:
         self._peer_by_seat = {seat: self._peers[worker] for seat, worker in table.seats.items()}
         self._ports = self._rpc.agent.slots[PORTS]
         self._mail: queue.SimpleQueue[tuple[int, Key, Any]] = queue.SimpleQueue()
-        self._listener = self._ports.listener(self._mail)
+        self._listener = self._ports.listener(assignment.pipe, self._mail)
         self._ports.open(assignment.pipe, self._put_message)
         self._arrived: dict[tuple[int, Key], Any] = {}
         self._step = self._aborted = 0

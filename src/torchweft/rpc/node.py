@@ -32,7 +32,6 @@ from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime import log_records
 from torchweft.runtime.compiler import hide_from_compiler
-from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
 
@@ -65,7 +64,6 @@ class Node:
         watching: Has its calls watched, by counters, traces and others.
         observed: Tells observers what it does.
         clock_id: The id of its clock. Read at once: calls of other workers open no file.
-        spin_limit: Makes idle threads of OpenMP sleep.
         store: The store; None once the worker has ended, or its closed group is about to.
         on_end: What ends with the worker, in any order: functions by any key.
     """
@@ -85,9 +83,7 @@ class Node:
         self.on_end: dict[object, Callable[[], None]] = {}
         name = agent.info.name
         self.waits = LongWaits(name)
-        self.spin_limit = SpinLimit(f"weft-{name}-openmp")
         agent.timers.add(self.waits.tick)
-        agent.timers.add(self.spin_limit.tick)
         self.worker = Worker(
             agent,
             options.reference_type,
@@ -207,7 +203,6 @@ class Node:
             end()
         self.gatherings.close()
         self.worker.unseen.close()
-        self.spin_limit.close()
         self.worker.references.close()
         self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)

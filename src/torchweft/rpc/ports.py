@@ -14,10 +14,8 @@ import contextlib
 import math
 import os
 import queue
-import select
 import threading
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import Any
 
 from torch import Tensor
@@ -25,10 +23,10 @@ from torch import Tensor
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage
+from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
 from torchweft.serialize import inline
-from torchweft.transport.link import READ_TICK_S, Link
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import PLAIN, TABLES, Kind, decode_call, decode_post, encode_post
 
@@ -95,13 +93,14 @@ class Ports:
             request.take_back()
             raise
 
-    def listener(self, inbox: queue.SimpleQueue[Any]) -> Listener:
+    def listener(self, number: int, inbox: queue.SimpleQueue[Any]) -> Listener:
         """Returns a listener for the thread that owns a port.
 
         Args:
-            inbox: Where that port's ``take`` puts messages.
+            number: The port.
+            inbox: Where its ``take`` puts messages.
         """
-        return Listener(self._worker.agent, inbox)
+        return Listener(self._worker.agent, number, inbox)
 
     def read(self, peer: Peer, frame: Frame) -> tuple[bytes, Sequence[Any]]:
         """Returns the head and the values of a message. May block to fetch large tensors.
@@ -164,25 +163,25 @@ def _are_tensors(values: Sequence[Any]) -> bool:
 
 
 class Listener:
-    """Lets the thread that owns a port read connections itself while it waits. For one thread.
+    """Lets the thread that owns a port wait for a message of one worker. For one thread.
 
-    Otherwise the kernel wakes a thread that reads, which wakes the owner: two wake-ups and a
-    hand-over of the interpreter lock. Between two waits a connection stays unarmed, so that a
-    message which arrives then wakes no thread either; the timer thread arms it if the owner works
-    for longer than ``knobs.REARM_S``.
+    In the native twin it reads the connection itself. Between two waits a connection stays unarmed,
+    so that a message which arrives then wakes no thread either; the timer thread arms it if the
+    owner works for longer than ``knobs.REARM_S``.
 
     Args:
         agent: The worker's agent.
+        port: The port.
         inbox: Gets the messages for the port, from all threads that read; ``wake`` must follow
             each that is put there.
     """
 
-    def __init__(self, agent: Agent, inbox: queue.SimpleQueue[Any]) -> None:
+    def __init__(self, agent: Agent, port: int, inbox: queue.SimpleQueue[Any]) -> None:
         self._agent = agent
+        self._port = port
         self._inbox = inbox
         self._unarmed: set[int] = set()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._polls: dict[int, select.poll] = {}  # by the descriptor of a connection
         self._waiting = 0  # the thread that waits
 
     def wake(self) -> None:
@@ -195,47 +194,38 @@ class Listener:
     def wait(self, peer: Peer, deadline_s: float) -> None:
         """Reads the connection to ``peer`` until there is a message in the inbox.
 
-        Returns without one if another thread reads the connection, the peer is lost, or little time
-        is left: then wait at the inbox.
+        Returns without one if the message is to be awaited at the inbox: where another thread reads
+        the connection, the peer is lost, or the time is up.
 
         Args:
             peer: The worker whose message is awaited.
             deadline_s: By the clock of ``time.monotonic``.
         """
-        link = peer.link
-        if link is None or link.is_free or link.readers.setdefault(0, self) is not self:
+        agent = self._agent
+        lease = agent.waiter.lease((peer,))
+        if lease is None:
             return
-        reactor = self._agent.reactor
-        fd = link.read_fd
-        if not reactor.take_unarmed(fd):
-            reactor.pause_reading(fd)
+        link = peer.link
+        assert link is not None
+        agent.reactor.take_unarmed(link.read_fd)
+        taken: list[tuple[Peer, Frame]] = []
         self._waiting = threading.get_ident()
         try:
-            self._read(peer, link, fd, deadline_s)
+            agent.waiter.read(
+                lease,
+                Wanted(_POSTS, self._port, taken),
+                Spins.PASSES,
+                deadline_s,
+                lambda: not self._inbox.empty() or peer.lost,
+                self._wake_fd,
+            )
         finally:
             self._waiting = 0
-            link.readers.pop(0)
-            self._unarmed.add(fd)
-            reactor.leave_unarmed(fd)
-
-    def _read(self, peer: Peer, link: Link, fd: int, deadline_s: float) -> None:
-        reactor, read, inbox = self._agent.reactor, self._agent.receiver.read, self._inbox
-        poll = self._polls.get(fd)
-        if poll is None:
-            poll = self._polls[fd] = select.poll()
-            poll.register(fd, select.POLLIN)
-            poll.register(self._wake_fd, select.POLLIN)
-        if link.pending:  # The reader before this one has left it.
-            read(peer, link, may_block=False)
-        while inbox.empty() and peer.lost is None and monotonic() < deadline_s - READ_TICK_S:
-            for ready, _ in poll.poll(READ_TICK_S * 1e3):
-                if ready == fd:
-                    # A session without a connection always polls as ready, without data.
-                    read(peer, link, may_block=link.is_broken)
-                else:
-                    os.eventfd_read(ready)
-            if reactor.tasks.ready or reactor.urgent:
-                reactor.wake()
+            lease.release(leaves_unarmed=True)
+            self._unarmed.add(link.read_fd)
+            agent.reactor.leave_unarmed(link.read_fd)
+        for sender, frame in taken:
+            agent.receiver.take(sender, frame)
 
     def rest(self) -> None:
         """Has other threads read the connections again, before this one waits in another way."""
@@ -251,4 +241,5 @@ class Listener:
         os.close(self._wake_fd)
 
 
+_POSTS = kinds_of(Kind.POST)
 PORTS: Slot[Ports] = Slot()

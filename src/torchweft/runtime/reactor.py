@@ -6,17 +6,10 @@ same ``epoll_wait``, each connection armed for one event at a time. The kernel w
 thread; it reads the connection and runs the call itself, while the other threads continue to
 wait. Nothing is handed over unless several calls arrive at once.
 
-Where threads wait for a core, a second one gains nothing: both would pass the interpreter lock to
-and fro, at the price of a switch each time. There one thread *leads*, as in the pattern
-"leader/followers": it alone waits for events, and runs the tasks that they bring; the others wait
-for the lead. The leader gives it up before a remote wait, and before a task that is known to take
-long. If a task takes long after all, the timer thread gives it to another thread, and for
-``_REST_S`` no thread leads.
-
-A thread that has read tasks from a connection runs them before it arms the connection again:
-otherwise the next message would wake a second thread, and the two would compete for the
-interpreter lock over calls that take no time. A longer task does not keep the connection from
-being read. A task that blocks in a remote wait arms it then; a task known to take long arms it
+A thread that has read tasks from a connection in the native twin runs them before it arms the
+connection again: otherwise the next message would wake a second thread, and the two would compete
+for the interpreter lock over calls that take no time. A longer task does not keep the connection
+from being read. A task that blocks in a remote wait arms it then; a task known to take long arms it
 first; the timer thread arms connections left unarmed for ``REARM_S``.
 
 Rules of this file:
@@ -41,19 +34,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import operator
 import os
 import select
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextvars import Context
-from itertools import repeat
-from time import monotonic
 from typing import Any
 
 from torchweft.free_threading import LONGEST_WAIT_S
-from torchweft.probe import running_threads
 from torchweft.runtime.fair_queue import FairQueue, Task
 from torchweft.runtime.interrupts import call
 from torchweft.runtime.reports import log_exception
@@ -65,27 +54,9 @@ _READ = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLONESHOT
 _WRITE = select.EPOLLOUT | select.EPOLLONESHOT
 # Without EPOLLONESHOT a closed connection would be reported over and over while paused.
 _PAUSED = select.EPOLLONESHOT
-_first = operator.itemgetter(0)
 _CLOSED = -1  # A late write to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
-_CROWDED_LOOKS, _MOST_LOOKS = 2, 4
-"""Threads lead from so many looks on that have found too few cores; more than that do not count."""
-_STALE_S = 0.02
-"""How long a look at the load counts."""
-_REST_S = 1.0
-"""For how long no thread leads, once a leader has held others up."""
-
-Lead = list[Callable[[], None]]
-"""What gives up the lead of a thread; empty once that is done."""
-
-
-def _give_up(lead: Lead) -> None:
-    """Gives up the lead of a thread, unless that is done; may be interrupted anywhere."""
-    try:
-        deque(map(call, iter(lead.pop, None)), maxlen=0)
-    except IndexError:
-        pass
 
 
 class Reactor:
@@ -104,20 +75,10 @@ class Reactor:
         self._limit = limit
         self._extra = 0
         self._epoll = select.epoll()
-        self._lead = threading.Lock()
-        self._handling: dict[int, Lead] = {}
-        """The lead, by its id, while its thread handles an event; nobody may wait for events then.
-
-        A table, as a thread that has handled an event must not end the next thread's entry.
-        """
-        self._handled = 0
-        self._handled_at_last_look = -1
-        self._cores = os.cpu_count() or 1
-        self._is_crowded = False
-        self._crowded_looks = 0
-        self._looked_s = self._next_look_s = 0.0
+        self.epoll_fd = self._epoll.fileno()
+        """Where its threads wait for events."""
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._followers: dict[int, Callable[[bool], bool]] = {}
+        self._followers: dict[int, Callable[[], bool]] = {}
         self.unarmed: dict[int, int] = {}
         """Descriptors that were left unarmed, for their followers or the timer thread."""
         self._was_unarmed: dict[int, int] = {}
@@ -150,8 +111,9 @@ class Reactor:
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
-        self._wake_fd = os.eventfd(0)
-        self._epoll.register(self._wake_fd, select.EPOLLIN | select.EPOLLET)
+        self.wake_fd = os.eventfd(0)
+        """Written to wake one waiting thread, which looks at the queues."""
+        self._epoll.register(self.wake_fd, select.EPOLLIN | select.EPOLLET)
         # Level-triggered and written once: wakes all threads.
         self._close_fd = os.eventfd(0)
         self._epoll.register(self._close_fd, select.EPOLLIN)
@@ -200,16 +162,16 @@ class Reactor:
         self,
         fd: int,
         handler: Callable[[], None],
-        follower: Callable[[bool], bool] | None = None,
+        follower: Callable[[], bool] | None = None,
     ) -> None:
         """Has ``handler`` called, on one thread, when ``fd`` is readable; then ``fd`` is paused.
 
         Args:
             fd: The descriptor.
             handler: Called on one of the threads.
-            follower: Called by the same thread after the tasks that followed from the event. Its
-                argument tells whether it may look for more data for a moment. It arms the
-                descriptor again, or returns True because there was more to do.
+            follower: Called by the same thread after the tasks that followed from the event, if
+                the descriptor was left unarmed. It arms it again, or returns True because there
+                was more to do.
         """
         self._handlers[fd] = handler
         if follower is not None:
@@ -230,21 +192,9 @@ class Reactor:
         """Arms all unarmed descriptors: this thread is about to take longer."""
         if self.held:
             self.on_pause()
-        self.arm_unarmed()
-
-    def arm_unarmed(self) -> None:
-        """Arms all unarmed descriptors, and gives up the lead; may be interrupted anywhere."""
-        if self._handling:
-            self._give_up_lead()
-        while self.unarmed:
-            fds = map(_first, iter(self.unarmed.popitem, None))
-            try:
-                # One step of Python: every descriptor that is taken is armed.
-                deque(map(self._epoll.modify, fds, repeat(_READ)), maxlen=0)
-            except KeyError:
-                return  # That was all, or another thread was faster.
-            except (OSError, ValueError):
-                continue  # Forgotten or closed meanwhile.
+        for fd in self.unarmed.copy():
+            if self.take_unarmed(fd):
+                self.resume_reading(fd)
 
     def arm_if_left(self) -> bool:
         """Arms descriptors already unarmed at the last look; returns whether to look again.
@@ -253,38 +203,13 @@ class Reactor:
         """
         if self.held:
             self.on_pause()
-        self._look_at_lead()
         for fd, count in self._was_unarmed.items():
             # A different count means that it was taken and left again since.
             if self.unarmed.get(fd) == count and self.take_unarmed(fd):
                 self.resume_reading(fd)
         last_count, self._last_count = self._last_count, self._unarmed_count
         self._was_unarmed = self.unarmed.copy()
-        return bool(self._handling or self._was_unarmed) or last_count != self._last_count
-
-    def _look_at_lead(self) -> None:
-        """Ends a lead that takes long, and looks whether threads are to lead at all."""
-        now_s = monotonic()
-        if self._handling and self._handled == self._handled_at_last_look:
-            self._end_lead()
-        elif now_s >= self._next_look_s and not self._is_closing:
-            self._look_at_load(now_s)
-        self._handled_at_last_look = self._handled
-
-    def _look_at_load(self, now_s: float) -> None:
-        """Decides from several looks whether cores are lacking.
-
-        One look alone may see threads that wake at the same time, and sleep again at once.
-        """
-        lacks_cores = running_threads() - 1 > self._cores  # without this thread
-        if now_s > self._looked_s + _STALE_S:
-            self._crowded_looks = 0
-        if lacks_cores:
-            self._crowded_looks = min(self._crowded_looks + 1, _MOST_LOOKS)
-        else:
-            self._crowded_looks = max(self._crowded_looks - 1, 0)
-        self._looked_s = now_s
-        self._is_crowded = self._crowded_looks >= _CROWDED_LOOKS
+        return bool(self._was_unarmed) or last_count != self._last_count
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
@@ -332,10 +257,8 @@ class Reactor:
 
     def wake(self) -> None:
         """Wakes one waiting thread to look at the queue."""
-        if self._handling:
-            self._give_up_lead()
         try:
-            os.eventfd_write(self._wake_fd, 1)
+            os.eventfd_write(self.wake_fd, 1)
         except (OSError, ValueError):
             pass  # closed
 
@@ -345,7 +268,7 @@ class Reactor:
         Returns:
             Whether it was counted; then ``end_wait`` must follow.
         """
-        if self.unarmed or self.held or self._handling:
+        if self.unarmed or self.held:
             self.arm_all()
         if not getattr(self._local, "is_running", False):
             if self.urgent:
@@ -372,8 +295,6 @@ class Reactor:
             if self._waiting < 2:
                 return False
             self._waiting -= 1
-        if self._handling:
-            self._give_up_lead()
         return True
 
     def end_read(self) -> None:
@@ -406,7 +327,6 @@ class Reactor:
             is_stuck = self._stalled_looks % _LOOKS_UNTIL_STUCK == 0
             if is_stuck and self._running >= self._limit + self._extra and self._extra < open_calls:
                 self._extra += 1
-            self._end_lead()
             self.wake()
         else:
             self._stalled_looks = 0
@@ -449,22 +369,9 @@ class Reactor:
 
     def _serve(self) -> None:
         poll, handlers, followers = self._epoll.poll, self._handlers, self._followers
-        handling = self._handling
         is_needed = True
-        lead: Lead = []
-        key = 0
         while is_needed and not self._is_closing:
-            if self._is_crowded and not lead:
-                if self._lead.acquire(True, LONGEST_WAIT_S):
-                    lead = [self._lead.release]
-                    key = id(lead)
-                continue
             for fd, _ in poll(LONGEST_WAIT_S, 1):
-                if lead:
-                    handling[key] = lead
-                    self._handled += 1
-                    if not self._is_crowded:  # Looked up last: it changes before leads are taken.
-                        _give_up(lead)
                 handler = handlers.get(fd)
                 if handler is not None:
                     try:
@@ -472,37 +379,17 @@ class Reactor:
                     except BaseException:
                         log_exception("an event could not be handled")
                 if self.tasks.ready or self.urgent:
-                    if lead and fd not in self.unarmed:
-                        self.on_unarmed()  # The timer thread looks whether they take long.
                     is_needed = self._work()
                 if fd in self.unarmed:  # Also if other threads have taken the tasks.
                     follower = followers.get(fd)
-                    may_look = is_needed and not lead
-                    while follower is not None and self._follow(fd, follower, may_look):
+                    while follower is not None and self._follow(fd, follower):
                         is_needed = self._work()
-            if handling:
-                handling.pop(key, None)
-        if lead:
-            _give_up(lead)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _end_lead(self) -> None:
-        """Takes the lead from a thread whose task takes long, for instance as it blocks unseen."""
-        if self._handling:
-            self._is_crowded = False
-            self._next_look_s = monotonic() + _REST_S
-            self._give_up_lead()
-
-    def _give_up_lead(self) -> None:
-        """Lets another thread wait for events; may be interrupted anywhere."""
-        for key, lead in self._handling.copy().items():
-            _give_up(lead)
-            self._handling.pop(key, None)  # Last: until then, other threads may try as well.
-
-    def _follow(self, fd: int, follower: Callable[[bool], bool], may_look: bool) -> bool:
+    def _follow(self, fd: int, follower: Callable[[], bool]) -> bool:
         try:
-            return follower(may_look)
+            return follower()
         except BaseException:
             log_exception("a connection could not be read")
             self.resume_reading(fd)
@@ -582,9 +469,9 @@ class Reactor:
         self.urgent.clear()
         self.held.clear()
         self._epoll.close()
-        for fd in (self._wake_fd, self._close_fd):
+        for fd in (self.wake_fd, self._close_fd):
             os.close(fd)
-        self._wake_fd = self._close_fd = _CLOSED
+        self.wake_fd = self._close_fd = _CLOSED
 
     def close(self, timeout_s: float) -> list[str]:
         """Ends all threads; returns the names of the threads that did not end in time.
@@ -592,9 +479,7 @@ class Reactor:
         These run user code that does not return. They are daemons and end with the process.
         """
         self._is_closing = True
-        self._is_crowded = False
         os.eventfd_write(self._close_fd, 1)
-        self._give_up_lead()
         me = threading.current_thread()
         with self._lock:
             threads = [thread for thread in self._threads if thread is not me]
@@ -606,7 +491,7 @@ class Reactor:
         stuck = [thread.name for thread in threads if thread.is_alive()]
         if not stuck:
             self._epoll.close()
-            wake_fd, self._wake_fd = self._wake_fd, _CLOSED
+            wake_fd, self.wake_fd = self.wake_fd, _CLOSED
             os.close(wake_fd)
             os.close(self._close_fd)
         return stuck

@@ -9,33 +9,27 @@ again. Writing continues from ``_unsent``; the session knows what is before it.
 
 The descriptors under which the reactor knows the link are duplicates. They keep their numbers
 from one connection to the next, so that no thread ever arms or pauses another file's descriptor.
-
-The main thread may be interrupted at any step, and the session counts every byte. So it only adds
-to two records, in steps that cannot be interrupted: ``_own`` has its messages with the sizes of the
-writes, ``_own_sizes`` the sizes that it received. Other threads transfer them to the session. A TLS
-connection writes and reads in many steps: there the main thread leaves both to other threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import select
 import socket
 import threading
 import time
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import islice
-from typing import Any, Protocol
+from typing import Protocol
 
 from torchweft.errors import ProtocolError
 from torchweft.free_threading import copy_of
 from torchweft.runtime import interrupts
 from torchweft.transport.keepalive import is_unanswered, silence_s
 from torchweft.transport.link import (
+    POLL_S,
     READ_TICK_S,
     SEND_PATIENCE_S,
     Link,
@@ -44,8 +38,7 @@ from torchweft.transport.link import (
     shut,
     tune,
 )
-from torchweft.transport.spinning import Spinning
-from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, decode_ints, encode_ints
 from torchweft.wire.session import (
     ACKNOWLEDGE_BYTES,
@@ -57,11 +50,6 @@ from torchweft.wire.session import (
 
 _IOV_LIMIT = 512
 _DONTWAIT = socket.MSG_DONTWAIT
-_NOW = (_DONTWAIT,)
-_ACKNOWLEDGED = int(Kind.ACKNOWLEDGED)
-_DRAIN_POLL_S = 0.001
-_MOST_OWN = 64
-"""How many times the main thread receives before another thread counts the sizes."""
 
 
 class BreakListener(Protocol):
@@ -102,16 +90,6 @@ class ResumableLink(Link):
         # A peer with the same limit must not wait for an acknowledgement that is not due yet.
         self._incoming = Incoming(min(ALONE_BYTES, limit_bytes // 4))
         self._unsent: deque[Buffer] = deque()
-        self.may_be_interrupted = isinstance(connection, socket.socket)
-        # Messages of the main thread: the parts, then the size that each write took.
-        self._own: list[list[Any]] = []
-        self._early_position = 0
-        """How much of them the peer has acknowledged before they were transferred."""
-        # What the main thread has received, by numbers that mean nothing.
-        self._own_sizes: dict[int, int] = {}
-        self._own_numbers = itertools.count()
-        self._receives_own = False
-        self._counting = threading.Lock()
         self._receiving = threading.Lock()
         self._room = threading.Condition()
         self._is_broken = False
@@ -124,13 +102,19 @@ class ResumableLink(Link):
         """Whether the session has no connection now."""
         return self._is_broken
 
+    @property
+    def has_queued(self) -> bool:
+        """Whether anything waits to be written."""
+        return bool(self._queue or self._unsent) and not self._is_broken
+
     # Sending
 
-    def send(self, parts: list[Buffer], *, may_block: bool) -> None:
-        if self._is_closed:
-            raise LinkClosed("the connection is closed")
+    def _send(self, parts: list[Buffer], may_block: bool) -> None:
         if get_ident() == interrupts.main_id:
-            self._send_in_main(parts, may_block)
+            self._queue.extend(parts)
+            self._when_full(self)
+            if may_block:
+                self._wait_for_flush()
             return
         if may_block and self._outgoing.kept_bytes > self._limit_bytes:
             self._wait_for_room()
@@ -138,93 +122,24 @@ class ResumableLink(Link):
             self._hold_acknowledgement()
         self._queue.extend(parts)
         if self._writing.acquire(False):
-            self._write_queued(may_block)
+            self._write(may_block)
         elif may_block:
             self._wait_for_writer()
 
-    def _send_in_main(self, parts: list[Buffer], may_block: bool) -> None:
-        self._begin(parts)
-        if self._has_rest():
-            self._when_full(self)
-            if may_block:
-                self._wait_for_flush()
-
-    def _begin(self, parts: list[Buffer]) -> None:
-        # Another thread that is about to write empties it: then this one writes nothing. Nor does
-        # a write that this signal handler has interrupted.
-        interrupted = self._may_begin
-        if interrupted is not None:
-            interrupted.clear()
-        now = self._may_begin = [_DONTWAIT] if self.may_be_interrupted else []
-        if not now or self._writing.locked() or self._has_rest() or len(parts) > _IOV_LIMIT:
-            self._queue.extend(parts)
-            self._may_begin = None
-            return
-        own: list[Any] = [parts]
-        self._own.append(own)
-        try:
-            if len(parts) == 1:
-                own += map(self._socket.send, parts, now)
-            else:
-                own += map(self._socket.sendmsg, (parts,), ((),), now)
-        except OSError:
-            pass  # Full, or broken: ``flush`` finds out which.
-        size = sum(own[1:])
-        self.bytes_sent += size  # In one step: other threads count, too.
-        self._may_begin = None
-
-    def _has_rest(self) -> bool:
-        """Whether something is to be written before a further message, or cannot be now."""
-        return bool(self._queue or self._unsent or self._is_broken or self._rest_of_own())
-
-    def _rest_of_own(self) -> list[Buffer]:
-        """Returns what is left of the main thread's last message."""
-        try:
-            parts, *sizes = self._own[-1]
-        except IndexError:
-            return []
-        return advance(parts, sum(sizes))
-
-    def _take_own(self) -> None:
-        """Transfers the main thread's messages to the session. The caller holds ``_writing``."""
-        with self._room:
-            while self._own:
-                parts, *sizes = self._own[0]
-                self._outgoing.keep([part for part in parts if len(part)])
-                self._unsent.extend(advance(parts, sum(sizes)))
-                del self._own[0]
-            self._outgoing.acknowledge(self._early_position)
-            if self._outgoing.kept_bytes <= self._limit_bytes:
-                self._room.notify_all()
-
-    def wake_writer(self) -> None:
-        if not self._writing.locked() and self._has_rest():
-            self._when_full(self)
-
     def write_held(self) -> None:
-        has_any = self._queue or self._unsent or self._own or self._own_sizes
-        if has_any and self._writing.acquire(False):
-            self._write_queued(may_block=False)
+        if (self._queue or self._unsent) and self._writing.acquire(False):
+            self._write(may_block=False)
 
     def flush(self) -> None:
+        if self._incoming.is_due:
+            self._hold_acknowledgement()
         self.write_held()
-        if self._incoming.is_due:  # The main thread has received much.
-            self.acknowledge()
 
-    def _write_queued(self, may_block: bool) -> None:
-        """Writes the queue. The caller holds ``_writing``, which is released here."""
+    def _write(self, may_block: bool) -> None:
         queue, unsent = self._queue, self._unsent
         while True:
-            if self._may_begin is not None and self._is_main_writing():
-                self._writing.release()
-                self._when_full(self)
-                return
             is_full = False
             try:
-                if self._own:
-                    self._take_own()
-                if self._own_sizes:
-                    self._count_own()
                 while queue:
                     part = queue.popleft()
                     if len(part):
@@ -263,7 +178,7 @@ class ResumableLink(Link):
             except OSError as error:
                 self._note_break(error)
                 return True
-            self.bytes_sent += size
+            self._bytes_sent += size
             rest = advance(parts, size)
             for _ in range(len(parts) - len(rest)):
                 unsent.popleft()
@@ -275,23 +190,22 @@ class ResumableLink(Link):
         """Waits while another thread writes and kept and queued bytes exceed the limit."""
         limit_s = time.monotonic() + SEND_PATIENCE_S
         while self._writing.locked() and not self._is_closed:
-            queued_bytes = sum(map(len, copy_of(self._queue)))
-            if self._outgoing.kept_bytes + queued_bytes <= self._limit_bytes:
+            if self._kept_bytes() <= self._limit_bytes:
                 return
             if time.monotonic() > limit_s:
                 return
-            time.sleep(_DRAIN_POLL_S)
+            time.sleep(POLL_S)
 
     def _wait_for_flush(self) -> None:
         """Waits like ``_wait_for_room``, but may be interrupted anywhere."""
         acknowledged, limit_s = self._outgoing.acknowledged, time.monotonic() + SEND_PATIENCE_S
-        while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
+        while self._kept_bytes() > self._limit_bytes and not self._is_closed:
             if self._outgoing.acknowledged != acknowledged:
                 acknowledged = self._outgoing.acknowledged
                 limit_s = time.monotonic() + SEND_PATIENCE_S
             elif time.monotonic() > limit_s:
                 return
-            time.sleep(_DRAIN_POLL_S)
+            time.sleep(POLL_S)
 
     def _wait_for_room(self) -> None:
         """Waits while too much is kept, but not for a peer that acknowledges nothing for long."""
@@ -304,28 +218,14 @@ class ResumableLink(Link):
 
     def acknowledged(self, position: int) -> None:
         """Releases what the peer has received; raises ProtocolError if that was never sent."""
-        if self._own:
-            self.write_held()
         # Race: a thread in ``resume`` does the same, and both at once would release too much.
         with self._room:
-            if self._outgoing.position < position <= self._position():
-                self._early_position = position  # The main thread is just writing.
-                return
             self._outgoing.acknowledge(position)
             if self._outgoing.kept_bytes <= self._limit_bytes:
                 self._room.notify_all()
 
-    def _position(self) -> int:
-        """Returns how many bytes were sent, or begun to be sent; exact with ``_room`` held."""
-        own = sum(len(part) for each in self._own.copy() for part in each[0])
-        return own + self._outgoing.position
-
     def acknowledge(self) -> None:
-        """Acknowledges received bytes, unless there are hardly any. Never blocks.
-
-        Also transfers what the main thread has sent and received to the session.
-        """
-        self.write_held()
+        """Acknowledges received bytes, unless there are hardly any. Never blocks."""
         self._acknowledge(self._incoming.acknowledgement())
 
     def prompt(self) -> None:
@@ -344,83 +244,14 @@ class ResumableLink(Link):
 
     # Receiving
 
-    def receive(self, *, may_block: bool) -> list[Frame]:
-        return self._and_pending(super().receive(may_block=may_block))
-
-    def receive_own(self, reader: list[int], *, may_block: bool) -> list[Frame] | None:
-        space, pending = self.parser.idle_space(), self.pending
-        if space is None or pending:
-            return None
-        if may_block:
-            # As in ``Link.receive_own``: a method for both would cost each call a function more.
-            waiting, self._waiting = self._waiting, None
-            if waiting is None:
-                waiting = select.poll()
-                waiting.register(self.read_fd, select.POLLIN)
-            waiting.poll(READ_TICK_S * 1e3)
-            self._waiting = waiting
-        try:
-            self._receives_own = True
-            if self._is_broken:  # A replacement is made: ``stop`` has told what was received.
-                return None
-            received = map(self._socket.recv_into, (space,), reader, _NOW)
-            pending.extend(map(self._own_sizes.setdefault, self._own_numbers, received))
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        finally:
-            self._receives_own = False
-        frames = self.parser.whole_frames(pending[0]) if pending else None
-        if not frames or not reader:
-            return None
-        if frames[0].kind == _ACKNOWLEDGED:
-            return self._set_aside(frames, reader)
-        self.set_aside = ()
-        return frames
-
-    def _set_aside(self, frames: list[Frame], reader: list[int]) -> list[Frame] | None:
-        """Notes the acknowledgement that comes first; returns the frames after it."""
-        position = position_in(frames[0].control)
-        if position > self._position():
-            return None  # It is wrong, and the next reader says so.
-        self._early_position = position
-        self.set_aside = frames[:1]
-        if not frames[1:]:
-            self.end_own([], reader, [])
-        return frames[1:]
-
-    def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
-        super().end_own(frames, reader, consumed)
-        if self._is_transfer_due():
-            self._when_full(self)
-
-    def _is_transfer_due(self) -> bool:
-        """Whether another thread is to transfer what the main thread has sent and received."""
-        sizes = self._own_sizes
-        return (
-            len(sizes) >= _MOST_OWN
-            or sum(sizes.copy().values()) >= ACKNOWLEDGE_BYTES
-            or self._early_position - self._outgoing.acknowledged >= ALONE_BYTES
-        )
-
-    def _count_own(self) -> None:
-        """Transfers the sizes that the main thread has received to the session."""
-        with self._counting:
-            while self._own_sizes:
-                self._incoming.received(self._own_sizes.popitem()[1])
-
-    def receive_spinning(self, spinning: Spinning) -> list[Frame]:
-        return self._and_pending(super().receive_spinning(spinning))
-
-    def _and_pending(self, frames: list[Frame]) -> list[Frame]:
-        """Adds what a secure connection has already received: no event announces it."""
+    def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
+        super().receive(may_block=may_block)
+        # What a secure connection has already received: no event announces it.
         while getattr(self._socket, "pending", 0):
             size = self._receive_some(_DONTWAIT)
             if not size:
                 break
-            frames += self.parser.received(size)
-        return frames
+            self._arrived(self.parser.received(size))
 
     def _receive_some(self, flags: int) -> int:
         if self._is_broken:
@@ -436,8 +267,7 @@ class ResumableLink(Link):
                     raise
                 self._note_break(error)
                 return 0
-            with self._counting:
-                is_much = self._incoming.received(size)
+            is_much = self._incoming.received(size)
         if is_much:
             self.acknowledge()
         return size
@@ -482,18 +312,7 @@ class ResumableLink(Link):
             self._resumed.clear()
         shut(self._socket)
         with self._receiving:
-            self._end_own_receive()
-            self._count_own()
             return self._incoming.position
-
-    def _end_own_receive(self) -> None:
-        """Waits while the main thread receives; what a signal handler holds up finds nothing."""
-        while self._receives_own:
-            if interrupts.frame_of_main().f_code is not ResumableLink.receive_own.__code__:
-                with socket.socket() as unconnected:
-                    os.dup2(unconnected.fileno(), self._socket.fileno(), inheritable=False)
-                return
-            time.sleep(_DRAIN_POLL_S)
 
     def report_break(self, cause: str) -> None:
         """Reports the break if a stopped session still has no connection."""
@@ -513,11 +332,9 @@ class ResumableLink(Link):
         """
         shut(self._socket)  # Makes threads that read or write it return.
         with self._receiving, self._writing, self._room:
-            self._wait_for_main()
             if self._is_closed:
                 connection.close()
                 raise LinkClosed("the session has ended")
-            self._take_own()
             try:
                 rest = self._outgoing.since(peer_position)
             except ProtocolError:
@@ -548,15 +365,14 @@ class ResumableLink(Link):
         At most the size of this side's last acknowledgement may stay unacknowledged.
         """
         deadline_s = time.monotonic() + timeout_s
-        while self._queue or self._kept_bytes() > LEAST_BYTES:
+        while self._kept_bytes() > LEAST_BYTES:
             if self._is_closed or time.monotonic() > deadline_s:
                 return
-            time.sleep(_DRAIN_POLL_S)
+            time.sleep(POLL_S)
 
     def _kept_bytes(self) -> int:
-        """Returns how much is not acknowledged; too much for a moment, but never too little."""
-        acknowledged = max(self._outgoing.acknowledged, self._early_position)
-        return self._position() - acknowledged
+        """Returns how much is queued or not acknowledged."""
+        return sum(map(len, copy_of(self._queue))) + self._outgoing.kept_bytes
 
     def hang_up(self) -> None:
         with self._room:
@@ -572,7 +388,6 @@ class ResumableLink(Link):
     def close(self) -> None:
         self.hang_up()
         with self._writing:
-            self._wait_for_main()
             self._release()
 
     def _release(self) -> None:
@@ -580,7 +395,6 @@ class ResumableLink(Link):
             read_fd = self.read_fd
             super()._release()
             self._unsent.clear()
-            self._own.clear()
             self._outgoing.clear()
             if read_fd >= 0:
                 os.close(read_fd)

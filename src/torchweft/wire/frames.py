@@ -113,6 +113,11 @@ class FrameParser:
         return [self._view[self._end :]]
 
     @property
+    def is_idle(self) -> bool:
+        """Whether no frame has begun."""
+        return self._large is None and not self._end
+
+    @property
     def is_within_large(self) -> bool:
         """Whether ``space()`` is the rest of a frame that is received into its own memory."""
         return self._large is not None
@@ -153,34 +158,6 @@ class FrameParser:
         elif self._start:
             self._compact()
         return frames
-
-    def idle_space(self) -> memoryview | None:
-        """Returns the memory to receive the start of a frame into; None if a frame has begun."""
-        return None if self._end or self._large is not None else self._view
-
-    def whole_frames(self, size_bytes: int) -> list[Frame] | None:
-        """Returns the frames in ``idle_space()``, without changing the parser's state.
-
-        Returns None if the bytes are not whole frames: pass them to ``received``.
-        """
-        frames: list[Frame] = []
-        view, start, end = self._view, 0, size_bytes
-        while start < end:
-            if end - start < HEADER_BYTES:
-                return None
-            kind, flags, count, control_bytes, frame_id = HEADER.unpack_from(view, start)
-            lengths: tuple[int, ...] = ()
-            body_start = start + HEADER_BYTES + 8 * count
-            if count and body_start <= end:
-                lengths = struct.unpack_from(f"<{count}Q", view, start + HEADER_BYTES)
-            body_end = body_start + control_bytes
-            start = body_end + sum(lengths) if lengths else body_end
-            if start > end or control_bytes > self._control_limit_bytes:
-                return None
-            control = bytes(view[body_start:body_end])
-            buffers = self._copy_out(body_end, lengths) if lengths else ()
-            frames.append(_new_frame(Frame, (kind, flags, frame_id, control, buffers)))
-        return frames or None
 
     def _parse_one(self, frames: list[Frame]) -> int:
         """Appends the next frame if it is complete; returns the bytes it took from the buffer."""

@@ -22,10 +22,8 @@ from torchweft.protocol.calls.client import (
     Action,
     CallClient,
     Complete,
-    Completion,
     TellCancelled,
     nest,
-    own_answer,
 )
 from torchweft.protocol.calls.failures import function_name
 from torchweft.protocol.calls.kept import KeptCall, Request, SimpleRequest
@@ -47,12 +45,10 @@ __all__ = [
     "KeptCall",
     "Request",
     "SimpleRequest",
-    "Completion",
     "Action",
     "Complete",
     "TellCancelled",
     "nest",
-    "own_answer",
     "CallServer",
     "ServedCall",
     "AnsweredCall",

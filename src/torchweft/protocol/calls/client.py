@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -12,12 +12,9 @@ from torchweft.protocol.calls import failures
 from torchweft.protocol.calls.server import ServedCall
 from torchweft.protocol.calls.table import CallTable, Named, OpenCall
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
 
 Call = TypeVar("Call", bound=OpenCall)
 
-# Looking up a member of an enumeration takes longer than comparing it.
-_REPLY, _PULLED = int(Kind.REPLY), int(Kind.PULLED)
 
 
 @dataclass(slots=True)
@@ -38,37 +35,14 @@ Action = Complete[Call] | TellCancelled
 """Every action of the machine."""
 
 
-class Completion(Generic[Call]):
-    """The main thread's progress in completing a call's future, noted in atomic steps.
-
-    Args:
-        call: The call.
-        on_done: Completes the future. Called again if it was interrupted.
-    """
-
-    __slots__ = ("call", "consumed", "on_done", "taken")
-
-    def __init__(self, call: Call, on_done: Callable[[Call], None]) -> None:
-        self.call = call
-        self.on_done = on_done
-        self.consumed: list[int] = []
-        """The size of the answer, once no other thread will read it."""
-        self.taken: list[Call | None] = []
-        """The entry taken from the table of calls under its number, or None."""
-
-
 class CallClient(CallTable[Call]):
     """The open calls that one worker has made. Thread-safe by atomic steps.
 
-    Hot path: ``add``, ``take``, ``pop``, ``answered``, ``completions``.
-
-    Attributes:
-        completions: Futures that the main thread is completing, by call number.
+    Hot path: ``add``, ``take``, ``pop``, ``answered``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.completions: dict[int, Completion[Call]] = {}
         # By number, the calls that were not sent because they wait for a connection.
         self._unsent: dict[int, bool] = {}
 
@@ -163,18 +137,6 @@ class CallClient(CallTable[Call]):
         expired, earliest_s = self.take_expired(now_s)
         return self._time_out(expired, now_s), earliest_s
 
-    def wait_ended(
-        self, call: Call, now_s: float, *, may_be_interrupted: bool
-    ) -> list[Action[Call]]:
-        """Ends late calls, after a thread has waited for ``call`` until its deadline.
-
-        A thread that may be interrupted would then leave calls without an outcome. It ends only
-        the call that it waits for. If that call has a future, ``expire`` ends it.
-        """
-        if not may_be_interrupted:
-            return self.expire(now_s)[0]
-        return [] if call.on_done is not None else self._time_out(self._taken(call), now_s)
-
     def cancelled(self, call: Call, error: BaseException) -> list[Action[Call]]:
         """Ends a given-up call with ``error``; returns no actions if it has ended."""
         return self._end(self._taken(call), lambda _, __: error)
@@ -222,75 +184,6 @@ class CallClient(CallTable[Call]):
                 sent[call.worker].append(call.number)
         actions += [TellCancelled(worker, tuple(numbers)) for worker, numbers in sent.items()]
         return actions
-
-    # Futures that the main thread completes: an interrupt may come at any point
-
-    def take_consumed(self, completion: Completion[Call]) -> bool:
-        """Takes a call from the table, if the main thread has consumed its answer.
-
-        Returns:
-            Whether the main thread is to complete the call; otherwise another thread does.
-        """
-        if completion.consumed:
-            completion.taken += map(self.pop, (completion.call.number,), (None,))
-        return completion.taken == [completion.call]
-
-    def interrupted(self, completion: Completion[Call]) -> bool:
-        """Notes that the main thread has left a completion, or will not return to it.
-
-        Returns:
-            Whether another thread has to ``resume`` it, since no other will read its answer.
-        """
-        if completion.consumed:
-            return True
-        self.completions.pop(completion.call.number, None)
-        return False
-
-    def abandoned(self, is_waiting: Callable[[Call], bool]) -> list[Completion[Call]]:
-        """Returns the completions that the main thread has left, which have to be resumed.
-
-        Args:
-            is_waiting: Whether the main thread still waits for a call.
-        """
-        left = [each for each in self.completions.copy().values() if not is_waiting(each.call)]
-        return [completion for completion in left if self.interrupted(completion)]
-
-    def resume(self, completion: Completion[Call]) -> Call | None:
-        """Takes over a completion; returns its call if this thread is to complete it.
-
-        The interrupt came before the main thread took the call from the table, or after.
-        """
-        call = completion.call
-        if self.completions.pop(call.number, None) is None:
-            return None  # Another thread has taken it over.
-        if self.take(call.number) is not None:
-            completion.taken.append(call)
-        return call if completion.taken == [call] else None
-
-
-def own_answer(frames: Iterable[Frame], number: int) -> tuple[Frame | None, list[Frame]] | None:
-    """Decides whether the main thread handles frames that it has received. Hot path.
-
-    It may be interrupted, and handles only ``PULLED`` and the answer of its own call.
-
-    Args:
-        frames: The frames.
-        number: The number of its call.
-
-    Returns:
-        The answer, if it is among them, and the other frames; None if a frame is for another
-        thread, which then handles all of them.
-    """
-    answer: Frame | None = None
-    pulled: list[Frame] = []
-    for frame in frames:
-        if frame.kind == _REPLY and frame.id == number:
-            answer = frame
-        elif frame.kind == _PULLED:
-            pulled.append(frame)
-        else:
-            return None
-    return answer, pulled
 
 
 def _parent_cancelled(call: OpenCall, _: bool) -> BaseException:

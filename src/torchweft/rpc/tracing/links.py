@@ -1,7 +1,4 @@
-"""Derives types of links, and of their parsers, that note each message.
-
-Both change their classes when a trace begins, and back when it ends. Their own methods do the work.
-"""
+"""Notes each message of the links of a worker, while they are traced."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ from collections.abc import Callable, Sequence
 
 from torchweft.protocol.observing.trace import RECEIVED, SENT
 from torchweft.rpc.tracing.heads import head_in
-from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, HEAD_OF_MESSAGE, Rows
+from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, Rows
 from torchweft.transport.link import Link
-from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FrameParser
+from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
 
 _clock: Callable[[], float] = time.monotonic
 _SETTLE_S = 0.1
@@ -29,10 +26,7 @@ class TracedLinks:
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
-        self._traced: dict[type[Link], type[Link]] = {}
-        self._parser = traced_parser(rows)
         self._counted_before: dict[Link, tuple[int, int, int]] = {}
-        self._plain: dict[Link, type[Link]] = {}
 
     def begin(self, link: Link, peer: int) -> None:
         """Has the messages of a link noted from now on.
@@ -42,22 +36,13 @@ class TracedLinks:
             peer: The id of the worker at its other end.
         """
         counted = (peer, link.bytes_sent, link.bytes_received)
-        if self._counted_before.setdefault(link, counted) is not counted:
-            return  # Another thread has begun it: the link was made just now.
-        base, parser = type(link), link.parser
-        if base not in self._traced:
-            self._traced[base] = traced_link(base, self._rows)
-        self._plain[link] = base
-        for each in (link, parser):
-            vars(each)["traced_peer"] = peer
-        parser.__class__ = self._parser
-        link.__class__ = self._traced[base]
+        if self._counted_before.setdefault(link, counted) is counted:
+            link.watcher = LinkNotes(self._rows, peer)
 
     def end(self) -> None:
         """Has no further message noted."""
-        for link, plain in list(self._plain.items()):
-            link.__class__ = plain
-            link.parser.__class__ = FrameParser
+        for link in list(self._counted_before):
+            link.watcher = None
 
     def counted(self) -> list[tuple[int, int, int]]:
         """Returns the other worker of each link, and the bytes that it has sent and received.
@@ -73,73 +58,35 @@ class TracedLinks:
         ]
 
 
-def traced_link(base: type[Link], rows: Rows) -> type[Link]:
-    """Returns a subclass of a type of links that notes messages.
+class LinkNotes:
+    """Notes the messages of one link.
 
     A row is noted before its message is written: when the answer to a message has come, the row
     exists. The time at which the write had ended is noted afterwards.
 
     Args:
-        base: ``Link`` or a subclass.
         rows: Takes the rows.
+        peer: The id of the worker at the other end.
     """
-    note, note_end, number = rows.note_fields, rows.note_end, rows.number
-    clock, cuts = _clock, HEAD_OF_MESSAGE
-    send, hold, end_own = base.send, base.hold, base.end_own
 
-    class Traced(base):  # type: ignore[valid-type, misc]
-        """A link whose messages are noted."""
+    def __init__(self, rows: Rows, peer: int) -> None:
+        self._rows = rows
+        self._peer = peer
+        self._note_frames = frames_noter(rows)
 
-        def send(self, parts: list[Buffer], *, may_block: bool) -> None:
-            part = parts[0]
-            cut = cuts[part[0]]
-            # Neither buffers behind the message, nor their sizes in front of it.
-            if cut is not None and len(parts) == 1 and not part[2]:
-                row = number()
-                peer = self.traced_peer
-                size, kept = len(part), part[cut]
-                note((row, SENT, clock(), get_ident(), peer, size, kept, 0, 0, 0, 0, 0, 0))
-                send(self, parts, may_block=may_block)
-                note_end((row, clock()))
-            else:
-                noted = note_parts(rows, parts, self.traced_peer)
-                send(self, parts, may_block=may_block)
-                now_s = clock()
-                for row in noted:
-                    note_end((row, now_s))
+    def sending(self, parts: Sequence[Buffer]) -> Sequence[int]:
+        """Notes messages that are about to be written; returns their rows."""
+        return note_parts(self._rows, list(parts), self._peer)
 
-        def hold(self, parts: list[Buffer]) -> int:
-            note_parts(rows, parts, self.traced_peer)
-            count: int = hold(self, parts)
-            return count
+    def sent(self, noted: Sequence[int]) -> None:
+        """Notes that they are written."""
+        now_s = _clock()
+        for row in noted:
+            self._rows.note_end((row, now_s))
 
-        def end_own(self, frames: Sequence[Frame], reader: list[int], consumed: list[int]) -> None:
-            # Otherwise another thread receives these frames once more, and the parser notes them.
-            if self.set_aside:
-                note_frames(self.set_aside, self.traced_peer)
-            note_frames(frames, self.traced_peer)
-            end_own(self, frames, reader, consumed)
-
-    note_frames = frames_noter(rows)
-    return Traced
-
-
-def traced_parser(rows: Rows) -> type[FrameParser]:
-    """Returns a type of parsers that notes the frames in what was received."""
-    received, note_frames = FrameParser.received, frames_noter(rows)
-
-    class Traced(FrameParser):
-        """A parser whose frames are noted."""
-
-        traced_peer: int
-
-        def received(self, size_bytes: int) -> list[Frame]:
-            frames = received(self, size_bytes)
-            if frames:
-                note_frames(frames, self.traced_peer)
-            return frames
-
-    return Traced
+    def received(self, frames: Sequence[Frame]) -> None:
+        """Notes frames that were received."""
+        self._note_frames(frames, self._peer)
 
 
 def frames_noter(rows: Rows) -> Callable[[Sequence[Frame], int], None]:

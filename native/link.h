@@ -1,0 +1,71 @@
+/* A connection, and the right to read it; link.c and lease.c. */
+#ifndef WEFT_LINK_H
+#define WEFT_LINK_H
+
+#include "native.h"
+
+#include <stdbool.h>
+
+/* A message, or a piece of one, that waits to be written, or to be acknowledged. */
+typedef struct {
+    Py_buffer bytes;
+} part;
+
+/* When a thread that waits spins before it sleeps; see spin in lease.c. */
+typedef struct {
+    double spin_s, long_spin_s;
+    double rest, rests_until_s, asked_s, core_until_s, load_until_s;
+    int quick_waits;
+    bool may_end_rest, yields, has_free_core;
+} spinning;
+
+enum { FOR_ANSWERS, FOR_REQUESTS, FOR_PASSES, SPIN_KINDS };
+
+typedef struct lease lease;
+
+typedef struct {
+    PyObject_HEAD
+    int fd;
+    int epoll_fd;      /* Where threads of the reactor wait for data. */
+    int wake_fd;       /* Wakes one of them. */
+    PyObject *peer;    /* Told with each frame that a lease takes. */
+    PyObject *add_task, *task; /* Hands the link over to a thread of the reactor. */
+    PyObject *incoming;        /* A deque of the frames for those threads. */
+
+    part *parts;       /* From `begin` to `end`; those before `unsent` are kept for a session. */
+    size_t begin, unsent, end, capacity;
+    size_t unsent_offset;          /* Bytes of the first unsent part that are written. */
+    unsigned long long front;      /* The position in the stream of the first part. */
+    bool keeps, is_broken, is_closed, is_writing, is_looking;
+
+    unsigned char *data; /* What was read: whole frames are cut at once, so this is a part of one. */
+    size_t data_begin, data_end, data_capacity;
+    unsigned long long control_limit, frame_limit;
+    bool is_large;       /* The next frame does not fit into `data`. */
+    bool must_read;      /* A thread of the reactor has to look: an error, or a large frame. */
+    bool is_claimed;     /* A thread of the reactor reads. */
+    lease *lease;        /* The innermost lease of the thread that reads, or NULL. */
+    unsigned long long bytes_sent, bytes_received;
+    spinning spins[SPIN_KINDS];
+} connection;
+
+extern PyTypeObject link_type, lease_type;
+
+double monotonic_s(void);
+/* Cuts the next whole frame; returns 1, 0 if there is none, or -1 with an exception. */
+int link_cut(connection *self, PyObject **frame);
+/* Leaves a frame to the threads of the reactor; returns 0, or -1 with an exception. */
+int link_leave(connection *self, PyObject *frame);
+/* Receives what is there, without the interpreter lock; only for the thread that may read.
+ * Returns whether anything arrived, or the stream ended or broke: then `*ended` is set. */
+bool link_look(connection *self, bool *ended);
+/* Has a thread of the reactor run the task of the link; returns 0, or -1 with an exception. */
+int link_hand_over(connection *self);
+/* Arms or pauses the link at the reactor's epoll. */
+void link_arm(const connection *self, bool is_armed);
+
+bool spin_is_worthwhile(spinning *self);
+/* Spins, without the interpreter lock, until `look` finds data. */
+bool spin_until(spinning *self, bool (*look)(void *), void *context);
+
+#endif
