@@ -170,7 +170,7 @@ class Agent:
         self._when_lost: PeerCallback = self.tell_watchers
         self._when_disconnected: PeerCallback = lambda peer: None
         self._listeners = listeners
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._nonce = Nonce()
         self._switches = ShortSwitches()
         limits = knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get()

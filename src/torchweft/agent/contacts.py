@@ -46,7 +46,7 @@ class Contacts:
         self._lose = lose
         self._wake_by = wake_by
         self._rounds = Rounds(detection_s, float(probe_interval_s(detection_s)))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
 
     # What happens to sessions

@@ -76,7 +76,7 @@ class _PeerData:
         self.arrivals = arrivals
         self.dial_lock = threading.Lock()
         self.dial_again_s = 0.0
-        self.lock = threading.Lock()
+        self.lock = threading.RLock()
         self.set_count = 0
         self.sending: _Sending | None = None
         # By token: the set that buffers went over, and the buffers; not yet acknowledged.
@@ -108,7 +108,7 @@ class DataConnections:
         self._connection_count = knobs.STRIPE_CONNECTIONS.get()
         self._stall_s = knobs.STRIPE_STALL_S.get()
         self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._spare_waits = threading.Semaphore(_SPARE_WAITS)
         agent.receiver.on(Kind.ARRIVED, self._on_arrived, inline=True)
         agent.receiver.on(Kind.DATA_BROKEN, self._on_data_broken, inline=True)

@@ -55,7 +55,7 @@ class DeviceMemory:
         self._exports = None if driver is None else Exports(driver)
         self._known: dict[int, KnownHandles] = {}
         self._imports: dict[int, Imports] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
         self._look_s = knobs.SMALL_ON_DEVICE_S.get()
         self._stall_s = knobs.DEVICE_STALL_S.get()

@@ -80,7 +80,7 @@ class Links:
         self._lose = lose
         self._contacts = contacts
         self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._links: list[Link] = []
         self._ended_traffic = Traffic(0, 0)
         self._is_closed = False

@@ -102,7 +102,7 @@ class Peer:
         """Returns the id of a reference to a value of the peer; None for other values."""
         self.connecting = Connecting(self.id, self.name)
         """State machine of the connection; to be used with ``state_lock``."""
-        self.state_lock = threading.Lock()
+        self.state_lock = threading.RLock()
         self.dial_lock = threading.Lock()
         """Held by the thread that carries out the steps of the first connection."""
         self.linked = threading.Event()
@@ -197,7 +197,7 @@ class Members:
         self.is_open = is_open
         self._main = me.main
         self._maps_with = partial(maps_between, me, refuses_unmapped=refuses_unmapped)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._on_joined: list[Callable[[Peer], None]] = []
         self.me = Peer(me, main_by_name=True, is_self=True, device_maps=self._maps_with(me))
         self._roster = Roster(self.me, map(self._make, others), self.departed, is_open=is_open)

@@ -63,7 +63,7 @@ class OwnedValue:
         self.guard: Any = None
         """Reports the error if no caller retrieves it."""
         self._callbacks: list[Callable[[OwnedValue], None]] | None = []
-        self._lock = allocate_lock()
+        self._lock = threading.RLock()
         self._ready = allocate_lock()
         self._ready.acquire()
 
@@ -130,7 +130,7 @@ class ReferenceKeeper:
         self.agent = agent
         self._machine = protocol.References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._values: dict[ReferenceId, OwnedValue] = {}
         self._handles: defaultdict[ReferenceId, int] = defaultdict(int)
         self._confirmed: set[ReferenceId] = set()

@@ -122,7 +122,7 @@ class RemoteMemory:
         self._trial_s = knobs.RDMA_TRIAL_S.get()
         self._stall_s = knobs.RDMA_STALL_S.get()
         self._idle_s = knobs.POOL_IDLE_S.get()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sending: dict[int, _Sending] = {}
         self._receiving: dict[int, _Receiving] = {}
         self._ending: list[_Sending | _Receiving] = []

@@ -197,7 +197,7 @@ class Context:
         self.is_differentiated_twice = False
         """Whether a pass through this context was itself recorded (``create_graph``)."""
         self._counter = shared_count(1) if counter is None else counter
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sends: dict[int, SendRecord] = {}
         self.send: Callable[[int], SendRecord | None] = self._sends.get
         """Returns the record of a message that this worker sent."""

@@ -106,7 +106,7 @@ class Engine:
         """Takes the numbers of a pass and its context, and its span, while passes make spans."""
         self._me = agent.me.id
         self._pass_numbers = shared_count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._states: dict[tuple[int, int], PassState] = {}
         """By the numbers of passes and of their contexts."""
         self._led: dict[int, LedPassState] = {}

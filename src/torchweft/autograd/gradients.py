@@ -129,7 +129,7 @@ class Gradients:
 
     def __init__(self, calls_hooks: bool = True) -> None:
         self._calls_hooks = calls_hooks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._order = new_order()
         self._sums: dict[Tensor, Tensor] = {}
         self._made_here: set[Tensor] = set()

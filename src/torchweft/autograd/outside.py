@@ -83,7 +83,7 @@ class OutsideRecords:
     def __init__(self, worker: int, counter: Iterator[int] | None = None) -> None:
         self._worker = worker
         self._counter = shared_count(1) if counter is None else counter
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._sends: dict[int, SendRecord] = {}
         self._ended: deque[tuple[int, int]] = deque()
         self._received: dict[int, bool] = {}

@@ -68,7 +68,7 @@ class PassState:
         self.inbox: list[Item] = []
         self._mark: Mark | None = None
         """The end of the GPU work of the thread that handled the items before."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def put(self, item: Item) -> bool:
         """Puts an item into the inbox; returns whether the caller must schedule its handling."""

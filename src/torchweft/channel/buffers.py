@@ -54,7 +54,7 @@ class HeldTensors:
 
     def __init__(self) -> None:
         self._tokens = shared_count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._held: dict[int, Sequence[Held]] = {}
         self._size_bytes = 0
         self._is_closed = False

@@ -145,7 +145,7 @@ class Channels:
         self.lender: Lender | None = None
         self.copies_devices = False
         self._is_lost = self._was_lost = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def channel_for(self, size_bytes: int) -> ChannelKind:
         """Returns the channel for a buffer of that size to the peer now."""

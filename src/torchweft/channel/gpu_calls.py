@@ -34,7 +34,7 @@ class GpuCalls:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def is_available(self) -> bool:
         """Whether this process has a GPU."""

@@ -50,7 +50,7 @@ class PageLocks:
         self._freed: deque[int] = deque()
         self._owners: dict[int, _Owner] = {}
         self._ended: deque[Any] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def locked_bytes(self) -> int:

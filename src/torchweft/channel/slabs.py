@@ -42,7 +42,7 @@ class Budget:
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self.reserved_bytes = 0
 
     def reserve(self, size_bytes: int) -> bool:

@@ -40,7 +40,7 @@ class Uploads:
     def __init__(self, pool: BufferPool, locks: PageLocks) -> None:
         self._pool = pool
         self.locks = locks
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def to_device(self, memory: memoryview | Tensor, device: torch.device) -> Tensor:
         """Returns the bytes of host memory as a tensor on a device. Blocks until they are there.

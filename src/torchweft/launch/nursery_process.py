@@ -164,6 +164,8 @@ class _Nursery:
             # tell when they are gone. In many containers, process 1 reaps no children.
             self._libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        # The program that started this process may have blocked it.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if "WEFT_NOTICE_FILE" in os.environ:
             # SLURM signals all processes of a step; see torchweft.rpc.notice.
@@ -279,6 +281,7 @@ class _Nursery:
             os.setpgid(0, 0)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(stdout, 1)

@@ -40,7 +40,7 @@ class Gatherings:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._numbers: dict[tuple[tuple[int, ...], str], int] = {}
         self._awaited: dict[Key, Gathering] = {}
         self._is_closed = False

@@ -36,7 +36,7 @@ class CoroutineRunner:
     def __init__(self, name: str, streams: ServedStreams | None = None) -> None:
         self._name = name
         self._streams = Attached(ServedStreams() if streams is None else streams)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._is_closed = False

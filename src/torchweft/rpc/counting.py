@@ -107,7 +107,7 @@ class Tally:
         self._times: dict[Key, _Times] = {}
         self._names: dict[Key, str] = {}
         self._kept: list[object] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counted: dict[str, _Counted] = {}
 
     def entry_of(self, function: Any) -> _Noting:
@@ -189,7 +189,7 @@ class Counting:
 
     def __init__(self, worker: Worker, watching: Watching) -> None:
         self._watching = watching
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_on = False
         self._until_s = -math.inf
         self._since_s = 0.0

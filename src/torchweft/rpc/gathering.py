@@ -104,7 +104,7 @@ class Gathering:
         self.missing = set(missing)
         self.began_s = time.monotonic()
         self._marks: list[Mark] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def has_ended(self) -> bool:
@@ -195,7 +195,7 @@ class Led:
     def __init__(self, agent: Agent, failed: Callable[[Key, Exception], None]) -> None:
         self._agent = agent
         self._failed = failed
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._open: dict[Key, Gathering] = {}
         self._is_closed = False
 

@@ -49,7 +49,7 @@ class Observed:
         self._worker = worker
         self._watching = watching
         self._group = group
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._reports: tuple[Observers, Dumps] | None = None
         worker.agent.receiver.on(Kind.DUMP, self._on_dump, inline=True)
         if knobs.COUNTERS.get() or knobs.DUMP_AFTER_S.get():

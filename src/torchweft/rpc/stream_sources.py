@@ -210,7 +210,7 @@ class Sources:
         self._start = start
         self._sources: dict[tuple[int, int], Source] = {}
         self._given_up: deque[tuple[int, int]] = deque(maxlen=_MOST_GIVEN_UP)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._is_closed = False
 
     def begin(self, peer: Peer, number: int, values: Any, name: str) -> None:

@@ -109,7 +109,7 @@ class UnseenErrors:
         self._agent = agent
         self._unpack_error = unpack_error
         self._pack_error = pack_error
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._guards: weakref.WeakSet[Guard] = weakref.WeakSet()
         self._failed: deque[Report] = deque(maxlen=_QUEUE_LIMIT)
         self._untold: deque[Report] = deque()

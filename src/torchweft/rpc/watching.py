@@ -78,7 +78,7 @@ class Watching:
     def __init__(self, worker: Worker, served: ServedTypes) -> None:
         self._worker = worker
         self._served = served
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._watchers: list[Watcher] = []
 
     def begin(self, watcher: Watcher) -> None:

@@ -83,7 +83,7 @@ class Reactor:
         """Descriptors that were left unarmed, for their followers or the timer thread."""
         self._was_unarmed: dict[int, int] = {}
         self._unarmed_count = self._last_count = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads: set[threading.Thread] = set()
         self._started = 0
         self._waiting = 0

@@ -63,7 +63,7 @@ class ServedStreams:
 
     def __init__(self, most_lanes: int = MOST_LANES) -> None:
         self._most = most_lanes
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._lanes: list[_Lane] = []
         self._free: list[int] = []  # a heap
         self._in_use: dict[int, int] = {}

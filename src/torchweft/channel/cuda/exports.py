@@ -90,7 +90,7 @@ class Exports:
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._numbers = shared_count(1)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._allocations: dict[int, Allocation | None] = {}
         self._idle: dict[int, deque[_Event]] = {}
         self._handles: dict[int, bytes] = {}

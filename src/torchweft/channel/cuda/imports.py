@@ -58,7 +58,7 @@ class Imports:
     def __init__(self, driver: Driver, peer: str) -> None:
         self._driver = driver
         self._peer = peer
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._handles: dict[int, SharedHandle] = {}
         self._mappings: dict[tuple[int, int], _Mapping] = {}
         self._events: dict[int, Any] = {}

@@ -64,7 +64,7 @@ class Borrowed:
         self._area = area
         self._peer = peer
         self._mapped: dict[int, int] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, entry: BufferEntry) -> memoryview:
         """Returns the memory of a buffer, writable; the loan ends with its last view.

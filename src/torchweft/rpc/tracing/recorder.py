@@ -80,7 +80,7 @@ class Recorder:
         self._worker = worker
         self._agent = worker.agent
         self._watching = watching
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._recording: Recording | None = None
         self._watcher: Watcher | None = None
         self._hooks: list[Any] = []
