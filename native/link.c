@@ -88,7 +88,8 @@ static int queue_message(connection *self, PyObject *message)
         while (end > self->end)
             PyBuffer_Release(&self->parts[--end].bytes);
     else
-        self->end = end;
+        while (self->end < end)
+            self->position += (unsigned long long)self->parts[self->end++].bytes.len;
     return status;
 }
 
@@ -186,6 +187,11 @@ static PyObject *link_write(connection *self, PyObject *const *arguments, Py_ssi
         }
     }
     self->is_writing = false;
+    if (self->is_closed && room >= 0 && self->unsent < self->end) {
+        room = -1;
+        errno = EPIPE;
+        PyErr_SetFromErrno(PyExc_OSError);
+    }
     if (self->is_closed)
         drop_all(self);
     return room < 0 ? NULL : PyBool_FromLong(room);
@@ -554,14 +560,6 @@ static PyObject *get_queued(connection *self, void *Py_UNUSED(context))
     return PyBool_FromLong(self->unsent < self->end);
 }
 
-static PyObject *get_position(connection *self, void *Py_UNUSED(context))
-{
-    unsigned long long position = self->front;
-    for (size_t at = self->begin; at < self->end; at++)
-        position += (unsigned long long)self->parts[at].bytes.len;
-    return PyLong_FromUnsignedLongLong(position);
-}
-
 static PyObject *get_read(connection *self, void *Py_UNUSED(context))
 {
     return PyBool_FromLong(self->is_claimed || self->lease != NULL);
@@ -569,14 +567,13 @@ static PyObject *get_read(connection *self, void *Py_UNUSED(context))
 
 static PyGetSetDef properties[] = {
     {"has_queued", (getter)get_queued, NULL, "Whether anything waits to be written.", NULL},
-    {"position", (getter)get_position, NULL, "How many bytes were ever queued.", NULL},
     {"is_read", (getter)get_read, NULL, "Whether a thread has the right to read.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef members[] = {
     {"incoming", T_OBJECT, offsetof(connection, incoming), READONLY, NULL},
-    {"front", T_ULONGLONG, offsetof(connection, front), READONLY, "Position of the first kept byte."},
+    {"position", T_ULONGLONG, offsetof(connection, position), READONLY, "Bytes ever queued."},
     {"is_writing", T_BOOL, offsetof(connection, is_writing), READONLY, NULL},
     {"is_looking", T_BOOL, offsetof(connection, is_looking), READONLY, NULL},
     {"is_large", T_BOOL, offsetof(connection, is_large), 0, NULL},

@@ -35,7 +35,8 @@ typedef struct {
     part *parts;       /* From `begin` to `end`; those before `unsent` are kept for a session. */
     size_t begin, unsent, end, capacity;
     size_t unsent_offset;          /* Bytes of the first unsent part that are written. */
-    unsigned long long front;      /* The position in the stream of the first part. */
+    unsigned long long front;      /* The position in the stream of the first part, */
+    unsigned long long position;   /* and behind the last one. */
     bool keeps, is_broken, is_closed, is_writing, is_looking;
 
     unsigned char *data; /* What was read: whole frames are cut at once, so this is a part of one. */

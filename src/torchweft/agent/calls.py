@@ -13,6 +13,7 @@ from torchweft.protocol.calls import Named, OpenCall, ServedCall
 from torchweft.runtime.interrupts import call as run
 from torchweft.wire.frames import Frame
 
+
 class PendingCall(OpenCall):
     """One open call, for which threads can wait.
 

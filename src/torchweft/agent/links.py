@@ -22,7 +22,7 @@ from torchweft.protocol.connecting.machine import FAREWELL_BYTES
 from torchweft.runtime.reactor import Reactor
 from torchweft.transport.keepalive import keep_alive
 from torchweft.transport.link import Link, LinkClosed
-from torchweft.transport.native_link import NativeLink
+from torchweft.transport.native_link import NativeLink, NativeResumableLink
 from torchweft.transport.resumable import ResumableLink, position_in
 from torchweft.wire.frames import Frame, FrameParser
 from torchweft.wire.messages import Kind
@@ -122,7 +122,11 @@ class Links:
         else:
             keep_alive(connection, self.patience.detection_s)
             on_break = functools.partial(self._on_break, peer)
-            link = ResumableLink(connection, parser, self._when_full, on_break, self._limit_bytes)
+            options = parser, self._when_full, on_break, self._limit_bytes
+            if native is not None and isinstance(connection, socket.socket):
+                link = NativeResumableLink(connection, *options, peer)
+            else:
+                link = ResumableLink(connection, *options)
         if self.on_made is not None:
             self.on_made(link, peer)
         return link

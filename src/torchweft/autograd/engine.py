@@ -23,8 +23,8 @@ from torchweft import knobs
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
-from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.agent.tensor_messages import TensorMessages
+from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.autograd import plain_passes
 from torchweft.autograd.codec import (
     CONTEXT_AT,

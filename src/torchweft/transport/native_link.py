@@ -1,19 +1,25 @@
-"""The link in C: it writes, waits and cuts frames in steps that no signal handler interrupts.
+"""Links in C: they write, wait and cut frames in steps that no signal handler interrupts.
 
 So the main thread writes its messages and reads its answers itself, as every other thread does. See
-``native/link.c``. A frame that exceeds the receive buffer is left to the parser in Python.
+``native/link.c``. A frame that exceeds the receive buffer is left to the parser in Python, and so
+is a connection with TLS.
 """
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Callable
+from _thread import get_ident
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchweft import knobs
+from torchweft.errors import ProtocolError
 from torchweft.native import native
-from torchweft.transport.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
+from torchweft.runtime import interrupts
+from torchweft.transport.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed, shut, tune
+from torchweft.transport.resumable import BreakListener, ResumableLink
 from torchweft.wire.frames import HEADER_BYTES, Buffer, FrameParser
 
 
@@ -22,6 +28,7 @@ class NativeLink(Link):
 
     Args:
         peer: The peer, which threads with a lease get with each frame.
+        keeps: Whether messages are kept until the peer has acknowledged them.
 
     Attributes:
         native: The connection in C.
@@ -37,19 +44,22 @@ class NativeLink(Link):
         peer: object,
     ) -> None:
         super().__init__(connection, parser, when_full)
+        self._open(peer, keeps=False)
+
+    def _open(self, peer: object, *, keeps: bool) -> None:
         assert native is not None
         frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
-        spins = knobs.SPIN_S.get(), knobs.LONG_SPIN_S.get()
         self.native: Any = native.Link(
             self.read_fd,
             peer,
             self.incoming,
-            False,
+            keeps,
             knobs.RECEIVE_BUFFER_BYTES.get(),
             # A frame without buffers is its control part.
             min(knobs.CONTROL_LIMIT_BYTES.get(), frame_limit_bytes - HEADER_BYTES),
             frame_limit_bytes,
-            *spins,
+            knobs.SPIN_S.get(),
+            knobs.LONG_SPIN_S.get(),
         )
 
     @property
@@ -69,24 +79,28 @@ class NativeLink(Link):
 
     # Writing
 
-    def _send(self, parts: list[Buffer], may_block: bool) -> None:
+    def _send(self, parts: Sequence[Buffer], may_block: bool) -> None:
         try:
             is_written = self.native.write(parts, SEND_PATIENCE_S if may_block else 0.0)
         except OSError as error:
-            self._is_closed = True
-            raise LinkClosed(str(error)) from error
+            self._cannot_write(error)
         except BaseException:  # A signal handler has raised, while the socket was full.
             self._when_full(self)
             raise
-        if not is_written:
-            self._when_full(self)
+        else:
+            if not is_written:
+                self._when_full(self)
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._is_closed = True
+        raise LinkClosed(str(error)) from error
 
     def _hold(self, parts: list[Buffer]) -> int:
         return int(self.native.hold(parts))
 
     def write_held(self) -> None:
         if self.native.has_queued:
-            self._send([], may_block=False)
+            self._send((), may_block=False)
 
     # Reading
 
@@ -101,7 +115,7 @@ class NativeLink(Link):
         if not connection.is_large:
             self._read(may_spin)
         elif not self.parser.is_idle:
-            super().receive(may_block=may_block)
+            Link.receive(self, may_block=may_block)
             connection.is_large = not self.parser.is_idle
         if connection.is_large and self.parser.is_idle:
             self._begin_large(connection.take_data())
@@ -141,9 +155,137 @@ class NativeLink(Link):
         super().hang_up()
 
     def free(self) -> bool:
+        return self._wait_for_writer_to_end() and super().free()
+
+    def _wait_for_writer_to_end(self) -> bool:
         limit_s = time.monotonic() + SEND_PATIENCE_S
         while self.native.is_writing:
             if time.monotonic() > limit_s:
                 return False
             time.sleep(POLL_S)
-        return super().free()
+        return True
+
+
+class NativeResumableLink(NativeLink, ResumableLink):
+    """One session with a peer, in the native twin; see ``ResumableLink``.
+
+    Args:
+        peer: As for ``NativeLink``.
+    """
+
+    def __init__(
+        self,
+        connection: socket.socket,
+        parser: FrameParser,
+        when_full: Callable[[Link], None],
+        on_break: BreakListener,
+        limit_bytes: int,
+        peer: object,
+    ) -> None:
+        ResumableLink.__init__(self, connection, parser, when_full, on_break, limit_bytes)
+        self._open(peer, keeps=True)
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether anything waits to be written."""
+        return bool(self.native.has_queued) and not self._is_broken
+
+    def _count(self) -> None:
+        """Tells the session what the link in C has counted."""
+        self._outgoing.position = self.native.position
+        self._incoming.position = self.bytes_received
+
+    def _send(self, parts: Sequence[Buffer], may_block: bool) -> None:
+        self._count()
+        if may_block and self._outgoing.kept_bytes > self._limit_bytes:
+            if get_ident() == interrupts.main_id:
+                self._wait_for_flush()
+            else:
+                self._wait_for_room()
+        if self._incoming.is_due:
+            self._hold_acknowledgement()
+        NativeLink._send(self, parts, may_block)
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._note_break(error)
+
+    def flush(self) -> None:
+        NativeLink.write_held(self)
+
+    def _kept_bytes(self) -> int:
+        self._count()
+        return self._outgoing.kept_bytes
+
+    def acknowledged(self, position: int) -> None:
+        self._count()
+        super().acknowledged(position)
+        self.native.acknowledge(position)
+
+    def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
+        if self._is_broken:
+            self._wait_for_connection(may_block=may_block)
+            return
+        with self._receiving:
+            try:
+                if not self._is_broken:
+                    NativeLink.receive(self, may_block=may_block, may_spin=may_spin)
+            except LinkClosed as error:
+                if self._is_closed:
+                    raise
+                self._note_break(error)
+        self._count()
+        if self._incoming.is_much:
+            self.acknowledge()
+
+    def _receive_some(self, flags: int) -> int:
+        return Link._receive_some(self, flags)  # Counted by ``bytes_received``.
+
+    def _note_break(self, error: OSError) -> None:
+        self.native.is_broken = True
+        super()._note_break(error)
+
+    def stop(self) -> int:
+        self.native.is_broken = True
+        super().stop()
+        while self.native.is_looking:  # A waiting thread finds the end, or the last bytes.
+            time.sleep(POLL_S)
+        return self.bytes_received
+
+    def resume(self, connection: socket.socket, peer_position: int) -> None:
+        shut(self._socket)  # Makes threads that read or write it return.
+        with self._receiving, self._room:
+            if self._is_closed:
+                connection.close()
+                raise LinkClosed("the session has ended")
+            if not self._wait_for_writer_to_end():
+                connection.close()
+                raise LinkClosed("a thread still writes to the connection before")
+            self._count()
+            try:
+                self._outgoing.since(peer_position)
+            except ProtocolError:
+                connection.close()
+                raise
+            self._outgoing.acknowledge(peer_position)
+            self.native.acknowledge(peer_position)
+            tune(connection)
+            former, self._socket = self._socket, connection
+            os.dup2(connection.fileno(), self.read_fd, inheritable=False)
+            os.dup2(connection.fileno(), self.write_fd, inheritable=False)
+            former.close()
+            self.native.resume(peer_position)
+            self._is_broken = False
+            self.resumption_count += 1
+        self._resumed.set()
+
+    def drain(self, timeout_s: float) -> None:
+        ResumableLink.drain(self, timeout_s)
+
+    def hang_up(self) -> None:
+        self.native.close()
+        ResumableLink.hang_up(self)
+
+    def close(self) -> None:
+        self.hang_up()
+        self._wait_for_writer_to_end()
+        self._release()

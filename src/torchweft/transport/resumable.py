@@ -255,7 +255,7 @@ class ResumableLink(Link):
 
     def _receive_some(self, flags: int) -> int:
         if self._is_broken:
-            self._wait_for_connection(flags)
+            self._wait_for_connection(may_block=not flags & _DONTWAIT)
             return 0
         with self._receiving:
             if self._is_broken:
@@ -267,15 +267,15 @@ class ResumableLink(Link):
                     raise
                 self._note_break(error)
                 return 0
-            is_much = self._incoming.received(size)
-        if is_much:
+            self._incoming.position += size
+        if self._incoming.is_much:
             self.acknowledge()
         return size
 
-    def _wait_for_connection(self, flags: int) -> None:
+    def _wait_for_connection(self, *, may_block: bool) -> None:
         if self._is_closed:
             raise LinkClosed("the connection is closed")
-        if not flags & _DONTWAIT:
+        if may_block:
             self._resumed.wait(READ_TICK_S)
 
     # Breaks

@@ -103,22 +103,23 @@ class Incoming:
         alone_bytes: How much may be received before an acknowledgement is sent by itself.
     """
 
-    __slots__ = ("_alone_bytes", "_told", "is_due", "position")
+    __slots__ = ("_alone_bytes", "_told", "position")
 
     def __init__(self, alone_bytes: int = ALONE_BYTES) -> None:
         self.position = 0
-        """How many bytes have been received."""
-        self.is_due = False
-        """Whether the next message is to begin with an acknowledgement."""
+        """How many bytes have been received; counted by the owner."""
         self._alone_bytes = alone_bytes
         self._told = 0
 
-    def received(self, size_bytes: int) -> bool:
-        """Notes received bytes; returns whether to send an acknowledgement by itself."""
-        self.position += size_bytes
-        untold_bytes = self.position - self._told
-        self.is_due = untold_bytes >= ACKNOWLEDGE_BYTES
-        return untold_bytes >= self._alone_bytes
+    @property
+    def is_due(self) -> bool:
+        """Whether the next message is to begin with an acknowledgement."""
+        return self.position - self._told >= ACKNOWLEDGE_BYTES
+
+    @property
+    def is_much(self) -> bool:
+        """Whether to send an acknowledgement by itself."""
+        return self.position - self._told >= self._alone_bytes
 
     def acknowledgement(self) -> int | None:
         """Returns the position to acknowledge, and notes it as told; None if there is no need."""
@@ -129,5 +130,4 @@ class Incoming:
     def repetition(self) -> int:
         """Returns the position to acknowledge even if it was told before; notes it as told."""
         self._told = self.position
-        self.is_due = False
         return self._told

@@ -9,17 +9,23 @@ import pytest
 
 from torchweft.runtime import interrupts
 from torchweft.transport.link import Link
+from torchweft.wire.frames import Frame
 
 
 @contextlib.contextmanager
 def reading(link: Link) -> Iterator[None]:
     """Makes the caller the only reader of a link while the block runs."""
-    me = object()
-    assert link.readers.setdefault(0, me) is me
+    assert link.claim()
     try:
         yield
     finally:
-        link.readers.pop(0)
+        link.unclaim()
+
+
+def received(link: Link, *, may_block: bool) -> list[Frame]:
+    """Receives as the only reader of a link; returns the frames."""
+    link.receive(may_block=may_block)
+    return [link.incoming.popleft() for _ in range(len(link.incoming))]
 
 
 @pytest.fixture

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
 
-from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from tests.unit.transport.reading import not_main, reading, received  # noqa: F401
 from tests.unit.transport.secure.meeting import tcp_pair
+from torchweft import knobs
 from torchweft.errors import ProtocolError
-from torchweft.transport import link
+from torchweft.transport import link, native_link
 from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.native_link import NativeLink
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 
 pytestmark = pytest.mark.usefixtures("not_main")
@@ -28,16 +31,30 @@ class End(NamedTuple):
     is_full: threading.Event
 
 
-def new_end(connection: socket.socket) -> End:
+def new_end(connection: socket.socket, twin: str) -> End:
     is_full = threading.Event()
     parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
-    return End(Link(connection, parser, lambda link: is_full.set()), is_full)
+    if twin == "plain":
+        return End(Link(connection, parser, lambda link: is_full.set()), is_full)
+    with limits():
+        return End(NativeLink(connection, parser, lambda link: is_full.set(), "peer"), is_full)
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    """Gives links that are made in the block the limits of the parsers here."""
+    with (
+        knobs.RECEIVE_BUFFER_BYTES.override(4096),
+        knobs.CONTROL_LIMIT_BYTES.override(1 << 24),
+        knobs.FRAME_LIMIT_BYTES.override(1 << 26),
+    ):
+        yield
 
 
 @pytest.fixture(params=["unix", "tcp"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[End, End]]:
+def ends(request: pytest.FixtureRequest, twin: str) -> Iterator[tuple[End, End]]:
     first, second = socket.socketpair() if request.param == "unix" else tcp_pair()
-    one, other = new_end(first), new_end(second)
+    one, other = new_end(first, twin), new_end(second, twin)
     yield one, other
     one.link.close()
     other.link.close()
@@ -51,7 +68,7 @@ def read_frames(link: Link, count: int) -> list[Frame]:
     frames: list[Frame] = []
     with reading(link):
         while len(frames) < count:
-            frames += link.receive(may_block=True)
+            frames += received(link, may_block=True)
     return frames
 
 
@@ -111,17 +128,17 @@ def test_one_read_waits_for_the_rest_of_a_large_frame(ends: tuple[End, End]) -> 
     to_other.sendall(data[:10_000])
     with reading(other.link):
         while not other.link.parser.is_within_large:
-            assert other.link.receive(may_block=True) == []
+            assert received(other.link, may_block=False) == []
 
         def send_in_pieces() -> None:
             for start in range(10_000, len(data), 50_000):
                 to_other.sendall(data[start : start + 50_000])
 
         while other.link.bytes_received < 10_000:
-            other.link.receive(may_block=False)
+            received(other.link, may_block=False)
         writer = threading.Thread(target=send_in_pieces)
         writer.start()
-        frames = other.link.receive(may_block=True)
+        frames = received(other.link, may_block=True)
         writer.join(LIMIT_S)
     assert [bytes(buffer) for buffer in frames[0].buffers] == [b"x" * 300_000]
 
@@ -134,12 +151,12 @@ def test_a_peer_that_stops_within_a_large_frame_holds_a_reader_for_a_tick(
     one.link._socket.sendall(data[:100_000])
     with reading(other.link):
         while other.link.bytes_received < 100_000:
-            assert other.link.receive(may_block=True) == []
+            assert received(other.link, may_block=True) == []
         began_s = time.monotonic()
-        assert other.link.receive(may_block=True) == []
+        assert received(other.link, may_block=True) == []
         assert time.monotonic() - began_s < LIMIT_S / 4
         one.link._socket.sendall(data[100_000:])
-        assert len(other.link.receive(may_block=True)) == 1
+        assert len(received(other.link, may_block=True)) == 1
 
 
 def flush_until_written(end: End) -> None:
@@ -222,7 +239,7 @@ def test_what_was_sent_before_the_end_is_received(ends: tuple[End, End]) -> None
     one.link.hang_up()
     assert [frame.id for frame in read_frames(other.link, 1)] == [1]
     with reading(other.link), pytest.raises(LinkClosed, match="end of file"):
-        other.link.receive(may_block=True)
+        received(other.link, may_block=True)
 
 
 def test_the_end_inside_a_frame_is_noticed(ends: tuple[End, End]) -> None:
@@ -237,13 +254,13 @@ def test_the_end_inside_a_frame_is_noticed(ends: tuple[End, End]) -> None:
 def test_nothing_to_read_is_no_frame(ends: tuple[End, End]) -> None:
     link = ends[0].link
     with reading(link):
-        assert link.receive(may_block=False) == []
+        assert received(link, may_block=False) == []
 
 
 def test_a_blocked_reader_looks_up_now_and_then(ends: tuple[End, End]) -> None:
     link = ends[0].link
     with reading(link):
-        assert link.receive(may_block=True) == []
+        assert received(link, may_block=True) == []
 
 
 def test_hanging_up_wakes_a_reader_and_a_writer(ends: tuple[End, End]) -> None:
@@ -321,53 +338,31 @@ def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:
     one, other = ends
     one.link.send([b"\xff" * 100], may_block=False)
     with reading(other.link), pytest.raises(ProtocolError):
-        other.link.receive(may_block=True)
+        received(other.link, may_block=True)
 
 
-class HalfTaking:
-    """A socket that takes half of the first piece, and calls a function then."""
-
-    def __init__(self, connection: socket.socket, meanwhile: Callable[[], object]) -> None:
-        self._connection = connection
-        self._meanwhile = meanwhile
-        self._is_first = True
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._connection, name)
-
-    def send(self, part: bytes, flags: int) -> int:
-        if not self._is_first:
-            return self._connection.send(part, flags)
-        self._is_first = False
-        size = self._connection.send(part[: len(part) // 2], flags)
-        self._meanwhile()
-        return size
-
-
-def test_the_rest_of_a_frame_comes_before_what_others_queued(ends: tuple[End, End]) -> None:
+def test_the_rest_of_a_frame_comes_before_what_others_queue(ends: tuple[End, End]) -> None:
     one, other = ends
-
-    def send_second() -> None:
-        sender = threading.Thread(
-            target=one.link.send, args=(frame_parts(2, b"second"),), kwargs={"may_block": False}
-        )
-        sender.start()
-        sender.join(LIMIT_S)
-
-    taking = HalfTaking(one.link._socket, send_second)
-    one.link._socket = taking  # type: ignore[assignment]
-    one.link.send(frame_parts(1, b"first"), may_block=False)
-    one.link._socket = taking._connection
-    frames = read_frames(other.link, 2)
-    assert [(frame.id, bytes(frame.control)) for frame in frames] == [(1, b"first"), (2, b"second")]
+    one.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=False)
+    sender = threading.Thread(
+        target=one.link.send, args=(frame_parts(2, b"second"),), kwargs={"may_block": False}
+    )
+    sender.start()
+    sender.join(LIMIT_S)
+    reader = Reader(other.link, 2)
+    flush_until_written(one)
+    first, second = reader.result()
+    assert bytes(first.control) == b"z" * BIG_BYTES
+    assert bytes(second.control) == b"second"
 
 
 def test_who_may_block_does_not_wait_for_ever_for_a_peer_that_reads_nothing(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, twin: str
 ) -> None:
     monkeypatch.setattr(link, "SEND_PATIENCE_S", 0.01)
+    monkeypatch.setattr(native_link, "SEND_PATIENCE_S", 0.01)
     for pair in (socket.socketpair(), tcp_pair()):
-        one, other = map(new_end, pair)
+        one, other = (new_end(connection, twin) for connection in pair)
         one.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=True)
         assert one.is_full.is_set()
         reader = Reader(other.link, 1)

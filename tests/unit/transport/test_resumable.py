@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.thorough import examples
-from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from tests.unit.transport.reading import not_main, reading, received  # noqa: F401
 from tests.unit.transport.secure.meeting import tcp_pair
+from tests.unit.transport.test_link import limits
 from torchweft.errors import ProtocolError
 from torchweft.transport.link import LinkClosed
+from torchweft.transport.native_link import NativeResumableLink
 from torchweft.transport.resumable import ResumableLink, position_in
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
@@ -30,18 +32,19 @@ BIG_BYTES = 16 << 20
 class End:
     """A session's link, connected to a plain socket."""
 
-    def __init__(self) -> None:
+    link: ResumableLink
+
+    def __init__(self, twin: str) -> None:
         self.breaks: list[tuple[str, bool]] = []
         self.is_full = threading.Event()
         ours, self.other = tcp_pair()
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
-        self.link = ResumableLink(
-            ours,
-            parser,
-            lambda link: self.is_full.set(),
-            self._on_break,
-            limit_bytes=LIMIT_BYTES,
-        )
+        options = parser, lambda link: self.is_full.set(), self._on_break, LIMIT_BYTES
+        if twin == "plain":
+            self.link = ResumableLink(ours, *options)
+        else:
+            with limits():
+                self.link = NativeResumableLink(ours, *options, "peer")
 
     def _on_break(self, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
         self.breaks.append((cause, is_answer))
@@ -70,7 +73,7 @@ class End:
         with reading(self.link):
             while len(frames) < count:
                 assert time.monotonic() < deadline_s
-                frames += self.link.receive(may_block=True)
+                frames += received(self.link, may_block=True)
         return frames
 
     def notice(self) -> None:
@@ -79,7 +82,7 @@ class End:
         with reading(self.link):
             while not self.link.is_broken:
                 assert time.monotonic() < deadline_s
-                assert self.link.receive(may_block=True) == []
+                assert received(self.link, may_block=True) == []
 
     def close(self) -> None:
         self.link.close()
@@ -87,8 +90,8 @@ class End:
 
 
 @pytest.fixture
-def end() -> Iterator[End]:
-    with contextlib.closing(End()) as made:
+def end(twin: str) -> Iterator[End]:
+    with contextlib.closing(End(twin)) as made:
         yield made
 
 
@@ -110,9 +113,11 @@ STREAM = as_bytes(*FRAMES)
 
 
 @settings(max_examples=examples(30))
-@given(st.lists(st.integers(0, len(STREAM)), max_size=5))
-def test_what_is_sent_arrives_whole_wherever_connections_break(positions: list[int]) -> None:
-    with contextlib.closing(End()) as end:
+@given(positions=st.lists(st.integers(0, len(STREAM)), max_size=5))
+def test_what_is_sent_arrives_whole_wherever_connections_break(
+    twin: str, positions: list[int]
+) -> None:
+    with contextlib.closing(End(twin)) as end:
         for frame in FRAMES:
             end.link.send(frame, may_block=False)
         came = b""
@@ -123,20 +128,20 @@ def test_what_is_sent_arrives_whole_wherever_connections_break(positions: list[i
 
 
 @settings(max_examples=examples(30))
-@given(st.lists(st.integers(0, len(STREAM)), max_size=5))
+@given(positions=st.lists(st.integers(0, len(STREAM)), max_size=5))
 def test_what_is_received_is_received_once_wherever_connections_break(
-    positions: list[int],
+    twin: str, positions: list[int]
 ) -> None:
-    with contextlib.closing(End()) as end:
+    with contextlib.closing(End(twin)) as end:
         frames: list[Frame] = []
         for position in sorted(positions):
-            end.other.sendall(STREAM[end.link._incoming.position : position])
+            end.other.sendall(STREAM[end.link.bytes_received : position])
             with reading(end.link):
-                while end.link._incoming.position < position:
-                    frames += end.link.receive(may_block=True)
+                while end.link.bytes_received < position:
+                    frames += received(end.link, may_block=True)
             assert end.link.stop() == position
             end.reconnect(0)
-        end.other.sendall(STREAM[end.link._incoming.position :])
+        end.other.sendall(STREAM[end.link.bytes_received :])
         frames += end.receive(len(FRAMES) - len(frames))
     assert [frame.id for frame in frames] == [1, 2, 3, 4]
     assert [bytes(buffer) for buffer in frames[1].buffers] == [b"t" * 70, b"", b"u" * 10_000]
@@ -159,7 +164,7 @@ def test_an_end_of_file_is_a_break_that_is_told_once(end: End) -> None:
     end.notice()
     end.notice()
     with reading(end.link):
-        assert end.link.receive(may_block=False) == []
+        assert received(end.link, may_block=False) == []
     assert end.breaks == [("end of file", True)]
 
 
@@ -178,7 +183,7 @@ def test_a_break_is_noticed_by_who_writes(end: End) -> None:
     ("error", "is_answer"), [(ConnectionResetError("reset"), True), (TimeoutError("late"), False)]
 )
 def test_whether_a_break_is_an_answer_is_told(
-    end: End, monkeypatch: pytest.MonkeyPatch, error: OSError, is_answer: bool
+    monkeypatch: pytest.MonkeyPatch, error: OSError, is_answer: bool
 ) -> None:
     class Failing:
         """Acts like a socket whose connection the kernel has given up."""
@@ -189,10 +194,11 @@ def test_whether_a_break_is_an_answer_is_told(
 
             return fail
 
-    with monkeypatch.context() as patch:
-        patch.setattr(end.link, "_socket", Failing())
-        end.notice()
-    assert end.breaks == [(str(error), is_answer)]
+    with contextlib.closing(End("plain")) as end:
+        with monkeypatch.context() as patch:
+            patch.setattr(end.link, "_socket", Failing())
+            end.notice()
+        assert end.breaks == [(str(error), is_answer)]
 
 
 def test_many_threads_notice_one_break(end: End) -> None:
@@ -231,8 +237,8 @@ def test_a_session_that_was_stopped_receives_nothing_more(end: End) -> None:
     end.other.sendall(STREAM)
     assert end.link.stop() == 0
     with reading(end.link):
-        assert end.link.receive(may_block=False) == []
-    assert end.link._incoming.position == 0
+        assert received(end.link, may_block=False) == []
+    assert end.link.bytes_received == 0
     assert end.breaks == []
     end.link.report_break("nobody answers")
     assert end.breaks == [("nobody answers", True)]
@@ -318,7 +324,7 @@ def test_less_is_acknowledged_before_the_next_message(end: End) -> None:
     end.other.sendall(as_bytes(*[frame_parts(number, b"x" * 1000) for number in range(80)]))
     end.receive(80)
     end.link.send(FRAMES[1], may_block=False)
-    received = end.link._incoming.position
+    received = end.link.bytes_received
     said = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(received))
     expected = as_bytes(said, FRAMES[1])
     assert end.arrived(len(expected)) == expected
@@ -421,7 +427,7 @@ def test_hanging_up_is_no_break(end: End) -> None:
     end.receive(1)  # Data that could be acknowledged.
     end.link.hang_up()
     with reading(end.link), pytest.raises(LinkClosed):
-        end.link.receive(may_block=True)
+        received(end.link, may_block=True)
     with pytest.raises(LinkClosed):
         end.link.send(FRAMES[0], may_block=False)
     end.link.say_goodbye()

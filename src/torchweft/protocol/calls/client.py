@@ -16,7 +16,6 @@ from torchweft.wire.frames import Frame
 Call = TypeVar("Call", bound=OpenCall)
 
 
-
 @dataclass(slots=True)
 class Complete(Generic[Call]):
     """An action: ``call`` has ended with its ``error``; notify its waiters."""
