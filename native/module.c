@@ -42,8 +42,7 @@ static int find_parts(void)
         keep("torch", "layout", &library.layout_type) ||
         keep("torch", "memory_format", &library.memory_format_type) ||
         keep("torch", "device", &library.device_type) ||
-        keep("torchweft.errors", "ProtocolError", &library.protocol_error) ||
-        keep("torchweft.errors", "WeftError", &library.own_errors))
+        keep("torchweft.errors", "ProtocolError", &library.protocol_error))
         return -1;
     return find_dlpack(library.tensor_type);
 }

@@ -16,7 +16,7 @@ typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *size_type, *dtype_type, *layout_type, *memory_format_type, *device_type;
-    PyObject *protocol_error, *own_errors;
+    PyObject *protocol_error;
 } library_parts;
 
 extern library_parts library;

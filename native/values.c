@@ -838,21 +838,6 @@ static PyObject *read_value(decoder *from)
     return value;
 }
 
-/* Turns errors that are not Weft's own into a ProtocolError that names them. */
-static void wrap_error(void)
-{
-    PyObject *type, *value, *traceback;
-    if (PyErr_ExceptionMatches(library.own_errors) || !PyErr_ExceptionMatches(PyExc_Exception))
-        return;
-    PyErr_Fetch(&type, &value, &traceback);
-    PyErr_NormalizeException(&type, &value, &traceback);
-    PyErr_Format(library.protocol_error, "a message is malformed: %s: %S",
-                 ((PyTypeObject *)type)->tp_name, value);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(traceback);
-}
-
 /* decode_values(data, tensors, externals, resolve, come_home) -> the value; see values.decode. */
 PyObject *values_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
@@ -870,9 +855,7 @@ PyObject *values_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments,
                     .resolve = arguments[3],
                     .come_home = arguments[4]};
     PyObject *value = read_value(&from);
-    if (value == NULL) {
-        wrap_error();
-    } else if (from.in.at != from.in.end) {
+    if (value != NULL && from.in.at != from.in.end) {
         PyErr_Format(library.protocol_error, "a message has %zu bytes too many",
                      reader_left(&from.in));
         Py_CLEAR(value);

@@ -134,16 +134,15 @@ def call_and_wait(
     try:
         call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
         worker.agent.calls.ask_and_wait(peer, call, request)
-    except Exception:
-        request.take_back()
-        raise
-    except BaseException:  # Ctrl-C: the caller no longer waits.
-        if call is not None:
+    except BaseException:  # It could not be sent, or a signal handler has raised.
+        has_number = call is not None and call.number != 0
+        if call is not None and has_number and call.error is None:
             worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
-            if call.frame is not None:
-                worker.discard_reply(peer, call.frame)
+            answer, call.frame = call.frame, None
+            if answer is not None:
+                worker.discard_reply(peer, answer)
         # The callee may have a message that has a number.
-        request.take_back(keeps_graph=call is not None and call.number != 0)
+        request.take_back(keeps_graph=has_number)
         raise
     finally:
         if event is not None:

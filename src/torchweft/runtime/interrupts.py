@@ -1,15 +1,13 @@
 """Interrupts of the main thread: signal handlers run in that thread, and may raise.
 
 Ctrl-C raises ``KeyboardInterrupt`` between any two steps of Python code there: after a function has
-returned and before its result is stored, also within ``finally``. An interrupted reader or writer
-would leave its connection half read, half written, or claimed for ever. Two things are safe:
+returned and before its result is stored, also within ``finally``. Two things are safe:
 
-* A single call of a function written in C, however much it does: ``record += map(send, ...)``
-  sends and stores the result, with no step of Python in between.
+* A single call of a function written in C, however much it does.
 * ``with lock:``, for a lock written in C, releases the lock whatever is raised.
 
-So the main thread changes shared state only in such steps. Each step leaves a state that tells how
-far the thread has come; another thread continues from there.
+A handler may itself call, and a finalizer too, in any thread: the garbage collector runs it between
+any two steps. So a lock that a call takes is reentrant, unless it is only tried.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from __future__ import annotations
 import gc
 import operator
 import os
+import signal
 import sys
 import threading
 from _thread import get_ident
@@ -46,6 +45,28 @@ def acquire(lock: Lock, taken: list[bool], blocking: bool = True, timeout_s: flo
     """
     taken += map(lock.acquire, (blocking,), (timeout_s,))
     return taken == [True]
+
+
+def is_of_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised an error: it is the program's alone.
+
+    For code that reports errors of other code under another name: it passes these on.
+    """
+    if threading.get_ident() != main_id:
+        return False
+    handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
+    step = error.__traceback__
+    while step is not None:
+        if step.tb_frame.f_code in handlers:
+            return True
+        step = step.tb_next
+    return False
+
+
+def _code_of(handler: object) -> object:
+    """Returns the code of a signal handler; None for what is no function of Python."""
+    function = handler if hasattr(handler, "__code__") else getattr(handler, "__call__", None)  # noqa: B004
+    return getattr(function, "__code__", None)
 
 
 main_id = threading.main_thread().ident

@@ -36,6 +36,7 @@ from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
+from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import values
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.diagnosis import diagnose
@@ -122,13 +123,17 @@ def pack(
     if not codes:
         try:
             return _pack_by_name(value, main_by_name)
-        except Exception:
-            pass  # Usually an object has no importable name. With any other cause, this fails too:
+        except Exception as error:
+            if is_of_handler(error):
+                raise
+            # Usually an object has no importable name. With any other cause, this fails too:
     try:
         return _pack_by_value(value, main_by_name, None, not_by_value, codes)
     except NotByValue as error:
         raise SerializationError(str(error)) from None
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
 
 
@@ -136,7 +141,9 @@ def pack_by_name(value: object, *, main_by_name: bool) -> Packed | None:
     """Does the same as ``pack`` for a value in which nothing goes by value; None for others."""
     try:
         return _pack_by_name(value, main_by_name)
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise
         return None
 
 
@@ -157,6 +164,8 @@ def pack_plain(value: object, *, main_by_name: bool, codes: object = None) -> Pa
     try:
         payload = encoder.encode(value)
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise diagnose(value, error, lambda part: _why_not_a_value(part, main_by_name)) from error
     return Packed(payload, encoder.tensors, encoder.externals)
 
@@ -186,6 +195,8 @@ def pack_with(value: object, reducers: Reducers) -> Packed:
     try:
         return _pack_by_value(value, True, reducers)
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise diagnose(value, error, lambda part: _why_not(part, True, reducers)) from error
 
 
@@ -222,6 +233,8 @@ def unpack(
     except WeftError:
         raise
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise SerializationError(
             f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
         ) from error

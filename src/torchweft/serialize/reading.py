@@ -21,6 +21,7 @@ from torch import Tensor
 
 from torchweft.errors import NotAllowed, SerializationError, WeftError
 from torchweft.ids import ReferenceId
+from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import by_value, functions, objects, values
 from torchweft.serialize.allowed import AllowList
 from torchweft.serialize.bounds import limit_of_repetition
@@ -156,6 +157,8 @@ class _Allowing(_Restricted):
         except WeftError:
             raise
         except Exception as error:
+            if is_of_handler(error):
+                raise
             raise SerializationError(
                 f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
             ) from error

@@ -46,6 +46,7 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
+from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import bounds, functions
 from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
 from torchweft.serialize.registry import rebuilds_plain
@@ -503,15 +504,16 @@ def decode(
         SerializationError: The value is larger when it is unfolded, or keys collide.
         WeftError: A name does not exist here, or may not be followed.
     """
-    if native is not None and limit_bytes is None:
-        value: Any = native.decode_values(payload, tensors, externals, resolve, come_home)
-        return value
-    decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home, limit_bytes)
     try:
+        if native is not None and limit_bytes is None:
+            return native.decode_values(payload, tensors, externals, resolve, come_home)
+        decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home, limit_bytes)
         value = decoder.read()
     except WeftError:
         raise
     except Exception as error:
+        if is_of_handler(error):
+            raise
         raise ProtocolError(f"a message is malformed: {type(error).__name__}: {error}") from None
     left = len(payload) - decoder.position
     if left:
