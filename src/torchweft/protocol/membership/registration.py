@@ -15,8 +15,6 @@ from torchweft.protocol.numbers import WorkerIds
 
 LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
-FIRST_LATER_ID = 1 << 14
-"""In an open group, lower ids are those of the first lives of ranks."""
 
 STRICT = "strict"
 """Fact: whether the worker refuses pickles."""
@@ -51,7 +49,7 @@ class Registration:
         addresses: Where it listens, best first.
         main: The identity of its ``__main__``, or empty if no other worker can have the same.
         facts: Its channels' capabilities, whether it reads pickles, and its device maps.
-        later_rank: Its rank if that is not its id: in an open group, once the rank was used.
+        later_rank: Its rank if that is not its id, as in most open groups.
     """
 
     name: str
