@@ -24,6 +24,7 @@ from benchmarks.endurance.samples import (
     Sample,
     count_types,
     grown,
+    return_large_blocks,
     table,
     take_sample,
 )
@@ -96,6 +97,7 @@ def measure(
     killed: Counter[str] = Counter()
     types: list[Counter[str]] = []
     with contextlib.closing(Clients(f"file://{path}")) as clients:
+        return_large_blocks()
         with knobs.POOL_IDLE_S.override(_IDLE_S):
             join(SERVER, 0, f"file://{path}")
         try:
