@@ -34,6 +34,8 @@ from torchweft import knobs, rpc
 
 AT_ONCE = 3
 """How many clients there are at a time."""
+TIDY = 0
+"""The number of a client that leaves. As every newcomer, it takes dead ones out of the store."""
 _SETTLE_LIMIT_S = 20.0
 _IDLE_S = 2.0
 """How long the server keeps unused memory; it looks twice in that time."""
@@ -109,6 +111,7 @@ def measure(
                     found, stuck = clients.run(range(start, min(start + AT_ONCE, last)))
                     joined += found
                     killed.update(stuck)
+                clients.run([TIDY])
                 taken.append({**_settled_sample(), **_of_joining(path, joined)})
                 if number in (samples // 2, samples - 1):
                     types.append(count_types())

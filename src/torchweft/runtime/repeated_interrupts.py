@@ -1,8 +1,8 @@
 """Interrupts of the main thread that a finalizer swallows come again.
 
 Ctrl-C raises ``KeyboardInterrupt`` in the code that the main thread runs. If that is a finalizer,
-or a callback of a weak reference, the interpreter prints the exception and goes on: the program does
-not end. Handles, streams and graphs have finalizers, so this happens to programs that use many.
+or a callback of a weak reference, the interpreter prints the exception and goes on: the program
+does not end. Handles, streams and graphs have finalizers, so programs that use many meet this.
 """
 
 from __future__ import annotations

@@ -397,7 +397,7 @@ class _Table(NamedTuple):
         try:
             last, *entries = json.loads(text)
             pairs = [each if isinstance(each, list) else [each, None] for each in entries]
-            present = {worker: own for worker, own in pairs}
+            present = dict(pairs)
             is_sound = all(type(each) is int and -1 <= each < ID_LIMIT for each in (last, *present))
             if is_sound and all(own is None or isinstance(own, str) for own in present.values()):
                 return _Table(last, present)
