@@ -396,8 +396,10 @@ class _Table(NamedTuple):
             return _Table(-1, {})
         try:
             last, *entries = json.loads(text)
-            pairs = [each if isinstance(each, list) else [each, None] for each in entries]
-            present = dict(pairs)
+            pairs: list[Any] = [
+                each if isinstance(each, list) else [each, None] for each in entries
+            ]
+            present: dict[int, str | None] = dict(pairs)
             is_sound = all(type(each) is int and -1 <= each < ID_LIMIT for each in (last, *present))
             if is_sound and all(own is None or isinstance(own, str) for own in present.values()):
                 return _Table(last, present)
