@@ -24,6 +24,7 @@ from benchmarks.endurance.samples import (
     Sample,
     count_types,
     grown,
+    return_large_blocks,
     table,
     take_sample,
 )
@@ -33,6 +34,8 @@ from torchweft import knobs, rpc
 
 AT_ONCE = 3
 """How many clients there are at a time."""
+TIDY = 0
+"""The number of a client that leaves. As every newcomer, it takes dead ones out of the store."""
 _SETTLE_LIMIT_S = 20.0
 _IDLE_S = 2.0
 """How long the server keeps unused memory; it looks twice in that time."""
@@ -96,6 +99,7 @@ def measure(
     killed: Counter[str] = Counter()
     types: list[Counter[str]] = []
     with contextlib.closing(Clients(f"file://{path}")) as clients:
+        return_large_blocks()
         with knobs.POOL_IDLE_S.override(_IDLE_S):
             join(SERVER, 0, f"file://{path}")
         try:
@@ -107,6 +111,7 @@ def measure(
                     found, stuck = clients.run(range(start, min(start + AT_ONCE, last)))
                     joined += found
                     killed.update(stuck)
+                clients.run([TIDY])
                 taken.append({**_settled_sample(), **_of_joining(path, joined)})
                 if number in (samples // 2, samples - 1):
                     types.append(count_types())

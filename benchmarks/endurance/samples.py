@@ -46,6 +46,20 @@ KINDS = {
 }
 
 
+_M_MMAP_THRESHOLD = -3
+_LARGE_BYTES = 128 << 10
+
+
+def return_large_blocks() -> None:
+    """Has the allocator of this process give blocks of 128 KiB and more back as soon as they end.
+
+    By default glibc learns from the first tensors that end to keep memory of their size: up to
+    twice as much at the end of the arena of each thread, where ``malloc_trim`` does not find it. So
+    the memory of a process grows until each of its arenas has had the largest tensor.
+    """
+    ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
+
+
 def take_sample() -> Sample:
     """Returns the resources that this process holds, after a garbage collection."""
     gc.collect()
@@ -55,7 +69,7 @@ def take_sample() -> Sample:
     counts = count_types()
     return {
         "memory (resident, trimmed)": _resident_bytes(pid),
-        "memory (private)": memory.private,
+        "memory (private)": memory.written,
         "shared memory": memory.shared,
         "threads": processes.threads(pid),
         "descriptors": len(processes.descriptors(pid)) - 1,  # one reads the folder

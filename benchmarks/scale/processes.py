@@ -17,11 +17,14 @@ class Memory(NamedTuple):
     Attributes:
         pss: Memory that it uses, a page shared by n processes counted as an nth.
         private: Memory that no other process uses.
+        written: The part of it that does not have the content of a file. The rest changes with
+            the other processes that use the same libraries.
         shared: Pages in shared memory (``/dev/shm``, memfd) that it has mapped and touched.
     """
 
     pss: int
     private: int
+    written: int
     shared: int
 
 
@@ -31,8 +34,9 @@ def memory_bytes(pid: int) -> Memory:
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]:
         name, size = line.split(":")
         sizes[name] = int(size.split()[0]) * 1024
-    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
-    return Memory(sizes["Pss"], private, sizes.get("Pss_Shmem", 0))
+    written = sizes["Private_Dirty"]
+    private = sizes["Private_Clean"] + written
+    return Memory(sizes["Pss"], private, written, sizes.get("Pss_Shmem", 0))
 
 
 def threads(pid: int) -> int:

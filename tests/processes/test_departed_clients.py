@@ -28,7 +28,7 @@ MOST = {
     "descriptors": 0,
     "tensors": 0,
     "objects of Weft": 250,  # A client that is kept, or is noticed late, has 15 to 30.
-    "file of the store": 1000,  # About 500 for each client that was killed as it joined.
+    "file of the store": 10,  # A client that has a key for ever has 400. Ids get more digits.
 }
 """What may rise once there were more clients than are remembered."""
 

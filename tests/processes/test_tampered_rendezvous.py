@@ -162,10 +162,15 @@ def test_another_token_of_an_open_group(store: Store) -> None:
 def test_another_member_of_an_open_group(store: Store, trap: socket.socket) -> None:
     store.join("a", 0, None)
     token = store.await_key("token").decode()[-32:]
-    store.keys.set(f"member/0/{token}", json.dumps(registration("a", 0, address_of(trap))))
+    store.keys.set("present", "[0, 0]")
+    address = address_of(trap)
+    store.keys.set(f"member/0/{token}", json.dumps(registration("a", 0, address)))
     with pytest.raises(RendezvousError, match=r"'member/0/\w*' was not written with the secret"):
         store.join("b", 1, None)
-    store.keys.set("present", "[]")
+    store.keys.set("present", json.dumps([0, [0, json.dumps(registration("a", 0, address))]]))
+    with pytest.raises(RendezvousError, match=r"'member/0/\w*' was not written with the secret"):
+        store.join("b", 1, None)
+    store.keys.set("present", "[0]")
     store.join("c", 2, None)  # The attacker can hide ``a`` from ``c``, and do no more.
     assert store.do("c", strange_members.state).members == ["c"]
 

@@ -34,7 +34,7 @@ from torchweft.protocol.calls import (
     has_awaited,
     nest,
 )
-from torchweft.protocol.connecting import Keeping, Unsent, UnsentMessages
+from torchweft.protocol.connecting import Unsent, UnsentMessages
 from torchweft.protocol.membership.leader import Report, Send, Step
 from torchweft.protocol.membership.leaving import BeginSettling, Left, OpenLeaving, Retire, Stage
 from torchweft.runtime.fair_queue import FairQueue
@@ -409,10 +409,10 @@ class Worker:
     # As FirstContacts
 
     def _keep(self, peer: Peer, unsent: Unsent) -> bool:
-        keeping = peer.unsent.keep(unsent, is_linked=peer.is_connected)
-        if keeping is Keeping.CONNECT:
+        is_kept = peer.unsent.keep(unsent, is_linked=peer.is_connected)
+        if is_kept and len(peer.unsent) == 1:
             self.world.connect(self.id, peer.id)
-        return keeping is not Keeping.SEND
+        return is_kept
 
     def connected(self, other: int) -> None:
         peer = self.peers[other]

@@ -15,6 +15,7 @@ from tests.simulation.timeline import Timeline
 from torchweft.errors import DuplicateName
 from torchweft.protocol.connecting.failures import Gone
 from torchweft.protocol.membership.joining import (
+    PRESENT,
     Check,
     Forget,
     Get,
@@ -25,8 +26,10 @@ from torchweft.protocol.membership.joining import (
     Request,
     Set,
     SetOnce,
+    Sign,
     Steps,
     Swap,
+    Verify,
     Wait,
     leave_open,
 )
@@ -56,6 +59,10 @@ class Store:
             return request.key in values
         if isinstance(request, Peek):
             return values.get(request.key)
+        if isinstance(request, Sign):
+            return request.value.decode()
+        if isinstance(request, Verify):
+            return request.text.encode()
         if isinstance(request, Remove):
             return values.pop(request.key, None) and None
         if isinstance(request, Swap):
@@ -91,6 +98,8 @@ class Life:
     ended_s: float | None = None
     roster: Roster[Life] | None = None
     is_member: bool = False
+    signed: Registration | None = None
+    """In an open group, its registration in the table, if that is written next."""
     token: str = ""
     """In an open group, the token of the run, once it has a place."""
     kept: list[Callable[[], None]] = field(default_factory=list)
@@ -185,14 +194,17 @@ class Joiners:
         elif isinstance(request, Wait):
             self._wait(life, request, self.clock() + request.limit_s, answer)
         else:
-            if isinstance(request, Set) and request.key.startswith("member/"):
-                life.registration = Registration.decode(bytes(request.value))
             try:
                 value = self.store.perform(request)
             except RuntimeError as error:
                 answer(None, error)
-            else:
-                answer(value)
+                return
+            if isinstance(request, Sign):
+                life.signed = Registration.decode(request.value)
+            elif isinstance(request, Swap) and request.key == PRESENT and value == request.desired:
+                assert life.signed is not None
+                life.registration = life.signed
+            answer(value)
 
     def leave(
         self,

@@ -105,6 +105,8 @@ class Peer:
         self.state_lock = threading.RLock()
         self.dial_lock = threading.Lock()
         """Held by the thread that carries out the steps of the first connection."""
+        self.first_contact = threading.Lock()
+        """Held by the thread that connects, and then sends the messages that are kept."""
         self.linked = threading.Event()
         """Set when there is a first connection, or never will be."""
 

@@ -48,8 +48,10 @@ from torchweft.protocol.membership.joining import (
     Request,
     Set,
     SetOnce,
+    Sign,
     Steps,
     Swap,
+    Verify,
     Wait,
 )
 from torchweft.protocol.membership.registration import Directory, Registration
@@ -277,7 +279,7 @@ def enter(store: Any, registration: Registration, timeout_s: float) -> Admission
     Raises:
         RendezvousError: The group is a closed one, or the store is broken.
         RendezvousTimeout: The store does not answer.
-        ConfigurationError: The rank is too high, or the group has had too many workers.
+        ConfigurationError: The group has had too many workers.
     """
     end_s = time.monotonic() + timeout_s
     try:
@@ -350,6 +352,10 @@ def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
         return store.peek(request.key)
     if isinstance(request, Swap):
         return store.swap(request.key, request.expected, request.desired)
+    if isinstance(request, Sign):
+        return store.sign(request.key, request.value)
+    if isinstance(request, Verify):
+        return store.verify(request.key, request.text.encode())
     if isinstance(request, Remove):
         return store.remove(request.key)
     assert isinstance(request, SetOnce)

@@ -18,7 +18,7 @@ from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
-from torchweft.protocol.connecting import Keeping, Outgoing, Unsent
+from torchweft.protocol.connecting import Outgoing, Unsent
 from torchweft.runtime.reactor import Reactor
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.frames import Buffer, Frame, encode_frame
@@ -100,13 +100,21 @@ class FirstContacts:
         with peer.state_lock:
             if peer.lost is not None and (peer.link is None or peer.unsent):
                 raise peer.lost_error()
-            keeping = peer.unsent.keep(unsent, is_linked=peer.link is not None)
-        if keeping is Keeping.CONNECT:
+            is_kept = peer.unsent.keep(unsent, is_linked=peer.link is not None)
+        # Also if an earlier message waits: the main thread may have been interrupted here.
+        if is_kept and not peer.first_contact.locked():
             self._reactor.submit(self._open, peer)
-        return keeping is not Keeping.SEND
+        return is_kept
 
     def _open(self, peer: Peer, _: object) -> None:
-        """Connects, and sends the kept messages; ends when none is left."""
+        """Connects and sends the kept messages, unless another thread does; until none is left."""
+        while peer.unsent and peer.first_contact.acquire(blocking=False):
+            try:
+                self._open_and_send(peer)
+            finally:
+                peer.first_contact.release()
+
+    def _open_and_send(self, peer: Peer) -> None:
         try:
             with self._reactor.idling():
                 while not self._connect(peer):

@@ -196,7 +196,7 @@ class SignedStore:
         self.wait = store.wait
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(key, self._signed(key, value))
+        self._store.set(key, self.sign(key, value))
 
     def get(self, key: str) -> bytes:
         """Returns the value of a key.
@@ -204,20 +204,20 @@ class SignedStore:
         Raises:
             RendezvousError: The value was not written by a holder of the secret.
         """
-        return self._checked(key, bytes(self._store.get(key)))
+        return self.verify(key, bytes(self._store.get(key)))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
         """Sets a key that is not there; returns its value afterwards. Raises as ``get``."""
         if expected:
             raise ValueError("a signed value cannot be compared")
-        there = self._store.compare_set(key, "", self._signed(key, desired))
-        return self._checked(key, bytes(there))
+        there = self._store.compare_set(key, "", self.sign(key, desired))
+        return self.verify(key, bytes(there))
 
     def peek(self, key: str) -> bytes | None:
         """Returns the value of a key, None if it is missing; does not wait. Raises as ``get``."""
         # Stores answer a comparison with the expected text, or with none, if there is no value.
         written = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))
-        return None if written in (b"", _NO_VALUE.encode()) else self._checked(key, written)
+        return None if written in (b"", _NO_VALUE.encode()) else self.verify(key, written)
 
     def swap(self, key: str, expected: str, desired: str) -> str:
         """Writes a text that is not signed if a key has another one; returns the resulting text."""
@@ -229,14 +229,16 @@ class SignedStore:
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             self._store.delete_key(key)
 
-    def _signed(self, key: str, value: str | bytes) -> str:
+    def sign(self, key: str, value: str | bytes) -> str:
+        """Returns a value of a key as it is written, signed."""
         text = value if isinstance(value, str) else value.decode()
         if self._key is None:
             return text
         signature = self._key.sign(key.encode(), text.encode()).hex()
         return f"{_PREFIX.decode()}{signature}{text}"
 
-    def _checked(self, key: str, written: bytes) -> bytes:
+    def verify(self, key: str, written: bytes) -> bytes:
+        """Returns the value in the output of ``sign``, as bytes. Raises as ``get``."""
         is_signed = written.startswith(_PREFIX)
         if self._key is None:
             if is_signed:

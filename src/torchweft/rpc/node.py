@@ -32,6 +32,7 @@ from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime import log_records
 from torchweft.runtime.compiler import hide_from_compiler
+from torchweft.runtime.repeated_interrupts import RepeatedInterrupts
 from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
 
@@ -84,6 +85,7 @@ class Node:
         name = agent.info.name
         self.waits = LongWaits(name)
         agent.timers.add(self.waits.tick)
+        self._interrupts = RepeatedInterrupts(agent.timers)
         self.worker = Worker(
             agent,
             options.reference_type,
@@ -123,6 +125,7 @@ class Node:
         # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         answer_signal()
+        self._interrupts.begin()
         log_records.set_origin(self._origin)
         self.agent.answer_observers(self.observed.answer)
         self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
@@ -198,6 +201,7 @@ class Node:
         self.worker.replies.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)
+        self._interrupts.end()
         log_records.set_origin(None)
         for end in list(self.on_end.values()):
             end()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import select
 import threading
 from collections.abc import Callable, Iterator
@@ -16,7 +17,8 @@ from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTime
 from torchweft.launch.meeting import StoreServer
 from torchweft.protocol.membership import joining
 from torchweft.protocol.membership.joining import Admission
-from torchweft.protocol.membership.registration import FIRST_LATER_ID, Registration
+from torchweft.protocol.membership.registration import Registration
+from torchweft.secret import Secret
 
 LIMIT_S = 10.0
 
@@ -25,8 +27,16 @@ def signed(store: Any) -> SignedStore:
     return SignedStore(store, None)
 
 
+_numbers = itertools.count()
+
+
+def newcomer(name: str, rank: int) -> Registration:
+    """Returns the registration of a worker, which has an address of its own."""
+    return Registration(name, rank, (f"unix:@{next(_numbers)}",))
+
+
 def come(store: Any, name: str, rank: int) -> Admission:
-    return enter(signed(store), Registration(name, rank, ("unix:@x",)), LIMIT_S)
+    return enter(signed(store), newcomer(name, rank), LIMIT_S)
 
 
 def test_those_who_come_later_see_those_who_came_earlier() -> None:
@@ -113,27 +123,29 @@ def serving(server: StoreServer) -> Iterator[None]:
 def test_who_wrote_in_another_run_is_not_there() -> None:
     old, store = HashStore(), HashStore()
     stale = come(old, "a", 0)
-    store.set("present", "[0]")
+    store.set("present", "[0, 0]")
     store.set(f"member/0/{stale.token}", old.get(f"member/0/{stale.token}"))
     assert come(store, "b", 1).earlier == {}
 
 
-@pytest.mark.parametrize("text", ["?", "{}", "[-1]", "[[]]", "[1e9]", "[" * 100_000, "[70000]"])
-@pytest.mark.parametrize("key", ["present", "ids"])
-def test_a_malformed_table_is_refused(key: str, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["?", "{}", "[]", "[-2]", "[[]]", "[1e9]", "[" * 100_000, "[70000]", "[0, [0]]", "[0, [0, 1]]"],
+)
+def test_a_malformed_table_is_refused(text: str) -> None:
     store = HashStore()
-    store.set(key, text if key == "present" else f"x {text}")
-    with pytest.raises(RendezvousError, match=f"value of '{key}' is malformed"):
+    store.set("present", text)
+    with pytest.raises(RendezvousError, match="value of 'present' is malformed"):
         come(store, "a", 0)
 
 
 def test_an_id_names_one_life() -> None:
     store = HashStore()
     lives = [come(store, "a", 3).me for _ in range(3)]
-    assert [life.id for life in lives] == [3, FIRST_LATER_ID, FIRST_LATER_ID + 1]
+    assert [life.id for life in lives] == [0, 1, 2]
     assert [life.rank for life in lives] == [3, 3, 3]
-    other = come(store, "b", 4).me
-    assert (other.id, other.rank) == (4, 4)
+    other = come(store, "b", 3000).me
+    assert (other.id, other.rank) == (3, 3000)
     assert Registration.decode(lives[1].encode()) == lives[1]
 
 
@@ -155,17 +167,48 @@ def test_of_two_who_come_at_once_one_sees_the_other() -> None:
         assert list(by_id[each].earlier.values()) == [by_id[one].me for one in order[:place]]
 
 
-def test_one_that_died_before_it_said_who_it_is() -> None:
-    store = HashStore()
-    store.set("present", "[7]")
-    assert come(store, "a", 0).earlier == {}
+class DyingStore:
+    """Ends the life of its user before a change of a key.
+
+    Args:
+        store: Does the other operations.
+        key: The beginning of the key.
+    """
+
+    def __init__(self, store: Any, key: str) -> None:
+        self._store, self._key = store, key
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def set(self, key: str, value: str) -> None:
+        if key.startswith(self._key):
+            raise EOFError
+        self._store.set(key, value)
 
 
-def test_ranks_and_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("secret", [None, Secret(b"known to all of the group")])
+def test_one_that_died_before_it_wrote_its_key_is_seen_and_leaves_nothing(
+    secret: Secret | None,
+) -> None:
     store = HashStore()
-    with pytest.raises(ConfigurationError, match="rank 16384 is too high"):
-        come(store, "a", FIRST_LATER_ID)
-    monkeypatch.setattr(joining, "ID_LIMIT", FIRST_LATER_ID + 1)
+    sizes = []
+    for _ in range(3):
+        dying = SignedStore(DyingStore(store, "member"), secret)
+        with pytest.raises(EOFError):
+            enter(dying, newcomer("a", 1), LIMIT_S)
+        admission = enter(SignedStore(store, secret), newcomer("b", 2), LIMIT_S)
+        (dead,) = admission.earlier.values()
+        assert dead.name == "a"
+        for each in (dead, admission.me):
+            note_left(store, each.id, admission.token)
+        sizes.append((store.num_keys(), len(store.get("present"))))
+    assert len(set(sizes)) == 1
+
+
+def test_lives_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    monkeypatch.setattr(joining, "ID_LIMIT", 2)
     for _ in range(2):
         come(store, "a", 0)
     with pytest.raises(ConfigurationError, match="start a new group"):

@@ -192,6 +192,23 @@ def test_of_lives_that_are_over_the_latest_are_remembered_in_full() -> None:
     assert len(group.by_id) <= ENDED_LIMIT + 2
 
 
+def test_lost_lives_count_with_their_names_and_without() -> None:
+    group = members()
+    for worker in range(2, 3 * ENDED_LIMIT):
+        # Two of three take the name and rank of an earlier one.
+        name, rank = (f"guest{worker}", worker) if worker % 3 == 0 else ("guest", 1 << 20)
+        peer, _ = group.join(registration(name, worker, rank=rank))
+        peer.declare_lost("it has crashed")
+        group.lose(peer)
+    assert len(group.by_id) <= ENDED_LIMIT + 2
+    assert len(group.known()) <= ENDED_LIMIT // 3 + 4
+    latest = 3 * ENDED_LIMIT - 3
+    assert group.find(f"guest{latest}").lost is not None
+    with pytest.raises(UnknownWorker):
+        group.find("guest3")
+    assert "number-3" in str(group.by_id[3].lost)
+
+
 def test_a_life_that_was_replaced_and_is_not_over_is_not_forgotten() -> None:
     group = members()
     first, _ = group.join(registration("guest", 2, rank=7))

@@ -148,6 +148,27 @@ def test_nobody_connects_any_more_when_nobody_waits(
     assert peer.lost is None
 
 
+def test_a_message_connects_if_an_earlier_one_was_interrupted(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    peer = first.peer(second)
+    arrived = collect(second)
+    second.start()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(first.agent.reactor, "submit", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            ask(first, peer, b"interrupted")
+    call = ask(first, peer, b"later")
+    first.agent.calls.wait(call)
+    assert call.error is None
+    assert arrived.get(timeout=LIMIT_S) == b"later"
+
+
 def test_a_request_that_cannot_be_made_is_the_calls_error(pair: list[Member]) -> None:
     first, second = pair
     peer = first.peer(second)

@@ -39,7 +39,7 @@ from torchweft.protocol.connecting.actions import (
 from torchweft.protocol.connecting.hello import Hello, Purpose
 from torchweft.protocol.connecting.machine import Connecting
 from torchweft.protocol.connecting.reaching import Means, Outcome, Reaching
-from torchweft.protocol.connecting.unsent import Keeping, Outgoing, Unsent, UnsentMessages
+from torchweft.protocol.connecting.unsent import Outgoing, Unsent, UnsentMessages
 
 __all__ = [
     "Connecting",
@@ -66,6 +66,5 @@ __all__ = [
     "Reaching",
     "Unsent",
     "UnsentMessages",
-    "Keeping",
     "Outgoing",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections import deque
 
 from torchweft.wire.frames import Buffer, Frame
@@ -33,17 +32,6 @@ class Unsent:
         """Called if the message will not be sent; ``error`` is None if it is not wanted."""
 
 
-class Keeping(enum.Enum):
-    """What to do with a message that may have to wait."""
-
-    SEND = enum.auto()
-    """Send it now: there is a connection, and no earlier message waits."""
-    WAIT = enum.auto()
-    """It is kept; a thread is connecting."""
-    CONNECT = enum.auto()
-    """It is kept; have a thread connect, and then send what is kept."""
-
-
 class UnsentMessages(deque[Unsent]):
     """The messages that wait for one receiver. Not thread-safe, but any thread may read ``len``.
 
@@ -51,12 +39,16 @@ class UnsentMessages(deque[Unsent]):
     it. So a message is kept as long as an earlier one is, even once there is a connection.
     """
 
-    def keep(self, unsent: Unsent, *, is_linked: bool) -> Keeping:
-        """Keeps a message unless it may be sent at once."""
+    def keep(self, unsent: Unsent, *, is_linked: bool) -> bool:
+        """Keeps a message, unless there is a connection and no earlier message waits.
+
+        Returns:
+            Whether the message is kept; if not, it may be sent at once.
+        """
         if is_linked and not self:
-            return Keeping.SEND
+            return False
         self.append(unsent)
-        return Keeping.CONNECT if len(self) == 1 else Keeping.WAIT
+        return True
 
     def take_unwanted(self) -> list[Unsent]:
         """Removes and returns the messages that are no longer wanted."""

@@ -10,16 +10,17 @@ one directory, or a refusal that says what is wrong. So all workers fail with th
 the store answers two requests per worker rather than one per pair.
 
 *Open*: the store orders the newcomers, in one table with the ids of the workers that are there.
-Each enters it last of all, reads the registrations of those before it, and introduces itself to
-them. Of two that come at the same time, one reads the other's. Workers that have left or ended are
-taken out of the table, with their keys: joining takes no longer because many came before.
+Each enters it, reads the registrations of those before it, and introduces itself to them. Of two
+that come at the same time, one reads the other's. Workers that have left or ended are taken out of
+the table, with their keys: joining takes no longer because many came before. So nobody writes a key
+before it is in the table: if it is killed next, nobody would know of its key. It enters the table
+with its registration, which stays there until a later newcomer sees the key.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from bisect import bisect_right
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,7 +34,6 @@ from torchweft.ids import ID_LIMIT
 from torchweft.protocol.connecting.actions import Failure
 from torchweft.protocol.connecting.failures import failure_of
 from torchweft.protocol.membership.registration import (
-    FIRST_LATER_ID,
     LEADER,
     Directory,
     Registration,
@@ -48,9 +48,7 @@ READ_S = 0.5
 DIRECTORY = "directory"
 """The key of the leader's verdict: the directory of the group, or why there is none."""
 PRESENT = "present"
-"""The key of the table of an open group: the ids of the workers that are there, by arrival."""
-_IDS = "ids"
-"""The key of what ids were given: the ranks used, as ranges, and the last id of a later life."""
+"""The key of the table of an open group: the workers that are there, by arrival."""
 _OPEN, _CLOSED = "open", "closed"
 _JOINED, _REFUSED = "joined", "refused"
 
@@ -90,6 +88,20 @@ class Swap(NamedTuple):
     key: str
     expected: str
     desired: str
+
+
+class Sign(NamedTuple):
+    """A request: sign a value of a key, which another key has. Answered with a text."""
+
+    key: str
+    value: bytes
+
+
+class Verify(NamedTuple):
+    """A request: verify a text that ``Sign`` was answered with. Answered with the value."""
+
+    key: str
+    text: str
 
 
 class Remove(NamedTuple):
@@ -152,7 +164,21 @@ class Forget(NamedTuple):
     error: Exception
 
 
-Request = Set | Get | SetOnce | Peek | Swap | Remove | Check | Wait | Introduce | NoteLeft | Forget
+Request = (
+    Set
+    | Get
+    | SetOnce
+    | Peek
+    | Swap
+    | Sign
+    | Verify
+    | Remove
+    | Check
+    | Wait
+    | Introduce
+    | NoteLeft
+    | Forget
+)
 T = TypeVar("T")
 Steps = Generator[Request, Any, T]
 
@@ -342,6 +368,53 @@ def _told_key(rank: int) -> str:
 # Open groups
 
 
+class _Table(NamedTuple):
+    """The table of an open group.
+
+    Attributes:
+        last: The last id that a worker has got; -1 if there was no worker yet.
+        present: The workers that are there, by id, in the order of their arrival; each with its
+            registration as ``Sign`` made it, or None if that has a key of its own.
+    """
+
+    last: int
+    present: dict[int, str | None]
+
+    def encode(self) -> str:
+        """Returns the text of the store."""
+        entries = [worker if own is None else [worker, own] for worker, own in self.present.items()]
+        return json.dumps([self.last, *entries])
+
+    @staticmethod
+    def decode(text: str) -> _Table:
+        """Reads the output of ``encode``; the empty text is that of a new store.
+
+        Raises:
+            RendezvousError: It is malformed.
+        """
+        if not text:
+            return _Table(-1, {})
+        try:
+            last, *entries = json.loads(text)
+            pairs: list[Any] = [
+                each if isinstance(each, list) else [each, None] for each in entries
+            ]
+            present: dict[int, str | None] = dict(pairs)
+            is_sound = all(type(each) is int and -1 <= each < ID_LIMIT for each in (last, *present))
+            if is_sound and all(own is None or isinstance(own, str) for own in present.values()):
+                return _Table(last, present)
+        except (ValueError, TypeError, RecursionError):
+            pass
+        raise RendezvousError(
+            f"the rendezvous store's value of {PRESENT!r} is malformed: a stranger, or another "
+            "version of Weft, has written it; give each group a store, or an address, of its own"
+        )
+
+    def without(self, worker: int) -> _Table:
+        """Returns the table without one of the workers."""
+        return self._replace(present={w: own for w, own in self.present.items() if w != worker})
+
+
 def join_open(me: Registration, token: str) -> Steps[Admission]:
     """Registers a worker, which listens already; returns it and the earlier workers.
 
@@ -351,34 +424,58 @@ def join_open(me: Registration, token: str) -> Steps[Admission]:
 
     Raises:
         RendezvousError: The group is a closed one, or its table is malformed.
-        ConfigurationError: The rank is too high, or the group has had too many workers.
+        ConfigurationError: The group has had too many workers.
     """
-    if me.rank >= FIRST_LATER_ID:
-        raise ConfigurationError(
-            f"rank {me.rank} is too high for a group without world_size; "
-            f"it must be below {FIRST_LATER_ID}"
-        )
     if (yield SetOnce("kind", _OPEN)).decode() != _OPEN:
         raise RendezvousError(_mixed(_CLOSED))
-    own, token = token, (yield SetOnce("token", token)).decode()
-    me = yield from _with_id(me, own)
+    token = (yield SetOnce("token", token)).decode()
+    me, before, read = yield from _enter(me, token)
     yield Set(member_key(me.id, token), me.encode())
     earlier: dict[int, Registration] = {}
-    for other in (yield from _enter(me.id)):
-        found = yield Peek(member_key(other, token))
+    for worker, own in before.items():
+        if own is not None:
+            found = yield Verify(member_key(worker, token), own)
+        else:
+            found = read.get(worker) or (yield Peek(member_key(worker, token)))
         if found is not None:  # Else it has left meanwhile.
-            earlier[other] = Registration.decode(found)
+            earlier[worker] = Registration.decode(found)
     return Admission(token, me, earlier)
 
 
-def _enter(worker: int) -> Steps[list[int]]:
-    """Enters a worker in the table of those that are there; returns those that came before."""
-    text = yield Swap(PRESENT, "", json.dumps([worker]))
+def _enter(
+    me: Registration, token: str
+) -> Steps[tuple[Registration, dict[int, str | None], dict[int, bytes]]]:
+    """Enters a worker in the table of those that are there.
+
+    Returns:
+        Its registration with an id that is unique to this life of the worker; those that came
+        before, as in the table; and the registrations of some of them.
+    """
+    text, read = "", dict[int, bytes]()
     while True:
-        present = _numbers_in(PRESENT, text)
-        if worker in present:
-            return present[: present.index(worker)]
-        text = yield Swap(PRESENT, text, json.dumps([*present, worker]))
+        table = _Table.decode(text)
+        for worker, own in table.present.items():
+            if own is not None and worker not in read:
+                found = yield Peek(member_key(worker, token))
+                if found is not None:
+                    read[worker] = found
+        before = {worker: None if worker in read else own for worker, own in table.present.items()}
+        me = _with_id(me, table.last + 1)
+        own = yield Sign(member_key(me.id, token), me.encode())
+        desired = _Table(me.id, {**before, me.id: own}).encode()
+        text = yield Swap(PRESENT, text, desired)
+        if text == desired:  # No other worker writes this text: it has this one's addresses.
+            return me, before, read
+
+
+def _with_id(me: Registration, worker: int) -> Registration:
+    """Returns a registration with another id, and the same rank."""
+    if worker >= ID_LIMIT:
+        raise ConfigurationError(
+            f"{ID_LIMIT} workers have joined this group, which is all that it can count; start a "
+            "new group"
+        )
+    return dataclasses.replace(me, id=worker, later_rank=None if worker == me.rank else me.rank)
 
 
 def leave_open(worker: int, token: str, *, is_over: bool = True) -> Steps[None]:
@@ -389,34 +486,12 @@ def leave_open(worker: int, token: str, *, is_over: bool = True) -> Steps[None]:
         token: The token of the run.
         is_over: As for ``NoteLeft``.
     """
-    text = yield Swap(PRESENT, "", "[]")
-    while worker in (present := _numbers_in(PRESENT, text)):
-        text = yield Swap(PRESENT, text, json.dumps([each for each in present if each != worker]))
+    text = yield Swap(PRESENT, "", _Table(-1, {}).encode())
+    while worker in (table := _Table.decode(text)).present:
+        text = yield Swap(PRESENT, text, table.without(worker).encode())
     yield Remove(member_key(worker, token))
     if is_over:
         yield Remove(_fate_key(worker))
-
-
-def _numbers_in(key: str, text: str) -> list[int]:
-    """Returns the numbers in a text of the store.
-
-    Raises:
-        RendezvousError: They are no ids.
-    """
-    try:
-        found = json.loads(text)
-        if (
-            isinstance(found, list)
-            and len(found) <= ID_LIMIT
-            and all(type(each) is int and 0 <= each <= ID_LIMIT for each in found)
-        ):
-            return found
-    except (ValueError, RecursionError):
-        pass
-    raise RendezvousError(
-        f"the rendezvous store's value of {key!r} is malformed: a stranger, or another version of "
-        "Weft, has written it; give each group a store, or an address, of its own"
-    )
 
 
 def introduce(admission: Admission) -> Steps[None]:
@@ -495,45 +570,6 @@ def _confirm(worker: int) -> Steps[None]:
 def _is_refused(worker: int) -> Steps[bool]:
     """Refuses a worker whose former life lives; returns False if it joined after that died."""
     return bool((yield SetOnce(_fate_key(worker), _REFUSED)).decode() == _REFUSED)
-
-
-def _with_id(me: Registration, own: str) -> Steps[Registration]:
-    """Returns the registration with an id that is unique to this life of the worker.
-
-    Args:
-        me: The registration; its id is its rank.
-        own: A text that no other worker has. It shows whose change of the store succeeded.
-    """
-    text = ""
-    while True:
-        last, *ranges = _numbers_in(_IDS, text.partition(" ")[2]) if text else [FIRST_LATER_ID - 1]
-        is_first = not _is_in(me.rank, ranges)
-        worker = me.rank if is_first else last + 1
-        if not is_first and worker >= ID_LIMIT:
-            raise ConfigurationError(
-                f"workers have come back to this group {ID_LIMIT - FIRST_LATER_ID} times, which is "
-                "all it can count; start a new group"
-            )
-        numbers = [last, *_with(me.rank, ranges)] if is_first else [worker, *ranges]
-        desired = f"{own} {json.dumps(numbers)}"
-        text = yield Swap(_IDS, text, desired)
-        if text == desired:
-            break
-    if is_first:
-        return me
-    return dataclasses.replace(me, id=worker, later_rank=me.rank)
-
-
-def _is_in(rank: int, ranges: list[int]) -> bool:
-    """Whether a rank is in ranges, of which each has its first rank and the one after its last."""
-    return bisect_right(ranges, rank) % 2 == 1
-
-
-def _with(rank: int, ranges: list[int]) -> list[int]:
-    """Returns ranges with one more rank, which is in none of them; adjacent ones are joined."""
-    place = bisect_right(ranges, rank)
-    bounds = [*ranges[:place], rank, rank + 1, *ranges[place:]]
-    return [each for each in bounds if bounds.count(each) == 1]
 
 
 def member_key(worker: int, token: str) -> str:

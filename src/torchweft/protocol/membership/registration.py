@@ -11,11 +11,10 @@ from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.ids import ID_LIMIT, WorkerInfo
 from torchweft.protocol.connecting.reaching import HOST, NETWORK
 from torchweft.protocol.membership.devices import Devices, check_devices
+from torchweft.protocol.numbers import WorkerIds
 
 LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
-FIRST_LATER_ID = 1 << 14
-"""In an open group, lower ids are those of the first lives of ranks."""
 
 STRICT = "strict"
 """Fact: whether the worker refuses pickles."""
@@ -29,7 +28,7 @@ REFUSES_VERSIONS = "refuses_versions"
 """Fact: whether the worker joins no group in which others have another minor version of torch."""
 
 ENDED_LIMIT = 256
-"""How many lives that are over a worker of an open group remembers in full."""
+"""How many lives that are over a worker of an open group remembers, except for their ids."""
 _VERSION_LIMIT = 32
 _NAMED = 8
 """How many workers an error names."""
@@ -50,7 +49,7 @@ class Registration:
         addresses: Where it listens, best first.
         main: The identity of its ``__main__``, or empty if no other worker can have the same.
         facts: Its channels' capabilities, whether it reads pickles, and its device maps.
-        later_rank: Its rank if that is not its id: in an open group, once the rank was used.
+        later_rank: Its rank if that is not its id, as in most open groups.
     """
 
     name: str
@@ -336,9 +335,9 @@ class Roster(Generic[L]):
     """The members of a group by id, which names one life, and by the names that programs use.
 
     Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
-    takes the name; in an open group the latest ``ENDED_LIMIT`` of them. Departed workers are not.
-    Of the lives that are over and have no name any more, the latest ``ENDED_LIMIT`` stay in the
-    table. Of earlier ones only the ids stay, as a group may live long.
+    takes the name. Departed workers are not. Of the lives of an open group that are over, with a
+    name or without, the latest ``ENDED_LIMIT`` stay in the tables. Of earlier ones only the ids
+    stay, as a group may live long.
     Lookups in the tables are thread-safe; all other methods are not.
 
     Args:
@@ -362,13 +361,11 @@ class Roster(Generic[L]):
         self.by_rank: dict[int, L] = {}
         self._me = me
         self._introduced: set[int] = set()
-        self._lost: dict[int, L] = {}
-        """In an open group, lost lives that still have a name, the earliest first."""
         self._retired: dict[int, L] = {}
         """Lives that have no name any more and were not over when last looked at."""
         self._ended: dict[int, L] = {}
-        """Lives that are over and remembered in full, the earliest first."""
-        self._forgotten: set[int] = set()
+        """In an open group, the lives that are over and in the tables, the earliest first."""
+        self._forgotten = WorkerIds()
         self._recalled: set[int] = set()
         """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
         joins with such an id is a new life all the same."""
@@ -439,32 +436,33 @@ class Roster(Generic[L]):
         return self.is_open and 0 <= worker < ID_LIMIT
 
     def lose(self, life: L) -> None:
-        """Notes that a life is lost; the earliest of many lost ones lose their names."""
-        registration = life.registration
-        if self.is_open and self.by_name.get(registration.name) is life:
-            self._lost[registration.id] = life
-        while len(self._lost) > ENDED_LIMIT:
-            self.retire(next(iter(self._lost.values())))
+        """Notes that a life is lost; in an open group, the earliest of many are forgotten."""
+        if self.is_open and self.by_id.get(life.registration.id) is life:
+            self._ended.setdefault(life.registration.id, life)
+            self._forget_earliest()
 
     def retire(self, life: L) -> None:
         """Stops a life that leaves, or is over, from being found by name or rank."""
+        self._take_name(life)
+        if life.registration.id not in self._ended:
+            self._retired[life.registration.id] = life
+        self._forget_earliest()
+
+    def _take_name(self, life: L) -> None:
         registration = life.registration
-        self._lost.pop(registration.id, None)
         self._introduced.discard(registration.id)
         if self.by_name.get(registration.name) is life:
             del self.by_name[registration.name]
         if self.by_rank.get(registration.rank) is life:
             del self.by_rank[registration.rank]
-        self._retired[registration.id] = life
-        self._forget_ended()
 
-    def _forget_ended(self) -> None:
+    def _forget_earliest(self) -> None:
         # A life that was replaced may be declared lost much later than its successors, or never.
         for worker in [worker for worker, life in self._retired.items() if life.is_over]:
             self._ended[worker] = self._retired.pop(worker)
         while len(self._ended) > ENDED_LIMIT:
             worker = next(iter(self._ended))
-            del self._ended[worker]
+            self._take_name(self._ended.pop(worker))
             self.by_id.pop(worker, None)
             if worker in self._recalled:
                 self._recalled.remove(worker)
@@ -483,7 +481,7 @@ class Roster(Generic[L]):
         if not self.is_forgotten(life.registration.id):
             self._recalled.add(life.registration.id)
         self.by_id[life.registration.id] = self._ended[life.registration.id] = life
-        self._forget_ended()
+        self._forget_earliest()
 
     def is_forgotten(self, worker: int) -> bool:
         """Returns whether an id is of a life that is over and not in the tables any more."""

@@ -6,12 +6,12 @@ transit inside messages.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchweft.ids import ReferenceId
-from torchweft.protocol.numbers import SeenNumbers
+from torchweft.protocol.numbers import SeenNumbers, WorkerIds
 from torchweft.wire.references import Message
 
 
@@ -101,7 +101,7 @@ class Outbox:
     """
 
     def __init__(self, resend_s: float) -> None:
-        self.lost: set[int] = set()
+        self.lost = WorkerIds()
         self._actions: list[Action] = []
         self._resend_s = resend_s
         self._resend_at_s: float | None = None
@@ -176,7 +176,7 @@ class Handovers:
         lost: The lost workers. Nothing is remembered of them.
     """
 
-    def __init__(self, lost: Container[int] = ()) -> None:
+    def __init__(self, lost: WorkerIds) -> None:
         self._lost = lost
         self._outstanding: dict[tuple[int, int], ReferenceId] = {}
         self._last_token: dict[int, int] = {}

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.protocol.connecting import Keeping, Unsent, UnsentMessages
+from torchweft.protocol.connecting import Unsent, UnsentMessages
 
 
 class Wanted(Unsent):
@@ -17,20 +17,14 @@ class Wanted(Unsent):
         return self.wanted
 
 
-def test_the_first_message_has_a_thread_connect_and_the_others_wait() -> None:
-    messages = UnsentMessages()
-    assert messages.keep(Unsent([]), is_linked=False) is Keeping.CONNECT
-    assert messages.keep(Unsent([]), is_linked=False) is Keeping.WAIT
-
-
 def test_no_message_overtakes_a_kept_one() -> None:
     messages = UnsentMessages()
-    assert messages.keep(Unsent([]), is_linked=True) is Keeping.SEND
+    assert not messages.keep(Unsent([]), is_linked=True)
     messages.keep(Unsent([]), is_linked=False)
-    assert messages.keep(Unsent([]), is_linked=True) is Keeping.WAIT
+    assert messages.keep(Unsent([]), is_linked=True)
     messages.popleft()
     messages.popleft()
-    assert messages.keep(Unsent([]), is_linked=True) is Keeping.SEND
+    assert not messages.keep(Unsent([]), is_linked=True)
 
 
 @given(st.lists(st.sampled_from(["keep", "link", "write", "give up", "lose"])))
@@ -43,7 +37,7 @@ def test_every_message_is_sent_or_dropped_once_and_in_order(events: list[str]) -
     for event in events:
         if event == "keep":
             made.append(Wanted())
-            if messages.keep(made[-1], is_linked=is_linked) is Keeping.SEND:
+            if not messages.keep(made[-1], is_linked=is_linked):
                 sent.append(made[-1])
         elif event == "link":
             is_linked = True
