@@ -3,8 +3,9 @@
  * A thread that waits reads its answer itself, so that no other thread has to be woken. What else
  * arrives goes to `incoming` of its link, and a thread of the reactor is told.
  *
- * While a lease waits, a signal handler may run in its thread, and may itself take a lease of the
- * same links: leases of one thread are nested, and the inner one delivers what the outer ones want.
+ * A signal handler, or a finalizer, may itself wait in the same thread. The leases that the thread
+ * had before then end, and what they held is read by the reactor. While a handler runs within a wait,
+ * the reactor reads the links as well.
  *
  * An answer is delivered once: in the same step, the lease comes to owe a task, which completes the
  * call. `settle` says that this was done. A lease that ends before, as a signal handler has raised,
@@ -24,38 +25,62 @@ struct lease {
     PyObject_HEAD
     Py_ssize_t count; /* Of links; 0 once it has ended. */
     connection *links[MOST_LINKS];
-    lease *outer[MOST_LINKS]; /* The lease of the same thread that had each link before. */
     unsigned long thread;
     unsigned long long kinds, number; /* What it waits for: any of these kinds, with this number. */
     PyObject *into, *then;            /* Where that goes; NULL while it does not wait. */
     PyObject *owed;
     bool has_taken;
+    lease *next; /* Another live lease. */
 };
 
-/* Ends the right to read each link. What needs a thread of the reactor is handed over. */
+static lease *all_leases;
+
+static bool holds_all(const lease *self)
+{
+    bool is_held = self->count > 0;
+    for (Py_ssize_t place = 0; place < self->count; place++)
+        is_held &= self->links[place]->lease == self;
+    return is_held;
+}
+
+/* Gives up the links, to threads of the reactor; returns 0, or -1 with an exception. */
+static int give_up(lease *self, bool leaves_unarmed)
+{
+    int status = 0;
+    for (Py_ssize_t place = 0; place < self->count; place++) {
+        connection *each = self->links[place];
+        if (each->lease != self)
+            continue;
+        each->lease = NULL;
+        if (!leaves_unarmed)
+            link_arm(each, true);
+        if (each->must_read)
+            status |= link_hand_over(each);
+    }
+    return status;
+}
+
+/* Takes the links, unless another thread reads one; returns whether it did. */
+static bool take_all(lease *self)
+{
+    for (Py_ssize_t place = 0; place < self->count; place++) {
+        const connection *each = self->links[place];
+        if (each->is_claimed || each->is_closed || each->is_broken || each->is_large || each->lease)
+            return false;
+    }
+    for (Py_ssize_t place = 0; place < self->count; place++) {
+        self->links[place]->lease = self;
+        link_arm(self->links[place], false);
+    }
+    return true;
+}
+
 static void end(lease *self, bool leaves_unarmed)
 {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback);
-    for (Py_ssize_t place = 0; place < self->count; place++) {
-        connection *each = self->links[place];
-        lease **holder = &each->lease;
-        while (*holder != NULL && *holder != self) { /* Inner ones may outlive this one. */
-            lease *inner = *holder;
-            Py_ssize_t at = 0;
-            while (at < inner->count && inner->links[at] != each)
-                at++;
-            holder = &inner->outer[at];
-        }
-        if (*holder == self)
-            *holder = self->outer[place];
-        if (each->lease == NULL) {
-            if (!leaves_unarmed)
-                link_arm(each, true);
-            if (each->must_read && link_hand_over(each))
-                PyErr_WriteUnraisable((PyObject *)self);
-        }
-    }
+    if (give_up(self, leaves_unarmed))
+        PyErr_WriteUnraisable((PyObject *)self);
     if (self->owed != NULL && self->count > 0) {
         connection *first = self->links[0];
         PyObject *done = PyObject_CallOneArg(first->add_task, self->owed);
@@ -79,35 +104,28 @@ static void end(lease *self, bool leaves_unarmed)
 static PyObject *lease_take(PyObject *type, PyObject *links)
 {
     Py_ssize_t count = PyTuple_Check(links) ? PyTuple_GET_SIZE(links) : 0;
-    unsigned long me = PyThread_get_thread_ident();
     if (count < 1 || count > MOST_LINKS)
         Py_RETURN_NONE;
+    for (Py_ssize_t place = 0; place < count; place++)
+        if (!PyObject_TypeCheck(PyTuple_GET_ITEM(links, place), &link_type))
+            return PyErr_Format(PyExc_TypeError, "a lease is one of links");
     lease *self = (lease *)((PyTypeObject *)type)->tp_alloc((PyTypeObject *)type, 0);
-    if (self == NULL) /* First, as a finalizer may run here, and take a lease. */
+    if (self == NULL)
         return NULL;
-    for (Py_ssize_t place = 0; place < count; place++) {
-        if (!PyObject_TypeCheck(PyTuple_GET_ITEM(links, place), &link_type)) {
+    self->thread = PyThread_get_thread_ident();
+    for (lease *each = all_leases; each != NULL; each = each->next)
+        if (each->thread == self->thread && give_up(each, false)) {
             Py_DECREF(self);
-            PyErr_SetString(PyExc_TypeError, "a lease is one of links");
             return NULL;
         }
-        const connection *each = (connection *)PyTuple_GET_ITEM(links, place);
-        bool is_mine = each->lease == NULL || each->lease->thread == me;
-        if (each->is_claimed || each->is_closed || each->is_broken || each->is_large || !is_mine) {
-            Py_DECREF(self);
-            Py_RETURN_NONE;
-        }
-    }
-    self->thread = me;
-    for (; self->count < count; self->count++) {
-        connection *each = (connection *)Py_NewRef(PyTuple_GET_ITEM(links, self->count));
-        self->links[self->count] = each;
-        self->outer[self->count] = each->lease;
-        if (each->lease == NULL)
-            link_arm(each, false);
-        each->lease = self;
-    }
-    return (PyObject *)self;
+    self->next = all_leases;
+    all_leases = self;
+    for (; self->count < count; self->count++)
+        self->links[self->count] = (connection *)Py_NewRef(PyTuple_GET_ITEM(links, self->count));
+    if (take_all(self))
+        return (PyObject *)self;
+    Py_DECREF(self);
+    Py_RETURN_NONE;
 }
 
 /* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
@@ -143,14 +161,7 @@ static int take_frames(connection *from)
     while (!failed && (status = link_cut(from, &frame)) > 0) {
         long kind = PyLong_AsLong(PyTuple_GET_ITEM(frame, 0));
         uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame, 2));
-        int taken = 0;
-        for (lease *each = from->lease; each != NULL && !taken;) {
-            taken = deliver(each, from, frame, kind, number);
-            Py_ssize_t place = 0;
-            while (each->links[place] != from)
-                place++;
-            each = each->outer[place];
-        }
+        int taken = from->lease == NULL ? 0 : deliver(from->lease, from, frame, kind, number);
         if (!taken) {
             taken = link_leave(from, frame);
             is_for_others = true;
@@ -221,6 +232,15 @@ static int sleep_until_data(const lease *self, int wake_fd, double left_s)
     return ready;
 }
 
+/* Runs signal handlers, if any are due, while the reactor has the links. Returns 0, 1 if the links
+ * were not had back, or -1 with an exception. */
+static int run_handlers(lease *self)
+{
+    if (give_up(self, false) || PyErr_CheckSignals())
+        return -1;
+    return self->count > 0 && take_all(self) ? 0 : 1;
+}
+
 /* Waits as `wait` says; returns TAKEN, NOTHING, ENDED, or -2 with an exception. */
 static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wake_fd)
 {
@@ -240,11 +260,12 @@ static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wa
         if (!may_sleep || left_s <= 0)
             return NOTHING;
         int ready = sleep_until_data(self, wake_fd, left_s);
-        if (PyErr_CheckSignals())
-            return -2;
-        if (self->has_taken || self->count == 0) /* By the handler. */
-            return self->has_taken ? TAKEN : ENDED;
-        if (ready <= 0)
+        if (ready > 0)
+            continue;
+        int status = run_handlers(self);
+        if (status)
+            return status < 0 ? -2 : ENDED;
+        if (ready == 0)
             return NOTHING;
     }
 }
@@ -263,7 +284,7 @@ static PyObject *lease_wait(lease *self, PyObject *arguments)
     if (!PyArg_ParseTuple(arguments, "KKOOidi", &kinds, &number, &into, &then, &spins, &limit_s,
                           &wake_fd))
         return NULL;
-    if (self->count == 0 || spins >= SPIN_KINDS)
+    if (!holds_all(self) || spins >= SPIN_KINDS)
         return PyLong_FromLong(ENDED);
     self->kinds = kinds;
     self->number = number;
@@ -309,6 +330,11 @@ static void lease_dealloc(lease *self)
 {
     PyObject_GC_UnTrack(self);
     end(self, false);
+    for (lease **each = &all_leases; *each != NULL; each = &(*each)->next)
+        if (*each == self) {
+            *each = self->next;
+            break;
+        }
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 

@@ -135,7 +135,8 @@ static ssize_t write_some(connection *self)
     return written;
 }
 
-/* Waits for room; returns 1 if there may be some, 0 after `patience_s`, -1 with an exception. */
+/* Waits for room; returns 1 if there may be some, 0 after `patience_s`, -1 with an exception. Signal
+ * handlers run here, and may write; if another thread writes afterwards, returns 2. */
 static int wait_for_room(connection *self, double patience_s)
 {
     double limit_s = monotonic_s() + patience_s;
@@ -148,8 +149,12 @@ static int wait_for_room(connection *self, double patience_s)
         Py_BEGIN_ALLOW_THREADS
         ready = poll(&room, 1, left_s * 1e3 < TICK_MS ? (int)(left_s * 1e3) + 1 : TICK_MS);
         Py_END_ALLOW_THREADS
+        self->is_writing = false;
         if (PyErr_CheckSignals())
             return -1;
+        if (self->is_writing)
+            return 2;
+        self->is_writing = true;
         if (ready > 0)
             return 1;
     }
@@ -178,6 +183,8 @@ static PyObject *link_write(connection *self, PyObject *const *arguments, Py_ssi
             advance(self, (size_t)written);
         } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
             room = patience_s > 0 ? wait_for_room(self, patience_s) : 0;
+            if (room == 2)
+                Py_RETURN_TRUE;
             if (room <= 0)
                 break;
         } else if (errno != EINTR) {

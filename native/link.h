@@ -45,7 +45,7 @@ typedef struct {
     bool is_large;       /* The next frame does not fit into `data`. */
     bool must_read;      /* A thread of the reactor has to look: an error, or a large frame. */
     bool is_claimed;     /* A thread of the reactor reads. */
-    lease *lease;        /* The innermost lease of the thread that reads, or NULL. */
+    lease *lease;        /* That of the thread that reads, or NULL. */
     unsigned long long bytes_sent, bytes_received;
     spinning spins[SPIN_KINDS];
 } connection;

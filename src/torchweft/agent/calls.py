@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from _thread import allocate_lock
@@ -60,7 +61,8 @@ class PendingCall(OpenCall):
 
     def finish(self) -> None:
         """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
-        self._done.release()
+        with contextlib.suppress(RuntimeError):  # Another thread has done it.
+            self._done.release()
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until done or for ``timeout_s``; returns whether it is done."""

@@ -61,6 +61,7 @@ from torchweft.protocol.backward import (
 from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime import device_streams
+from torchweft.runtime.interrupts import is_of_handler
 from torchweft.runtime.reports import OpenWait, log_exception, names_of
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
@@ -541,8 +542,8 @@ class Engine:
             if ended.error is not None:
                 raise ended.error from ended.error.__cause__
         except BaseException as error:  # Hooks and functions of the program can raise any error.
-            if isinstance(state, LedPassState) and not isinstance(error, Exception):
-                raise  # Perhaps a KeyboardInterrupt: this is the caller's own thread.
+            if isinstance(state, LedPassState) and _is_of_caller(error):
+                raise
             operation = operation_of(error)
             if operation == OF_TORCH and RAN_INTO in str(error):
                 error = AutogradError(OF_ANOTHER_CONTEXT)
@@ -555,7 +556,7 @@ class Engine:
         try:
             return state.machine.worked((), local.average())
         except BaseException as error:
-            if isinstance(state, LedPassState) and not isinstance(error, Exception):
+            if isinstance(state, LedPassState) and _is_of_caller(error):
                 raise
             return state.machine.failed(AVERAGING, error)
         finally:
@@ -642,6 +643,8 @@ class Engine:
             try:
                 self._send(state, self._agent.peers[worker], messages)
             except Exception as error:
+                if is_of_handler(error):
+                    raise
                 failed = state.machine.failed(operation_of(error), error)
                 if isinstance(state, LedPassState):
                     self._send_all(state, self._follow_up(state, failed))
@@ -724,6 +727,11 @@ class Engine:
         # Nobody else would release them. The tasks follow those of the passes that it took part in.
         for context_id in self.contexts.opened_by(peer.id):
             self._agent.reactor.submit_task(self._release_left, context_id)
+
+
+def _is_of_caller(error: BaseException) -> bool:
+    """Whether an error is of the thread that leads a pass, as a signal, and not of the pass."""
+    return not isinstance(error, Exception) or is_of_handler(error)
 
 
 def _is_over(led: LedPassState, others: Sequence[Peer]) -> bool:

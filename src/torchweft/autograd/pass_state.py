@@ -27,6 +27,7 @@ from torchweft.protocol.backward import (
 )
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
+from torchweft.runtime.interrupts import Flag
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
@@ -58,7 +59,7 @@ class PassState:
     waits_since_s = math.inf
     """When this worker began to wait, by ``time.monotonic``; a leading one, for the first time."""
     _is_at_work = False
-    _signal: threading.Event | None = None
+    _signal: Flag | None = None
 
     def __init__(self, machine: Participant, pass_id: int, context_id: int) -> None:
         self.machine = machine
@@ -105,7 +106,7 @@ class PassState:
             limit_s: The longest time.
         """
         # Publish the signal before checking the inbox: a concurrent ``put`` then sets it.
-        signal = self._signal = threading.Event()
+        signal = self._signal = Flag()
         if not (self.inbox or self.is_closed):
             signal.wait(limit_s)
         return bool(self.inbox)
@@ -187,7 +188,7 @@ class LedPassState(PassState):
     def wait(self, limit_s: float) -> bool:
         """Blocks until an item is in the inbox; returns False if the time is up before."""
         # Publish the signal before checking the inbox: a concurrent ``put`` then sets it.
-        signal = self._signal = threading.Event()
+        signal = self._signal = Flag()
         return bool(self.inbox) or signal.wait(
             min(max(self.deadline_s() - time.monotonic(), 0.0), limit_s)
         )

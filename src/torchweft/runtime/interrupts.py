@@ -12,16 +12,17 @@ any two steps. So a lock that a call takes is reentrant, unless it is only tried
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import os
 import signal
 import sys
 import threading
-from _thread import get_ident
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
-from itertools import compress
+from itertools import compress, takewhile
 from types import FrameType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -29,6 +30,32 @@ T = TypeVar("T")
 
 call: Callable[[Any], Any] = getattr(operator, "call", operator.methodcaller("__call__"))
 """Calls its argument; with ``map``, several functions in one step."""
+
+
+class Flag:
+    """Is set once; a thread that waits for it may be interrupted at any step.
+
+    A handler that runs in the waiting thread holds up no thread that sets the flag, as the lock of
+    a ``threading.Event`` would.
+    """
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        """Sets the flag, and wakes the waiting threads."""
+        with contextlib.suppress(RuntimeError):  # It was set before.
+            self._lock.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Blocks until the flag is set or for ``timeout_s``; returns whether it is set."""
+        bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
+        acquire = partial(self._lock.acquire, True, bounded_s)
+        # Acquire and release in one step.
+        return [*takewhile(bool, map(call, (acquire, self._lock.release)))] != []
 
 
 class Lock(Protocol):

@@ -268,12 +268,12 @@ class Reactor:
         Returns:
             Whether it was counted; then ``end_wait`` must follow.
         """
-        if self.unarmed or self.held:
-            self.arm_all()
         if not getattr(self._local, "is_running", False):
             if self.urgent:
                 self.wake()  # This thread may be running urgent tasks, and blocks now.
             return False
+        if self.unarmed or self.held:
+            self.arm_all()
         with self._lock:
             self._running -= 1
         if self.tasks.ready:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from torchweft import knobs
 from torchweft.columns import LAYOUT, printable
 from torchweft.free_threading import shared_count
+from torchweft.runtime.interrupts import is_of_handler
 
 _log = logging.getLogger("torchweft")
 
@@ -44,6 +45,8 @@ _log.addFilter(_escape)
 def log_exception(text: str, *values: object) -> None:
     """Logs the exception that is being handled; raises nothing itself.
 
+    But an exception of a signal handler is the program's: it is raised on.
+
     Formatting an exception runs its ``__str__`` and ``__dir__``, and log handlers are the
     program's own. Neither may end a thread that serves others.
 
@@ -51,7 +54,9 @@ def log_exception(text: str, *values: object) -> None:
         text: The message, as for ``logging``.
         values: The values that are put into the text.
     """
-    kind = sys.exc_info()[0]
+    kind, error, _ = sys.exc_info()
+    if error is not None and is_of_handler(error):
+        raise error
     try:
         _log.exception(text, *values)
     except BaseException as failure:

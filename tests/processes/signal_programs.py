@@ -1,0 +1,159 @@
+"""Programs in which signal handlers raise or call, run as scripts by ``test_signals``.
+
+Each prints a line with what it counted.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchweft
+from torchweft import autograd, rpc
+
+RAISED = 150
+CALLS_OF_HANDLER = 400
+
+
+class Alarm(Exception):
+    """What the handler raises: no ``BaseException``, so any ``except Exception`` would take it."""
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def scale(value: Tensor, by: float) -> Tensor:
+    return value * by
+
+
+def call() -> None:
+    assert rpc.rpc_sync("worker0", echo, args=((2, "a"),)) == (2, "a")
+
+
+def call_with_tensor() -> None:
+    assert rpc.rpc_sync("worker0", echo, args=(torch.ones(3),)).sum() == 3
+
+
+def call_with_large() -> None:
+    assert len(rpc.rpc_sync("worker0", echo, args=(b"x" * 700_000,))) == 700_000
+
+
+def future() -> None:
+    assert rpc.rpc_async("worker0", echo, args=(1,)).wait() == 1
+
+
+def reference() -> None:
+    assert rpc.remote("worker0", echo, args=(1,)).to_here() == 1
+
+
+def backward() -> None:
+    with autograd.context() as context_id:
+        x = torch.ones(2, requires_grad=True)
+        autograd.backward(context_id, [rpc.rpc_sync("worker0", scale, args=(x, 2.0)).sum()])
+        assert autograd.get_gradients(context_id)[x].tolist() == [2.0, 2.0]
+
+
+WORK: dict[str, Callable[[], None]] = {
+    each.__name__: each
+    for each in (call, call_with_tensor, call_with_large, future, reference, backward)
+}
+
+
+def raising(work: Callable[[], None]) -> str:
+    """Interrupts work at random moments by a handler that raises; counts what arrives."""
+    raised = 0
+
+    def handler(*_: object) -> None:
+        nonlocal raised
+        raised += 1
+        raise Alarm
+
+    moments = random.Random(7)
+    arrived, wrong = 0, set[str]()
+    signal.signal(signal.SIGALRM, handler)
+    while raised < RAISED:
+        before = raised
+        try:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(20e-6, 3e-3))
+            while raised == before:
+                work()
+        except Alarm:
+            arrived += 1
+        except Exception as error:
+            wrong.add(f"{type(error).__name__}: {error}")
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    work()
+    return f"{raised} raised, {arrived} arrived, wrong: {sorted(wrong)}"
+
+
+def calling(work: Callable[[], None]) -> str:
+    """Has a handler call while the main thread works."""
+    called = 0
+
+    def handler(*_: object) -> None:
+        nonlocal called
+        called += 1
+        rpc.remote("worker0", echo, args=(called,))
+        assert rpc.rpc_sync("worker0", echo, args=(called,)) == called
+        signal.setitimer(signal.ITIMER_REAL, 0.0007)
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.0007)
+    while called < CALLS_OF_HANDLER:
+        work()
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return f"{called} calls of the handler"
+
+
+class Session:
+    """Tells a worker of its end; in a cycle, so that the collector ends it, wherever that runs."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        rpc.rpc_async("worker0", echo, args=(1,))
+
+
+def collecting(work: Callable[[], None]) -> str:
+    """Has finalizers call under the garbage collector, in several threads."""
+
+    def repeat() -> None:
+        for _ in range(100):
+            Session()
+            work()
+
+    gc.set_threshold(30, 2, 2)
+    threads = [threading.Thread(target=repeat, daemon=True) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(40)
+    gc.set_threshold(700, 10, 10)
+    return f"{sum(thread.is_alive() for thread in threads)} threads wait"
+
+
+PROGRAMS = {each.__name__: each for each in (raising, calling, collecting)}
+
+
+def main() -> None:
+    program, *works = sys.argv[1:]
+    with torchweft.cluster(workers=1):
+        rpc.rpc_sync("worker0", echo, args=(1,))
+        for work in works:
+            print(work, PROGRAMS[program](WORK[work]), flush=True)
+    print("left", flush=True)
+
+
+if __name__ == "__main__":
+    main()
