@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import torchweft
+from tests import remains
 from tests.processes import autograd_functions, functions, shared_memory
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
@@ -40,11 +41,11 @@ def nothing_grows(train: Callable[[int], None], first: int, then: int) -> None:
 
 
 def await_no_context() -> None:
-    def remains() -> list[object]:
-        left = [rpc.rpc_sync(name, autograd_functions.remains) for name in NAMES]
-        return [value for each in left for value in each.values() if value]
+    def left() -> list[object]:
+        found = [rpc.rpc_sync(name, remains.of_autograd) for name in NAMES]
+        return [value for each in found for value in each.values() if value]
 
-    wait_until(lambda: not remains(), lambda: f"left: {remains()}")
+    wait_until(lambda: not left(), lambda: f"left: {left()}")
 
 
 def test_two_thousand_contexts_leave_nothing_behind() -> None:

@@ -7,9 +7,7 @@ import gc
 import os
 import signal
 import threading
-import time
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from torch import Tensor
 import torchweft
 from tests.gradient_functions import Broken
 from torchweft import rpc
-from torchweft.autograd.engine import current_engine
 from torchweft.errors import AutogradError
 
 _lock = threading.Lock()
@@ -211,22 +208,3 @@ def footprint() -> dict[str, int]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "resident_kib": resident_pages * os.sysconf("SC_PAGE_SIZE") // 1024,
     }
-
-
-def remains() -> dict[str, list[Any]]:
-    """Returns the contexts and passes that this worker still keeps."""
-    engine = current_engine()
-    return {
-        "contexts": engine.contexts.ids(),
-        "parts": list(engine._states),
-        "led": list(engine._led),
-    }
-
-
-def await_nothing_left(remains: Callable[[], dict[str, list[Any]]] = remains) -> None:
-    """Waits until the driver and its two workers keep nothing of what ``remains`` returns."""
-    deadline_s = time.monotonic() + 20.0
-    for worker in ("driver", "worker0", "worker1"):
-        while any((left := rpc.rpc_sync(worker, remains)).values()):
-            assert time.monotonic() < deadline_s, f"{worker} still has {left}"
-            time.sleep(0.01)

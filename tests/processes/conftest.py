@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import torchweft
-from tests.processes.functions import count_references, wait_until
+from tests.processes.functions import wait_until
 from tests.processes.open_workers import PRELOAD, OpenWorkers, WarmProcess
+from tests.remains import count_references
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

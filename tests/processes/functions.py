@@ -27,7 +27,6 @@ from torchweft.channel.cma import PullError
 from torchweft.channel.memory import PoolStatistics
 from torchweft.channel.table import ChannelKind
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
-from torchweft.rpc.collective import current_gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.worker import current_worker
 
@@ -422,19 +421,6 @@ def drop(name: str) -> None:
     gc.collect()
 
 
-def count_references() -> dict[str, int]:
-    gc.collect()
-    return current_worker().references.counts()
-
-
-def bookkeeping_sizes() -> dict[str, int]:
-    """Returns how many entries each table of the reference keeper has."""
-    gc.collect()
-    keeper = vars(current_worker().references)
-    tables = ("_values", "_handles", "_confirmed", "_dead", "_sites", "_ended")
-    return {name: len(keeper[name]) for name in tables if keeper[name]}
-
-
 def is_confirmed(reference: rpc.RRef[Any]) -> bool:
     return reference.confirmed_by_owner()
 
@@ -492,11 +478,6 @@ def break_pulling() -> None:
 
 
 # The end of a group
-
-
-def count_gatherings() -> int:
-    """Returns how many barriers and other gatherings this worker knows at present."""
-    return len(current_gatherings())
 
 
 def die_when_settling() -> None:

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.rpc import functions
-from torchweft.rpc.stream_sources import SOURCES
 
 LIMIT_S = 20.0
 
@@ -167,7 +165,3 @@ class Late:
     def __iter__(self) -> Iterator[int]:
         events.append("iterated")
         return iter(range(3))
-
-
-def open_streams() -> int:
-    return len(current().slots[SOURCES].open())

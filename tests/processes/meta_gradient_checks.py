@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import torchweft
-from tests.processes import autograd_functions
+from tests import remains
 from tests.processes import meta_gradient_functions as functions
-from tests.processes.functions import count_references, wait_until
+from tests.processes.functions import wait_until
 from torchweft import mapreduce, rpc
 from torchweft.launch import Cluster
 
@@ -109,4 +109,4 @@ def nothing_kept(group: Cluster, victims: Sequence[str] = ()) -> Iterator[None]:
 
 
 def _state() -> tuple[dict[str, int], dict[str, list[Any]]]:
-    return count_references(), autograd_functions.remains()
+    return remains.count_references(), remains.of_autograd()

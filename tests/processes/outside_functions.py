@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 import torchweft
 from torchweft import rpc
-from torchweft.autograd.engine import current_engine
 
 weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
 kept: list[Tensor] = []
@@ -87,18 +86,3 @@ def take_gradient() -> Tensor | None:
 
 def gradient_in(context_id: int) -> Tensor | None:
     return torchweft.autograd.get_gradients(context_id).get(weight)
-
-
-def recorded() -> tuple[int, int]:
-    """Returns how many messages are recorded here, as sent and as received."""
-    gc.collect()
-    return current_engine().outside.count()
-
-
-def remains() -> dict[str, list[int]]:
-    engine = current_engine()
-    return {
-        "contexts": engine.contexts.ids(),
-        "parts": list(engine._states),
-        "recorded": [count for count in recorded() if count],
-    }

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 import torchweft
+from tests import remains
 from tests.processes import autograd_functions as functions
 from torchweft import rpc
 from torchweft.autograd.engine import current_engine
@@ -43,7 +44,7 @@ def _workers(nursery: Nursery) -> Iterator[None]:
 def _leaves_nothing(_workers: None) -> Iterator[None]:
     """Checks that no context and no pass is left on any worker."""
     yield
-    functions.await_nothing_left()
+    remains.await_no_autograd()
 
 
 together = pytest.mark.usefixtures("_leaves_nothing")
@@ -470,7 +471,7 @@ def test_an_error_in_backward_names_worker_and_operation(path: tuple[str, ...], 
 
 def await_no_part(worker: str) -> None:
     deadline_s = time.monotonic() + LIMIT_S
-    while rpc.rpc_sync(worker, functions.remains)["parts"]:
+    while rpc.rpc_sync(worker, remains.of_autograd)["parts"]:
         assert time.monotonic() < deadline_s, f"the pass is not over on {worker}"
         time.sleep(0.01)
 
@@ -551,11 +552,11 @@ def test_calls_that_outlive_their_context() -> None:
         arguments = (value, name, SECOND)
         late = [rpc.rpc_async(FIRST, functions.layer_behind_gate, arguments) for _ in range(3)]
         reference = rpc.remote(FIRST, functions.layer_behind_gate, arguments)
-    functions.await_nothing_left()
+    remains.await_no_autograd()
     rpc.rpc_sync(FIRST, functions.open_gate, (name,))
     for result in (*wait_all(late), reference.to_here()):
         assert result.shape == (3,)
-    functions.await_nothing_left()
+    remains.await_no_autograd()
 
 
 @together

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchweft
+from tests import remains
 from tests.processes import autograd_functions as functions
 from tests.processes.functions import stopped
 from torchweft import knobs, rpc
@@ -24,7 +25,7 @@ every_mode = pytest.mark.parametrize("mode", ["smart", "fast"])
 
 def await_no_part(worker: str) -> None:
     deadline_s = time.monotonic() + PROMPT_S
-    while (left := rpc.rpc_sync(worker, functions.remains))["parts"] or left["led"]:
+    while (left := rpc.rpc_sync(worker, remains.of_autograd))["parts"] or left["led"]:
         assert time.monotonic() < deadline_s, f"the pass is not over on {worker}"
         time.sleep(0.01)
 

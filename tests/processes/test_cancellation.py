@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import remains
 from tests.processes import functions, timing
 from tests.processes.conftest import WORKER_THREADS, raised_by
 from tests.processes.functions import LIMIT_S, wait_until
@@ -26,7 +27,7 @@ def nothing_stays(group: Cluster) -> Iterator[None]:
     yield
     for name in group.names:
         wait_until(
-            lambda name=name: rpc.rpc_sync(name, timing.open_calls) == 0,  # type: ignore[misc]
+            lambda name=name: rpc.rpc_sync(name, remains.open_calls) == 0,  # type: ignore[misc]
             lambda name=name: f"{name} still knows calls",  # type: ignore[misc]
         )
 

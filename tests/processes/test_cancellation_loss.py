@@ -8,6 +8,7 @@ import signal
 import pytest
 
 import torchweft
+from tests import remains
 from tests.processes import functions, timing
 from tests.processes.conftest import options
 from tests.processes.functions import wait_until
@@ -46,7 +47,7 @@ def test_what_runs_for_a_lost_worker_is_told(
         for name in names:
             wait_until(lambda n=name: len(noted(n)) == 2, lambda n=name: f"{n} is not told")  # type: ignore[misc]
         wait_until(
-            lambda: rpc.rpc_sync("worker0", functions.count_references) == {"owned": 0, "held": 0},
+            lambda: rpc.rpc_sync("worker0", remains.count_references) == {"owned": 0, "held": 0},
             lambda: "something stays",
         )
         capsys.readouterr()

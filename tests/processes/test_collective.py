@@ -17,7 +17,6 @@ import torch
 from tests.processes.conftest import raised_by
 from tests.processes.functions import (
     collect,
-    count_gatherings,
     give,
     identity,
     keep,
@@ -25,6 +24,7 @@ from tests.processes.functions import (
     pass_gate,
     wait_until,
 )
+from tests.remains import count_gatherings
 from torchweft import rpc
 from torchweft.errors import (
     ArgumentTypeError,

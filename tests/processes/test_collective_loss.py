@@ -12,7 +12,8 @@ import pytest
 import torchweft
 from tests.processes import functions
 from tests.processes.conftest import options, raised_by
-from tests.processes.functions import count_gatherings, wait_until
+from tests.processes.functions import wait_until
+from tests.remains import count_gatherings
 from torchweft import rpc
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.launch import Nursery

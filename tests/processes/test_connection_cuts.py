@@ -153,7 +153,7 @@ def test_tensors_of_all_sizes_arrive(over_tcp: Cluster, network: CuttingNetwork)
 
 @pytest.mark.parametrize("network", [(2_000, 40)], indirect=True)
 def test_references_are_released_all_the_same(over_tcp: Cluster, network: CuttingNetwork) -> None:
-    from tests.processes.functions import count_references
+    from tests.remains import count_references
 
     before = {name: rpc.rpc_sync(name, count_references) for name in over_tcp.names}
     for _ in range(30):

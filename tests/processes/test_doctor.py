@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import torchweft
+from tests.command_line import said_by
 from tests.processes import deadlocks
 from tests.processes.conftest import options
 from tests.processes.embedding_functions import end_process
 from tests.processes.far_workers import far_workers
 from tests.processes.hosts import network
-from tests.processes.observers import said_by
 from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.errors import WorkerLost

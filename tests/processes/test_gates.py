@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import autograd_functions
+from tests import remains
 from tests.processes import gate_functions as functions
 from tests.processes.gate_functions import BLOCKS, at_once, called, leaf
 from torchweft import autograd, rpc
@@ -38,7 +38,7 @@ def _workers(nursery: Nursery) -> Iterator[None]:
 def _leaves_nothing(_workers: None) -> Iterator[None]:
     functions.take_noted()
     yield
-    autograd_functions.await_nothing_left()
+    remains.await_no_autograd()
 
 
 together = pytest.mark.usefixtures("_leaves_nothing")

@@ -7,6 +7,7 @@ import gc
 import pytest
 import torch
 
+from tests import remains
 from tests.processes import generator_functions as functions
 from tests.processes.functions import wait_until
 from tests.processes.generator_functions import Counter
@@ -55,13 +56,13 @@ def test_a_generator_is_no_further_ahead_than_it_may_be() -> None:
 
 
 def test_a_stream_that_was_given_up_does_not_begin() -> None:
-    before = rpc.rpc_sync("worker0", functions.open_streams)
+    before = rpc.rpc_sync("worker0", remains.open_streams)
     with pytest.raises(CallTimeout):
         rpc.stream("worker0", functions.Late, timeout=0.2)
     await_seen("called")
     rpc.rpc_sync("worker0", functions.go_on)
     await_seen("iterated")
-    assert rpc.rpc_sync("worker0", functions.open_streams) <= before
+    assert rpc.rpc_sync("worker0", remains.open_streams) <= before
 
 
 def test_values_of_several_streams_as_they_come() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchweft
-from tests import higher_order_programs
+from tests import higher_order_programs, remains
 from tests.higher_order_random import random_program
 from tests.higher_order_sites import Program, assert_equal, expected
 from tests.processes import autograd_functions
@@ -41,7 +41,7 @@ def _workers(nursery: Nursery) -> Iterator[None]:
 def _leaves_nothing(_workers: None) -> Iterator[None]:
     """Checks that no context and no pass is left on any worker."""
     yield
-    autograd_functions.await_nothing_left()
+    remains.await_no_autograd()
 
 
 def assert_close(actual: Any, wanted: Any) -> None:

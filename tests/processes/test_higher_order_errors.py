@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchweft
+from tests import remains
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
 from torchweft import rpc
@@ -32,7 +33,7 @@ def _workers(nursery: Nursery) -> Iterator[None]:
 def _leaves_nothing(_workers: None) -> Iterator[None]:
     """Checks that no context and no pass is left on any worker."""
     yield
-    autograd_functions.await_nothing_left()
+    remains.await_no_autograd()
 
 
 def test_inputs_that_are_none() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import torchweft
+from tests import remains
 from tests.processes import autograd_functions
 from tests.processes import higher_order_functions as functions
 from torchweft import rpc
@@ -20,7 +21,7 @@ FIRST, SECOND = "worker0", "worker1"
 
 def await_no_part(worker: str) -> None:
     deadline_s = time.monotonic() + PROMPT_S
-    while (left := rpc.rpc_sync(worker, autograd_functions.remains))["parts"] or left["led"]:
+    while (left := rpc.rpc_sync(worker, remains.of_autograd))["parts"] or left["led"]:
         assert time.monotonic() < deadline_s, f"the pass is not over on {worker}"
         time.sleep(0.01)
 

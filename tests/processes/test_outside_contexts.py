@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import autograd_functions
+from tests import remains
 from tests.processes import outside_functions as functions
 from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context, current_context_id, get_gradients
@@ -41,13 +41,18 @@ def _leaves_nothing(_workers: None) -> Iterator[None]:
     gc.collect()
     for worker in (FIRST, SECOND):
         rpc.rpc_sync(worker, functions.forget)
-    autograd_functions.await_nothing_left(functions.remains)
+    remains.await_no_autograd(remains.of_autograd_outside)
 
 
 def gradient_on(worker: str) -> Tensor:
     found: Tensor | None = rpc.rpc_sync(worker, functions.take_gradient)
     assert found is not None, f"{worker} has no gradient"
     return found
+
+
+def recorded_by_both() -> tuple[tuple[int, int], tuple[int, int]]:
+    query = remains.messages_recorded
+    return query(), rpc.rpc_sync(FIRST, query)
 
 
 def mine() -> Tensor:
@@ -184,10 +189,10 @@ def test_a_loop_that_never_calls_backward_keeps_nothing() -> None:
     for _ in range(50):
         result = rpc.rpc_sync(FIRST, functions.layer, (x * 2,))
     deadline_s = time.monotonic() + LIMIT_S
-    while (left := rpc.rpc_sync(FIRST, functions.recorded)) != (1, 1):
+    while (left := rpc.rpc_sync(FIRST, remains.messages_recorded)) != (1, 1):
         assert time.monotonic() < deadline_s, left
         time.sleep(0.01)
-    assert functions.recorded() == (1, 1)
+    assert remains.messages_recorded() == (1, 1)
     backward(result.sum())
     assert_close(x.grad, 2 * W)
 
@@ -202,10 +207,7 @@ def test_an_open_context_keeps_no_graph_of_other_calls() -> None:
         del others
         deadline_s = time.monotonic() + LIMIT_S
         # The pass at the other worker has seen the graphs of all results, and is not over.
-        while (left := (functions.recorded(), rpc.rpc_sync(FIRST, functions.recorded))) != (
-            (1, 1),
-            (1, 1),
-        ):
+        while (left := recorded_by_both()) != ((1, 1), (1, 1)):
             assert time.monotonic() < deadline_s, left
             time.sleep(0.01)
         backward(context_id, [kept.sum()])
@@ -217,8 +219,8 @@ def test_what_needs_no_gradient_is_not_recorded() -> None:
         kept = [rpc.rpc_sync(FIRST, functions.layer, (mine() * 2,))]
     kept.append(rpc.rpc_sync(FIRST, torch.add, (X, X)))
     kept.append(rpc.rpc_sync(FIRST, functions.get_weight))
-    assert functions.recorded() == (0, 0)
-    assert rpc.rpc_sync(FIRST, functions.recorded) == (0, 0)
+    assert remains.messages_recorded() == (0, 0)
+    assert rpc.rpc_sync(FIRST, remains.messages_recorded) == (0, 0)
 
 
 def test_errors_and_losses() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import remains
 from tests.processes import functions
 from tests.processes.conftest import WORKER_THREADS
 from tests.processes.functions import Tracked, wait_until
@@ -218,8 +219,8 @@ def test_churn_leaves_no_trace_in_any_table(group: Cluster) -> None:
     del made
     for name in EVERYBODY:
         wait_until(
-            lambda name=name: not rpc.rpc_sync(name, functions.bookkeeping_sizes),  # type: ignore[misc]
-            lambda name=name: f"{name}: {rpc.rpc_sync(name, functions.bookkeeping_sizes)}",  # type: ignore[misc]
+            lambda name=name: not rpc.rpc_sync(name, remains.bookkeeping_sizes),  # type: ignore[misc]
+            lambda name=name: f"{name}: {rpc.rpc_sync(name, remains.bookkeeping_sizes)}",  # type: ignore[misc]
         )
 
 
@@ -324,6 +325,6 @@ def test_a_circle_through_the_owner_lasts_until_it_is_broken(group: Cluster) -> 
 
 def test_counts_are_of_this_worker(group: Cluster) -> None:
     mine, theirs = rpc.RRef(1), rpc.remote("worker0", Tracked)
-    assert functions.count_references() == {"owned": 1, "held": 1}
-    assert rpc.rpc_sync("worker0", functions.count_references)["owned"] == 1
+    assert remains.count_references() == {"owned": 1, "held": 1}
+    assert rpc.rpc_sync("worker0", remains.count_references)["owned"] == 1
     del mine, theirs

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import torchweft
+from tests import remains
 from tests.processes import attacks, functions, rl_functions
 from tests.processes.conftest import options
 from tests.processes.rl_functions import LIMIT_S, learn, make_walk, rows_of, small_walk_policy
@@ -34,7 +35,7 @@ WORKERS = ["worker0", "worker1"]
 
 @pytest.fixture(scope="module")
 def shared_group(nursery: Nursery) -> Iterator[Cluster]:
-    own = (attacks.is_imported, functions.count_references, make_walk, small_walk_policy)
+    own = (attacks.is_imported, remains.count_references, make_walk, small_walk_policy)
     own = (*own, rl_functions.mean_size_of_batches)
     strict = options(
         strict=True,

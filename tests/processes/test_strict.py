@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import torchweft
+from tests import remains
 from tests.processes import attacks, functions, training
 from tests.processes.conftest import options
 from tests.processes.open_workers import OpenWorkers
@@ -32,7 +33,7 @@ CALLABLES = (
     *(functions.soon, functions.soon_through, torch.add, torch.optim.SGD),
     *(attacks.Counter, attacks.Model, attacks.fail_backward, attacks.gather_thing),
     *(attacks.gather_with, attacks.loss_of, attacks.run_module, attacks.scale_all),
-    *(attacks.is_imported, attacks.make_counter, functions.count_references, attacks.follow),
+    *(attacks.is_imported, attacks.make_counter, remains.count_references, attacks.follow),
 )
 
 

@@ -29,11 +29,6 @@ def noted(name: str) -> list[Any]:
     return _noted[name]
 
 
-def open_calls() -> int:
-    """Returns how many other calls from other workers are open here."""
-    return sum(len(peer.served) for peer in current().peers.values()) - 1
-
-
 def parked(reference: rpc.RRef[Any]) -> int:
     """Returns how many calls wait here for a value to be computed."""
     owned = current_worker().references.value_of(reference.id)
