@@ -15,11 +15,11 @@ import torch
 
 from tests.processes.functions import wait_until
 from tests.processes.open_workers import OpenWorkers
+from torchweft import WorkerInfo
 from torchweft.agent import current as current_agent
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api
 from torchweft.errors import CallTimeout, NotInitialized, ShutdownError
-from torchweft.ids import WorkerInfo
 
 pytestmark = pytest.mark.timeout(60)
 kept: dict[str, Any] = {}

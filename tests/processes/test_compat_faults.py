@@ -17,8 +17,7 @@ from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked, wait_until
 from torchweft import autograd, rpc
-from torchweft.compat.rpc import api
-from torchweft.compat.rpc.references import RRef
+from torchweft.compat.rpc import RRef, api
 from torchweft.errors import CallTimeout, ReferenceGone
 from torchweft.launch import Nursery
 from torchweft.rpc.worker import current_worker

@@ -18,8 +18,7 @@ from tests.processes import functions
 from tests.processes.conftest import options
 from tests.processes.functions import Tracked
 from torchweft import rpc
-from torchweft.compat.rpc import api
-from torchweft.compat.rpc.references import PyRRef, RRef
+from torchweft.compat.rpc import PyRRef, RRef, api
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import CallTimeout, NotOwner, SerializationError
 from torchweft.launch import Cluster, Nursery

@@ -9,11 +9,7 @@ from torch import Tensor
 from tests.processes.mapreduce_functions_p import cubes, half_of, workers_of
 from torchweft import autograd, rpc
 from torchweft.launch import Cluster
-from torchweft.mapreduce.partitioners import (
-    TensorDimensionPartitioner,
-    batch_partitioner,
-    dim_partitioner,
-)
+from torchweft.mapreduce import TensorDimensionPartitioner, batch_partitioner, dim_partitioner
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 

@@ -25,7 +25,8 @@ from torchweft.errors import (
     UnknownWorker,
     WorkerLost,
 )
-from torchweft.observe.metrics.serving import read, reader_of
+from torchweft.observe.metrics import read
+from torchweft.observe.metrics.serving import reader_of
 from torchweft.protocol.membership.joining import Admission, Steps
 from torchweft.rpc import bootstrap
 from torchweft.rpc.node import current_node
