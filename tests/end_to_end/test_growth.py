@@ -9,8 +9,7 @@ import pytest
 import torchweft
 from tests import remains
 from tests.processes import autograd_functions, functions, shared_memory
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from tests.processes.shared_memory import no_loans, statistics, tensor_of
 from torchweft import knobs, rpc
 

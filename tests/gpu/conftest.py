@@ -20,13 +20,10 @@ os.environ.update(ENVIRONMENT)  # before a warm process starts, and before CUDA 
 
 import torchweft
 from tests.gpu.members import Members
-from tests.processes.conftest import nursery, options, warm, warm_process
-from tests.processes.functions import wait_until
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
+from tests.processes.functions import options, wait_until
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
-
-__all__ = ["group", "members", "nursery", "shared_group", "warm", "warm_process"]
 
 RELEASE_S = 3.0
 NO_ERRORS = (

@@ -4,30 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.launchers import language_model, slurm_cluster, sshd
+from tests.launchers import language_model, sshd
 from tests.launchers.commands import TORCHWEFT
 from tests.launchers.language_model import LANGUAGE_MODEL
 from tests.launchers.resuming import Resumed, trained
-from tests.launchers.slurm_cluster import SlurmCluster
 from tests.launchers.sshd import Sshd
-
-
-@pytest.hookimpl(tryfirst=True)  # before the tests are selected by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.launcher)
-
-
-@pytest.fixture(scope="session")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
-    """A SLURM of two nodes."""
-    with slurm_cluster.running(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
 
 
 @pytest.fixture(scope="session")

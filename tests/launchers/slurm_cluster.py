@@ -186,3 +186,10 @@ def _await(is_so: object, directory: Path) -> None:
         said = (directory / "daemons.log").read_text()[-2000:]
         waited_s = time.monotonic() - begin_s
         pytest.skip(f"SLURM does not start here within {waited_s:.0f} s: {said}")
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
+    """A SLURM of two nodes."""
+    with running(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch.futures import Future
 
@@ -32,6 +33,8 @@ from torchweft.rpc.worker import current_worker
 
 LIMIT_S = 20.0
 POLL_S = 0.01
+WORKER_THREADS = 2
+"""So few that calls which wait for one another would exhaust the threads if each held one."""
 
 _kept: dict[str, Any] = {}
 
@@ -62,6 +65,18 @@ def stopped(pid: int) -> Iterator[None]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def options(**others: float) -> rpc.RpcBackendOptions:
+    return rpc.RpcBackendOptions(
+        **{"num_worker_threads": WORKER_THREADS, "rpc_timeout": 20.0, **others}  # type: ignore[arg-type]
+    )
+
+
+def raised_by(wait: Callable[[], Any]) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        wait()
+    return caught.value
 
 
 # Plain functions

@@ -11,8 +11,7 @@ import pytest
 
 import torchweft
 from tests.processes import generator_functions as functions
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from tests.processes.generator_functions import Counter
 from torchweft import checkpoint, rpc
 from torchweft.errors import NotAllowed, WorkerLost

@@ -13,7 +13,7 @@ import torch
 
 import torchweft
 from tests.processes import attacks, functions, training
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from torchweft import rpc
 from torchweft.errors import NotAllowed
 from torchweft.launch import Cluster, Nursery

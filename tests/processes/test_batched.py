@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.processes import batched_functions
 from tests.processes.batched_functions import Server, await_waiting, statistics_of
-from tests.processes.conftest import raised_by
+from tests.processes.functions import raised_by
 from torchweft import autograd, rpc
 from torchweft.errors import (
     ArgumentTypeError,

@@ -11,7 +11,7 @@ import torch
 import torchweft
 from tests.processes import batched_functions, functions
 from tests.processes.batched_functions import Server, await_waiting, statistics_of
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from torchweft import rpc
 from torchweft.errors import NotAllowed
 from torchweft.launch import Nursery

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.open_workers import OpenWorkers
 from tests.processes import functions
-from tests.processes.open_workers import OpenWorkers
 from tests.processes.test_open_groups import Group
 from torchweft import rpc
 from torchweft.agent.current import current

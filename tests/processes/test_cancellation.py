@@ -12,8 +12,7 @@ import torch
 
 from tests import remains
 from tests.processes import functions, timing
-from tests.processes.conftest import WORKER_THREADS, raised_by
-from tests.processes.functions import LIMIT_S, wait_until
+from tests.processes.functions import LIMIT_S, WORKER_THREADS, raised_by, wait_until
 from torchweft import rpc
 from torchweft.errors import CallCancelled, CallTimeout
 from torchweft.launch import Cluster

@@ -10,8 +10,7 @@ import pytest
 import torchweft
 from tests import remains
 from tests.processes import functions, timing
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from torchweft import rpc
 from torchweft.launch import Nursery
 

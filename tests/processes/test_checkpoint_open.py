@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes.checkpoint_model import Training, equal
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import checkpoint, rpc
 from torchweft.errors import WorkerLost
 from torchweft.nn import RemoteModule

@@ -20,8 +20,7 @@ from tests.processes.checkpoint_model import (
     step_half,
     step_through,
 )
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from torchweft import checkpoint, rpc
 from torchweft.errors import SnapshotNotFound
 from torchweft.launch import Nursery

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.conftest import raised_by
 from tests.processes.functions import (
     collect,
     give,
@@ -22,6 +21,7 @@ from tests.processes.functions import (
     keep,
     open_gate,
     pass_gate,
+    raised_by,
     wait_until,
 )
 from tests.remains import count_gatherings

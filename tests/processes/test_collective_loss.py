@@ -11,8 +11,7 @@ import pytest
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options, raised_by
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, raised_by, wait_until
 from tests.remains import count_gatherings
 from torchweft import rpc
 from torchweft.errors import NotInitialized, WorkerLost

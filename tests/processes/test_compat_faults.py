@@ -14,8 +14,7 @@ import torchweft
 from tests.conformance.shims.fault_plan import Plan
 from tests.conformance.shims.faults import Faults, InjectedFault
 from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import Tracked, wait_until
+from tests.processes.functions import Tracked, options, wait_until
 from torchweft import autograd, rpc
 from torchweft.compat.rpc import RRef, api
 from torchweft.errors import CallTimeout, ReferenceGone

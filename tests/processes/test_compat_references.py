@@ -15,8 +15,7 @@ import torch
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import Tracked
+from tests.processes.functions import Tracked, options
 from torchweft import rpc
 from torchweft.compat.rpc import PyRRef, RRef, api
 from torchweft.compat.rpc.rref_proxy import RRefProxy

@@ -15,9 +15,8 @@ import torch
 import torchweft
 from tests.internal import overridden
 from tests.processes import cutting
-from tests.processes.conftest import options
 from tests.processes.cutting import CuttingNetwork
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.launch import Cluster, Nursery

@@ -9,7 +9,7 @@ import torch
 
 import torchweft
 from tests.internal import overridden
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

@@ -7,8 +7,7 @@ import math
 import pytest
 
 from tests.processes import functions, timing
-from tests.processes.conftest import WORKER_THREADS, raised_by
-from tests.processes.functions import wait_until
+from tests.processes.functions import WORKER_THREADS, raised_by, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer

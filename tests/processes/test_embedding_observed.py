@@ -10,8 +10,8 @@ import torch
 
 import torchweft
 from tests.command_line import said_by
-from tests.processes.conftest import options
 from tests.processes.embedding_functions import close_tables, configs_of, open_tables, train_step
+from tests.processes.functions import options
 from tests.processes.observers import ANSWER_S, group_of
 from torchweft import rpc
 from torchweft.embedding import SGD, Plan, Tables, plan_tables

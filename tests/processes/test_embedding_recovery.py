@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.processes.embedding_functions import train_tables_with_recovery
-from torchweft import knobs, rpc
+from torchweft import rpc
 from torchweft.embedding import TableConfig, Tables, plan_tables, recover
 from torchweft.errors import ArgumentTypeError, WorkerLost
 from torchweft.launch import Nursery, cluster
@@ -45,13 +45,11 @@ def test_tables_whose_server_is_killed_within_a_step_are_trained_on_with_the_sam
             recover(lambda: (object(),), print, steps=1, directory=tmp_path, every=1)
 
 
+@pytest.mark.usefixtures("quick_restarts")
 def test_tables_whose_server_has_come_back_meanwhile_say_that_it_was_lost(
     nursery: Nursery,
 ) -> None:
-    with (
-        knobs.RESTART_BACKOFF_S.override(0.05),
-        cluster(workers=2, nursery=nursery, restarts=1, check=False) as group,
-    ):
+    with cluster(workers=2, nursery=nursery, restarts=1, check=False) as group:
         tables = Tables(plan_tables([TableConfig("word", 20, 4)], group.names))
         kill(group, "worker0")
         group.wait_for("worker0")

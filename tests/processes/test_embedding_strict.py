@@ -12,8 +12,8 @@ import torch
 import torchweft
 from tests import dynamic_ids
 from tests.processes import functions
-from tests.processes.conftest import options
 from tests.processes.embedding_functions import configs_of, train
+from tests.processes.functions import options
 from tests.processes.hybrid_functions import draw, loss_of, make_net
 from torchweft import checkpoint, embedding, hybrid, rpc
 from torchweft.embedding import (

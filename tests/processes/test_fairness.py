@@ -12,8 +12,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.conftest import WORKER_THREADS, options
-from tests.processes.functions import wait_until
+from tests.processes.functions import WORKER_THREADS, options, wait_until
 from torchweft import rpc
 from torchweft.errors import CallRefused, QueueFull
 from torchweft.launch import Cluster, Nursery

@@ -11,8 +11,7 @@ import torch
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options, raised_by
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, raised_by, wait_until
 from torchweft import rpc
 from torchweft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
 from torchweft.launch import Nursery

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import far_workers as far
-from tests.processes.open_workers import OpenWorkers, WarmProcess
+from tests import far_workers as far
+from tests.open_workers import OpenWorkers, WarmProcess
 from torchweft.errors import WorkerLost
 
 KILLS = int(os.environ.get("WEFT_TEST_KILLS", "10"))

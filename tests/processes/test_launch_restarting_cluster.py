@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,13 +25,7 @@ from torchweft.launch import Cluster, Nursery, cluster
 
 PROMPT_S = 8.0
 
-pytestmark = pytest.mark.timeout(60)
-
-
-@pytest.fixture(autouse=True)
-def _soon() -> Iterator[None]:
-    with knobs.RESTART_BACKOFF_S.override(0.05):
-        yield
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("quick_restarts")]
 
 
 def life() -> tuple[int, int]:

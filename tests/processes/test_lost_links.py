@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import far_workers as far
 from tests.certificates import Authority
+from tests.far_workers import FarWorkers, far_workers
 from tests.internal import overridden
-from tests.processes import far_workers as far
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes.cable import Impairment
-from tests.processes.far_workers import FarWorkers, far_workers
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, network
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft.errors import ConfigurationError, ShutdownError, WorkerLost
 
 pytestmark = pytest.mark.timeout(90)

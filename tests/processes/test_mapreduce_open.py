@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import mapreduce_functions_u as functions
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 
 pytestmark = pytest.mark.timeout(120)
 TOLERANCE = 1e-12

@@ -11,7 +11,7 @@ import torch
 
 import torchweft
 from tests.processes import mapreduce_functions_m as parts
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from tests.processes.mapreduce_gradients import (
     map_and_check,
     on,

@@ -10,7 +10,7 @@ import pytest
 
 import torchweft
 from tests.processes import meta_gradient_functions as functions
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from tests.processes.meta_gradient_checks import by_map, check, flat, nothing_kept, single_process
 from tests.processes.meta_gradient_functions import NOBODY, Inner
 from tests.thorough import CHECKED, spread

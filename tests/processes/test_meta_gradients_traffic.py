@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import torchweft
 from tests.internal import overridden
 from tests.processes import meta_gradient_functions as functions
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from tests.thorough import spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.agent.links import Traffic

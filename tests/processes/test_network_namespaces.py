@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import far_workers as far
-from tests.processes.far_workers import far_workers
+from tests import far_workers as far
+from tests.far_workers import far_workers
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes.hosts import Host, enter, network
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc, secret
 from torchweft.agent.current import current
 from torchweft.agent.data_connections import DataConnections

@@ -15,8 +15,7 @@ import torch
 import torchweft
 from tests.command_line import said_by
 from tests.processes import deadlocks
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from tests.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import rpc
 from torchweft.agent.calls import PendingCall

@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.agent.current import is_set
 from torchweft.compat import rpc as compat_rpc

@@ -17,8 +17,7 @@ import torch
 
 from tests import remains
 from tests.processes import functions
-from tests.processes.conftest import WORKER_THREADS
-from tests.processes.functions import Tracked, wait_until
+from tests.processes.functions import WORKER_THREADS, Tracked, wait_until
 from torchweft import rpc
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.launch import Cluster

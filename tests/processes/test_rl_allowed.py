@@ -6,7 +6,7 @@ import pytest
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from tests.processes.rl_functions import LIMIT_S, make_walk, small_walk_policy
 from torchweft import rpc
 from torchweft.errors import NotAllowed

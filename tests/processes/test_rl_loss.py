@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchweft
+from tests.open_workers import OpenWorkers
 from tests.processes.functions import wait_until
-from tests.processes.open_workers import OpenWorkers
 from tests.processes.rl_functions import (
     LIMIT_S,
     count_made,

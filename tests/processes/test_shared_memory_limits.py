@@ -11,8 +11,7 @@ import torch
 import torchweft
 import torchweft.memory
 from tests.processes import functions, shared_memory
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from tests.processes.shared_memory import (
     checksum,
     loans_of,

@@ -12,8 +12,7 @@ import torch
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.processes.functions import options, wait_until
 from tests.processes.streams import (
     FROM,
     arrivals_from,

@@ -14,9 +14,9 @@ from torch import Tensor
 
 import torchweft
 from tests import remains
+from tests.open_workers import OpenWorkers
 from tests.processes import attacks, functions, training
-from tests.processes.conftest import options
-from tests.processes.open_workers import OpenWorkers
+from tests.processes.functions import options
 from torchweft import rpc, weights
 from torchweft.autograd import backward, context, get_gradients
 from torchweft.errors import ArgumentTypeError, NotAllowed, RemoteError, SerializationError

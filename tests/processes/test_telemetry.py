@@ -17,7 +17,7 @@ from opentelemetry import context as contexts
 
 import torchweft
 from tests.processes import functions, telemetry
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from tests.processes.telemetry import (
     CLIENT,
     INTERNAL,

@@ -9,7 +9,7 @@ pytest.importorskip("opentelemetry.sdk", reason="needs the extra 'otel', and its
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options
+from tests.processes.functions import options
 from tests.processes.telemetry import CLIENT, here, seen, start, stop_plainly, values
 from torchweft import observe, rpc
 from torchweft.errors import ConfigurationError, ObserveError

@@ -14,8 +14,7 @@ import torch
 
 import torchweft
 from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import Accumulator, wait_until
+from tests.processes.functions import Accumulator, options, wait_until
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

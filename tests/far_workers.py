@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from tests.internal import overridden
+from tests.open_workers import OpenWorkers
 from tests.processes.functions import wait_until
 from tests.processes.hosts import Host, enter
-from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc, secret
 from torchweft.errors import RendezvousError, WorkerLost
 

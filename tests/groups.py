@@ -1,23 +1,22 @@
-"""A group of workers that the tests of a file share, and a check that no reference leaks."""
+"""Groups of workers that tests share, and warm processes from which workers are forked.
+
+A plugin of pytest, for all folders of tests. It belongs to the harness: it may use the internals of
+Weft, and the tests in ``tests/contract``, which take its fixtures, may not.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 import torchweft
-from tests.processes.functions import wait_until
-from tests.processes.open_workers import PRELOAD, OpenWorkers, WarmProcess
+from tests.open_workers import PRELOAD, OpenWorkers, WarmProcess
+from tests.processes.functions import options, wait_until
 from tests.remains import count_references
-from torchweft import rpc
+from torchweft import knobs, rpc
 from torchweft.launch import Cluster, Nursery
-
-WORKER_THREADS = 2
-"""So few that calls which wait for one another would exhaust the threads if each held one."""
-
 
 COMPILER = ("torch._dynamo", "torch.distributed.nn", "torchweft.hybrid")
 """Modules of PyTorch's compiler, and others that import it: that takes each worker two seconds.
@@ -45,18 +44,6 @@ def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
     """Workers that join one by one; those that the tests of a file leave are killed."""
     with contextlib.closing(OpenWorkers(warm_process)) as workers:
         yield workers
-
-
-def options(**others: float) -> rpc.RpcBackendOptions:
-    return rpc.RpcBackendOptions(
-        **{"num_worker_threads": WORKER_THREADS, "rpc_timeout": 20.0, **others}  # type: ignore[arg-type]
-    )
-
-
-def raised_by(wait: Callable[[], Any]) -> BaseException:
-    with pytest.raises(Exception) as caught:
-        wait()
-    return caught.value
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +77,10 @@ def three(nursery: Nursery) -> Iterator[Cluster]:
         workers=3, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
         yield group
+
+
+@pytest.fixture
+def quick_restarts() -> Iterator[None]:
+    """Has workers that died started again at once."""
+    with knobs.RESTART_BACKOFF_S.override(0.05):
+        yield

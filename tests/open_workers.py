@@ -24,7 +24,7 @@ from tests.leaks import find_leaks, take_state
 
 PRELOAD = (
     "encodings.idna",
-    "tests.processes.conftest",
+    "tests.groups",
     "tests.processes.meta_gradient_functions",
     "torch.utils.serialization",
     "torchweft.mapreduce",
