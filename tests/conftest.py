@@ -25,7 +25,7 @@ from tests.thorough import THOROUGH, examples
 settings.register_profile("weft", deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile("weft")
 
-pytest_plugins = ["tests.groups", "tests.inside", "tests.launchers.slurm_cluster"]
+pytest_plugins = ["tests.groups", "tests.inside", "tests.contract.launchers.slurm_cluster"]
 """Where the fixtures are that several folders use."""
 
 MODULES = 200

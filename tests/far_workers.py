@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.hosts import Host, enter
 from tests.internal import overridden
 from tests.open_workers import OpenWorkers
-from tests.processes.functions import wait_until
-from tests.processes.hosts import Host, enter
 from torchweft import rpc, secret
 from torchweft.errors import RendezvousError, WorkerLost
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 import torchweft
+from tests.contract.processes.functions import options, wait_until
 from tests.open_workers import PRELOAD, OpenWorkers, WarmProcess
-from tests.processes.functions import options, wait_until
 from tests.remains import count_references
 from torchweft import knobs, rpc
 from torchweft.launch import Cluster, Nursery

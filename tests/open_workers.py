@@ -25,7 +25,7 @@ from tests.leaks import find_leaks, take_state
 PRELOAD = (
     "encodings.idna",
     "tests.groups",
-    "tests.processes.meta_gradient_functions",
+    "tests.contract.processes.meta_gradient_functions",
     "torch.utils.serialization",
     "torchweft.mapreduce",
     "torchweft.rpc",

@@ -19,9 +19,9 @@ from tests.remains import count_references
 os.environ.update(ENVIRONMENT)  # before a warm process starts, and before CUDA is initialised
 
 import torchweft
+from tests.contract.processes.functions import options, wait_until
 from tests.gpu.members import Members
 from tests.open_workers import OpenWorkers
-from tests.processes.functions import options, wait_until
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

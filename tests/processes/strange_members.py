@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tests.contract.processes import attacks, functions
+from tests.contract.processes.functions import wait_until
 from tests.free_encoder import Keys, Made
-from tests.processes import attacks, functions, hostility, unpickling
-from tests.processes.functions import wait_until
+from tests.processes import hostility, unpickling
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.checkpoint_model import Pair, saved_numbers, step_half, step_often
-from tests.processes.functions import open_gate, raised_by, wait_until
+from tests.contract.processes.checkpoint_model import Pair, saved_numbers, step_half, step_often
+from tests.contract.processes.functions import open_gate, raised_by, wait_until
 from torchweft import checkpoint, rpc
 from torchweft.agent.current import current
 from torchweft.errors import CallTimeout

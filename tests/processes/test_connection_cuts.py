@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import torchweft
+from tests.contract.processes.functions import options, wait_until
 from tests.internal import overridden
 from tests.processes import cutting
 from tests.processes.cutting import CuttingNetwork
-from tests.processes.functions import options, wait_until
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.launch import Cluster, Nursery

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.embedding_functions import (
+from tests.contract.processes.embedding_functions import (
     ORDERED,
     RULES,
     train_ordered,

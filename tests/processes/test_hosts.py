@@ -19,8 +19,8 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.weft_run import is_running, wait_until_gone
+from tests.contract.processes import functions
+from tests.contract.processes.weft_run import is_running, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, HostError, LaunchError
 from torchweft.launch import Host, HostsLauncher, Order, RestartPolicy

@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 import torchweft
-from tests.processes import meta_gradient_functions as functions
-from tests.processes.functions import options
-from tests.processes.meta_gradient_checks import by_map, check, flat, nothing_kept, single_process
-from tests.processes.meta_gradient_functions import NOBODY, Inner
+from tests.contract.processes import meta_gradient_functions as functions
+from tests.contract.processes.functions import options
+from tests.contract.processes.meta_gradient_checks import (
+    by_map,
+    check,
+    flat,
+    nothing_kept,
+    single_process,
+)
+from tests.contract.processes.meta_gradient_functions import NOBODY, Inner
 from tests.thorough import CHECKED, spread
 from torchweft import knobs, mapreduce
 from torchweft.launch import Cluster, Nursery

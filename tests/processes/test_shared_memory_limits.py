@@ -10,9 +10,9 @@ import torch
 
 import torchweft
 import torchweft.memory
-from tests.processes import functions, shared_memory
-from tests.processes.functions import options, wait_until
-from tests.processes.shared_memory import (
+from tests.contract.processes import functions, shared_memory
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.shared_memory import (
     checksum,
     loans_of,
     meet,

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import options, wait_until
-from tests.processes.streams import (
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.streams import (
     FROM,
     arrivals_from,
     await_verdicts,

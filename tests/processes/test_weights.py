@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from tests.processes import shared_memory
-from tests.processes.functions import wait_until
+from tests.contract.processes import shared_memory
+from tests.contract.processes.functions import wait_until
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
 from torchweft import rpc
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError

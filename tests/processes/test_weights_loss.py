@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import options, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, wait_until
 from tests.processes.weights_functions import (
     LIMIT_S,
     Sampler,

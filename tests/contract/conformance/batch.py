@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.conformance import suite
-from tests.conformance.cases import CaseName
-from tests.conformance.running import Runner, default_jobs
+from tests.contract.conformance import suite
+from tests.contract.conformance.cases import CaseName
+from tests.contract.conformance.running import Runner, default_jobs
 
 NOT_INSTALLED = 3
 """The exit code if a package is missing; standard error says what to do."""

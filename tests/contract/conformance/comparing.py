@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tests.conformance.cases import CaseName, Verdict, select
-from tests.conformance.lists import Baseline, Expected
+from tests.contract.conformance.cases import CaseName, Verdict, select
+from tests.contract.conformance.lists import Baseline, Expected
 
 _NEEDS_GPU = "CUDA"
 """The category of tests that may be skipped on one machine and pass on another."""

@@ -8,8 +8,8 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from tests.conformance.cases import CaseName, Outcome, Result
-from tests.conformance.lists import UNKNOWN
+from tests.contract.conformance.cases import CaseName, Outcome, Result
+from tests.contract.conformance.lists import UNKNOWN
 
 WORDS: dict[Outcome, str] = {
     "pass": "pass",

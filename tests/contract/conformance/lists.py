@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tests.conformance.cases import CaseName
+from tests.contract.conformance.cases import CaseName
 
 HERE = Path(__file__).parent
 CATEGORIES = HERE / "categories.csv"

@@ -1,6 +1,7 @@
 """Writes the results in ``expected.csv`` into ``docs/migration.md``.
 
-``python -m tests.conformance.report`` prints the text, ``--write`` replaces it in the page.
+``python -m tests.contract.conformance.report`` prints the text, with ``--write`` it replaces the
+text of the page.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from tests.conformance.cases import CaseName
-from tests.conformance.lists import HERE, Baseline, Expected, read_categories
+from tests.contract.conformance.cases import CaseName
+from tests.contract.conformance.lists import HERE, Baseline, Expected, read_categories
 
-PAGE = HERE.parents[1] / "docs" / "migration.md"
-COMMAND = "python -m tests.conformance.report --write"
+PAGE = HERE.parents[2] / "docs" / "migration.md"
+COMMAND = "python -m tests.contract.conformance.report --write"
 BEGIN = f"<!-- begin: written by `{COMMAND}` -->"
 END = "<!-- end -->"
 

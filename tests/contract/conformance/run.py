@@ -1,4 +1,7 @@
-"""Runs PyTorch's own RPC tests on Weft: ``python -m tests.conformance.run [SUBSTRING ...]``."""
+"""Runs PyTorch's own RPC tests on Weft.
+
+``python -m tests.contract.conformance.run [SUBSTRING ...]``
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.conformance import comparing, report, suite, table
-from tests.conformance.cases import CaseName, Result, Verdict, select, verdicts_of
-from tests.conformance.comparing import needs_gpu
-from tests.conformance.display import Display
-from tests.conformance.lists import EXPECTED, Baseline, Expected, read_categories
-from tests.conformance.running import Runner, default_jobs
+from tests.contract.conformance import comparing, report, suite, table
+from tests.contract.conformance.cases import CaseName, Result, Verdict, select, verdicts_of
+from tests.contract.conformance.comparing import needs_gpu
+from tests.contract.conformance.display import Display
+from tests.contract.conformance.lists import EXPECTED, Baseline, Expected, read_categories
+from tests.contract.conformance.running import Runner, default_jobs
 
 DONE, WRONG, NOTHING_RUN = 0, 1, 2
 
@@ -55,9 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.conformance.run",
+        prog="python -m tests.contract.conformance.run",
         description="Runs PyTorch's own RPC tests, which the torch wheel brings along, on Weft, "
-        "and compares with tests/conformance/expected.csv.",
+        "and compares with tests/contract/conformance/expected.csv.",
     )
     parser.add_argument(
         "patterns",

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.conformance.cases import CaseName, Outcome, Result
+from tests.contract.conformance.cases import CaseName, Outcome, Result
 
 POLL_S = 0.01
 

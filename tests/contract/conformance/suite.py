@@ -18,7 +18,7 @@ import types
 import unittest
 from typing import Any
 
-from tests.conformance.cases import CaseName
+from tests.contract.conformance.cases import CaseName
 
 SIDE = os.environ.get("CONFORMANCE_SIDE", "weft")
 """``torch`` runs the tests on PyTorch's own implementation, to compare."""

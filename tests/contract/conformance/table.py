@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.conformance.cases import CaseName, Verdict
-from tests.conformance.comparing import Comparison, needs_gpu
-from tests.conformance.lists import UNKNOWN
+from tests.contract.conformance.cases import CaseName, Verdict
+from tests.contract.conformance.comparing import Comparison, needs_gpu
+from tests.contract.conformance.lists import UNKNOWN
 
 COLUMNS = ("tests", "pass", "fail", "expected to fail", "skip")
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.batch import NOT_INSTALLED
-from tests.conformance.cases import CaseName
-from tests.conformance.lists import Baseline, read_sample
-from tests.conformance.table import last_lines
+from tests.contract.conformance.batch import NOT_INSTALLED
+from tests.contract.conformance.cases import CaseName
+from tests.contract.conformance.lists import Baseline, read_sample
+from tests.contract.conformance.table import last_lines
 
 LIMIT_S = 30.0
 
@@ -31,7 +31,13 @@ class Batch:
     """The process that runs the sample, and its results so far."""
 
     def __init__(self, cases: Sequence[str], logs: Path) -> None:
-        command = [sys.executable, "-m", "tests.conformance.batch", str(logs), str(LIMIT_S)]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.contract.conformance.batch",
+            str(logs),
+            str(LIMIT_S),
+        ]
         environment = {**os.environ, "CONFORMANCE_SIDE": "weft"}
         with tempfile.TemporaryFile("w+") as names:
             names.write("\n".join(cases))
@@ -44,7 +50,7 @@ class Batch:
                 stderr=self.errors,
                 text=True,
                 env=environment,
-                cwd=Path(__file__).parents[2],
+                cwd=Path(__file__).parents[3],
             )
         self.said: dict[str, dict[str, str]] = {}
 

@@ -1,4 +1,4 @@
-"""Runs torchrl's own RPC tests on Weft: ``python -m tests.conformance.torchrl CHECKOUT``.
+"""Runs torchrl's own RPC tests on Weft: ``python -m tests.contract.conformance.torchrl CHECKOUT``.
 
 torchrl's wheels bring no tests along, and there is no source archive: CHECKOUT is a clone of its
 repository at the version that is installed. The tests run unchanged, by pytest under
@@ -140,7 +140,7 @@ def _run(options: argparse.Namespace, file: Path, pattern: str) -> list[Ended]:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.conformance.torchrl",
+        prog="python -m tests.contract.conformance.torchrl",
         description="Runs torchrl's own RPC tests, from a clone of its repository, on Weft.",
     )
     parser.add_argument("checkout", type=Path, help="the clone, at the version that is installed")

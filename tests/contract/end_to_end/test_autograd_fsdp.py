@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from tests.processes.ddp_functions import seeded
+from tests.contract.processes.ddp_functions import seeded
 from torchweft import rpc
 from torchweft.autograd import backward, context, get_gradients
 from torchweft.errors import AutogradError

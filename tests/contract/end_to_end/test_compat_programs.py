@@ -1,7 +1,7 @@
 """Programs in the style of PyTorch's tutorials give the same results with PyTorch and with Weft.
 
-The programs are in ``tests/programs``; none of them uses Weft explicitly. Losses must be equal to
-the last bit wherever the program determines the order of additions.
+The programs are in ``tests/contract/programs``; none of them uses Weft explicitly. Losses must be
+equal to the last bit wherever the program determines the order of additions.
 """
 
 from __future__ import annotations

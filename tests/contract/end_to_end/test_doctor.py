@@ -112,7 +112,7 @@ def test_memory_that_may_not_be_read_is_named() -> None:
         assert "SYS_PTRACE" in each["fix"]
 
 
-@pytest.mark.thorough  # tests/processes/test_doctor.py names another torch as well.
+@pytest.mark.thorough  # tests/contract/processes/test_doctor.py names another torch as well.
 def test_another_torch_in_a_worker_is_named(tmp_path: Path) -> None:
     # The workers' process is started with -c, the command with -m.
     (tmp_path / "sitecustomize.py").write_text(

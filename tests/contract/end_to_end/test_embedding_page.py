@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.end_to_end.apart import LIMIT_S
+from tests.contract.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
 from tests.pages import figure_of, python_of, text_of
 from torchweft.embedding import (

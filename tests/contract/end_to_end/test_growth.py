@@ -8,9 +8,9 @@ import pytest
 
 import torchweft
 from tests import remains
-from tests.processes import autograd_functions, functions, shared_memory
-from tests.processes.functions import options, wait_until
-from tests.processes.shared_memory import no_loans, statistics, tensor_of
+from tests.contract.processes import autograd_functions, functions, shared_memory
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.shared_memory import no_loans, statistics, tensor_of
 from torchweft import knobs, rpc
 
 DRIVER, FIRST = NAMES = ("driver", "worker0")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.weft_run import Start, finish, read_line, running
+from tests.contract.processes.weft_run import Start, finish, read_line, running
 
 SOON = ("--backoff", "0.05")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes.test_launch_cluster import draw
-from tests.processes.weft_run import Start, finish, running
+from tests.contract.processes.test_launch_cluster import draw
+from tests.contract.processes.weft_run import Start, finish, running
 from torchweft import rpc
 from torchweft.launch import Nursery, cluster
 from torchweft.launch.nursery import WARM_MODULES

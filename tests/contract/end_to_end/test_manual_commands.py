@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.apart import LIMIT_S, run_apart
+from tests.contract.end_to_end.apart import LIMIT_S, run_apart
 from tests.pages import assert_alike, programs_of, text_of, write_programs
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 20)

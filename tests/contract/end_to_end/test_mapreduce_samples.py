@@ -1,7 +1,7 @@
 """Programs in the style of ``torchopt.distributed``, with their imports changed.
 
-They are in ``tests/programs/torchopt_distributed``. Their results are compared with those of a
-single process, which calls their functions for each part.
+They are in ``tests/contract/programs/torchopt_distributed``. Their results are compared with those
+of a single process, which calls their functions for each part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.end_to_end.apart import LIMIT_S, run_apart
+from tests.contract.end_to_end.apart import LIMIT_S, run_apart
 from tests.inside import own_modules
 
 PROGRAMS = Path(__file__).parents[1] / "programs" / "torchopt_distributed"

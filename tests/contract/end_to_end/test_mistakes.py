@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.mistakes import page
-from tests.mistakes.running import alike, environment
+from tests.contract.mistakes import page
+from tests.contract.mistakes.running import alike, environment
 
 LIMIT_S = 150.0
 BY_TITLE = {mistake.title: mistake for mistake in page.ALL}
@@ -22,7 +22,7 @@ QUICK = [mistake.title for mistake in page.ALL if mistake.is_quick]
 def made() -> Any:
     """The outcomes of the quick mistakes, made now, by title."""
     process = subprocess.run(
-        [sys.executable, "-m", "tests.mistakes.quick"],
+        [sys.executable, "-m", "tests.contract.mistakes.quick"],
         cwd=page.ROOT,
         env=environment(),
         capture_output=True,
@@ -43,7 +43,9 @@ def test_every_mistake_has_a_row() -> None:
     outcomes = page.load()
     assert len(BY_TITLE) == len(page.ALL) >= 32
     assert list(outcomes) == list(BY_TITLE)
-    assert page.PAGE.read_text() == page.render(outcomes), "run python -m tests.mistakes --write"
+    assert page.PAGE.read_text() == page.render(outcomes), (
+        "run python -m tests.contract.mistakes --write"
+    )
     for title, outcome in outcomes.items():
         assert re.search(BY_TITLE[title].message, outcome.message), title
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.apart import LIMIT_S
+from tests.contract.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
 from tests.pages import python_of
 from tests.trace_reader import read_trace

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.apart import LIMIT_S, run_apart
+from tests.contract.end_to_end.apart import LIMIT_S, run_apart
 from tests.inside import RunPage
 from tests.pages import figure_of, python_of
 

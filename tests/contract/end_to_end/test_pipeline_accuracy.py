@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import Descent
+from tests.contract.processes.pipeline_models import Descent
 from tests.thorough import THOROUGH
 from torchweft.pipeline import Pipe, SchedulePipeDream
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.end_to_end.sleeping_stages import SleepOnWay
+from tests.contract.end_to_end.sleeping_stages import SleepOnWay
 from torchweft.pipeline import Schedule1F1B
 from torchweft.pipeline.elastic import ElasticPipe, FreezeFraction, Freezing, Samples
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.end_to_end.apart import LIMIT_S
+from tests.contract.end_to_end.apart import LIMIT_S
 from tests.inside import RunPage
 from tests.pages import figure_of, python_of, text_of
 from torchweft import pipeline

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import torchweft
-from tests.end_to_end.sleeping_stages import Sleeping
-from tests.processes.pipeline_models import Descent
+from tests.contract.end_to_end.sleeping_stages import Sleeping
+from tests.contract.processes.pipeline_models import Descent
 from torchweft.pipeline import (
     Pipe,
     Schedule1F1B,

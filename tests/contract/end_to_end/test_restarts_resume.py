@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes.weft_run import Start, finish, running
+from tests.contract.processes.weft_run import Start, finish, running
 
 pytestmark = pytest.mark.timeout(120)
 

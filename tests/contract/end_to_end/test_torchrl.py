@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("torchrl", reason="the example is about torchrl")
 pytest.importorskip("gymnasium", reason="the example's environment is CartPole")
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "torchrl"
+EXAMPLES = Path(__file__).parents[3] / "examples" / "torchrl"
 LIMIT_S = 240.0
 """For one program; most of it is the start of processes that import torch and torchrl."""
 

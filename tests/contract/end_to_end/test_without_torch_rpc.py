@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 BLOCKING = Path(__file__).parent / "without_torch_rpc"
-EXAMPLE = Path(__file__).parents[2] / "examples" / "language_model" / "train.py"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model" / "train.py"
 
 
 def run_blocked(folder: Path, *arguments: str) -> tuple[str, list[list[str]]]:

@@ -16,7 +16,7 @@ import pytest
 HERE = Path(__file__).parent
 HELLO = str(HERE / "hello.py")
 LONG_TRAINING = str(HERE / "long_training.py")
-SOURCE = str(HERE.parents[1] / "src")
+SOURCE = str(HERE.parents[2] / "src")
 LIMIT_S = 90.0
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 """Variables with which mpirun of Open MPI starts for this user."""

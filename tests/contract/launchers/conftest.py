@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.launchers import language_model, sshd
-from tests.launchers.commands import TORCHWEFT
-from tests.launchers.language_model import LANGUAGE_MODEL
-from tests.launchers.resuming import Resumed, trained
-from tests.launchers.sshd import Sshd
+from tests.contract.launchers import language_model, sshd
+from tests.contract.launchers.commands import TORCHWEFT
+from tests.contract.launchers.language_model import LANGUAGE_MODEL
+from tests.contract.launchers.resuming import Resumed, trained
+from tests.contract.launchers.sshd import Sshd
 
 
 @pytest.fixture(scope="session")

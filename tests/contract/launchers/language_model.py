@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.commands import HERE, finished
+from tests.contract.launchers.commands import HERE, finished
 
-LANGUAGE_MODEL = str(HERE.parents[1] / "examples" / "language_model" / "train.py")
+LANGUAGE_MODEL = str(HERE.parents[2] / "examples" / "language_model" / "train.py")
 TEXT = "".join(
     f"the {i % 7} cat {i % 11} sat on {i % 13} mats and {i % 5} dogs ran. " for i in range(60)
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.commands import environment
+from tests.contract.launchers.commands import environment
 
 NODES, CPUS = 3, 2
 SMALL = {
@@ -65,8 +65,8 @@ class RayCluster:
 def running(directory: Path) -> Iterator[RayCluster]:
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'torchweft[ray]'")
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.launchers.ray_cluster"],
-        cwd=Path(__file__).parents[2],
+        [sys.executable, "-m", "tests.contract.launchers.ray_cluster"],
+        cwd=Path(__file__).parents[3],
         env=environment({**SMALL, "RAY_TMPDIR": str(directory)}),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.launchers.commands import HERE, started
+from tests.contract.launchers.commands import HERE, started
 
 RESUMED_TRAINING = str(HERE / "resumed_training.py")
 PAUSE_S = 0.3

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.commands import environment, needed, wait_until
+from tests.contract.launchers.commands import environment, needed, wait_until
 
 NODES = ("127.0.0.2", "127.0.0.3")
 START_S = 30.0

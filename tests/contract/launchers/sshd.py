@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launchers.commands import needed, wait_until
+from tests.contract.launchers.commands import needed, wait_until
 
 SERVER = """\
 Port {port}

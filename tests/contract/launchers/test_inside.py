@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kubernetes_pods import fields_of, pod_of, variables_of
-from tests.launchers.commands import (
+from tests.contract.launchers.commands import (
     AS_ROOT,
     HELLO,
     LIMIT_S,
@@ -24,6 +23,7 @@ from tests.launchers.commands import (
     needed,
     started,
 )
+from tests.kubernetes_pods import fields_of, pod_of, variables_of
 from torchweft.launch.kubernetes_manifest import job_set, train_job
 from torchweft.launch.kubernetes_pods import Pods
 from torchweft.secret import write_new

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers import language_model
-from tests.launchers.commands import AS_ROOT, TORCHWEFT, environment, needed
-from tests.launchers.language_model import (
+from tests.contract.launchers import language_model
+from tests.contract.launchers.commands import AS_ROOT, TORCHWEFT, environment, needed
+from tests.contract.launchers.language_model import (
     LANGUAGE_MODEL,
     LIMIT_S,
     assert_same,
@@ -20,8 +20,8 @@ from tests.launchers.language_model import (
     perplexities_in,
     trained,
 )
-from tests.launchers.slurm_cluster import SlurmCluster
-from tests.launchers.sshd import Sshd
+from tests.contract.launchers.slurm_cluster import SlurmCluster
+from tests.contract.launchers.sshd import Sshd
 
 pytestmark = pytest.mark.timeout(300)
 

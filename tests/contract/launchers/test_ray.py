@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers import language_model, ray_cluster
-from tests.launchers.commands import (
+from tests.contract.launchers import language_model, ray_cluster
+from tests.contract.launchers.commands import (
     HELLO,
     TORCHWEFT,
     finished,
@@ -28,10 +28,10 @@ from tests.launchers.commands import (
     started,
     wait_until,
 )
-from tests.launchers.language_model import LANGUAGE_MODEL, assert_same
-from tests.launchers.ray_cluster import NODES, RayCluster
-from tests.launchers.resuming import Resumed, trained
-from tests.processes.weft_run import read_pids, wait_until_gone
+from tests.contract.launchers.language_model import LANGUAGE_MODEL, assert_same
+from tests.contract.launchers.ray_cluster import NODES, RayCluster
+from tests.contract.launchers.resuming import Resumed, trained
+from tests.contract.processes.weft_run import read_pids, wait_until_gone
 
 pytestmark = pytest.mark.timeout(300)
 

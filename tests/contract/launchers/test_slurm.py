@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.launchers.commands import (
+from tests.contract.launchers.commands import (
     HELLO,
     LONG_TRAINING,
     TORCHWEFT,
@@ -26,9 +26,9 @@ from tests.launchers.commands import (
     started,
     wait_until,
 )
-from tests.launchers.resuming import Resumed, trained
-from tests.launchers.slurm_cluster import NODES, SlurmCluster
-from tests.processes.weft_run import read_pids, wait_until_gone
+from tests.contract.launchers.resuming import Resumed, trained
+from tests.contract.launchers.slurm_cluster import NODES, SlurmCluster
+from tests.contract.processes.weft_run import read_pids, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import LaunchError
 from torchweft.launch import Slurm

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.launchers.commands import (
+from tests.contract.launchers.commands import (
     HELLO,
     TORCHWEFT,
     environment,
@@ -24,8 +24,8 @@ from tests.launchers.commands import (
     joined,
     started,
 )
-from tests.launchers.sshd import Sshd
-from tests.processes.weft_run import PROMPT_S, read_pids, wait_until_gone
+from tests.contract.launchers.sshd import Sshd
+from tests.contract.processes.weft_run import PROMPT_S, read_pids, wait_until_gone
 from torchweft import rpc
 from torchweft.launch import Ssh
 

@@ -1,8 +1,8 @@
 """Runs mistakes, shows what they lead to, and writes the page of errors.
 
-python -m tests.mistakes            all of them
-python -m tests.mistakes secret     those with this in their titles
-python -m tests.mistakes --write    writes docs/errors.md
+python -m tests.contract.mistakes            all of them
+python -m tests.contract.mistakes secret     those with this in their titles
+python -m tests.contract.mistakes --write    writes docs/errors.md
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import argparse
 import sys
 
-from tests.mistakes import page
-from tests.mistakes.running import alike, run
+from tests.contract.mistakes import page
+from tests.contract.mistakes.running import alike, run
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.mistakes", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.contract.mistakes", description=__doc__)
     parser.add_argument("parts", nargs="*", help="parts of titles")
     parser.add_argument("--write", action="store_true", help="write docs/errors.md")
     parser.add_argument("--lacking", action="store_true", help="leave out those with a row")

@@ -6,13 +6,13 @@ import html
 import json
 from pathlib import Path
 
-from tests.mistakes.calling import CALLING
-from tests.mistakes.mistake import Mistake
-from tests.mistakes.running import Outcome
-from tests.mistakes.starting import STARTING
-from tests.mistakes.using import USING
+from tests.contract.mistakes.calling import CALLING
+from tests.contract.mistakes.mistake import Mistake
+from tests.contract.mistakes.running import Outcome
+from tests.contract.mistakes.starting import STARTING
+from tests.contract.mistakes.using import USING
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "errors.md"
 OUTCOMES = Path(__file__).with_name("outcomes.json")
 
@@ -27,8 +27,8 @@ _HEAD = """# Mistakes and their messages
 
 This page has {count} mistakes that are easily made, the message that each one leads to, and the
 seconds from the mistake to the message (from the start of the program, where the mistake is made
-there). `python -m tests.mistakes --write` runs all of them and writes the page; a part of them
-runs with every test run.
+there). `python -m tests.contract.mistakes --write` runs all of them and writes the page; a part of
+them runs with every test run.
 
 - Every error that Weft raises is a `WeftError`, and a built-in exception as well;
   `torchweft.errors` has the tree.

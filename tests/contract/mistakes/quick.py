@@ -1,6 +1,6 @@
 """Runs the quick mistakes in forks of one warm process; prints their outcomes as JSON.
 
-python -m tests.mistakes.quick
+python -m tests.contract.mistakes.quick
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NoReturn
 
 import torchweft.nn
 import torchweft.optim  # noqa: F401  (warm for the programs)
-from tests.mistakes import page
-from tests.mistakes.mistake import Mistake
-from tests.mistakes.running import Line, Outcome, find
+from tests.contract.mistakes import page
+from tests.contract.mistakes.mistake import Mistake
+from tests.contract.mistakes.running import Line, Outcome, find
 
 
 def run_forked(mistake: Mistake) -> Outcome:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.mistakes.mistake import TELLS, Mistake
+from tests.contract.mistakes.mistake import TELLS, Mistake
 
 LIMIT_S = 60.0
 _FURTHER_LINES = 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes.mistake import PROGRAM, Mistake
+from tests.contract.mistakes.mistake import PROGRAM, Mistake
 
 _TWO = ("RANK=0 python program.py", "RANK=1 python program.py")
 _AT_PORT = "MASTER_ADDR=127.0.0.1 MASTER_PORT=PORT WORLD_SIZE=2"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mistakes.mistake import Mistake, alone, in_cluster
+from tests.contract.mistakes.mistake import Mistake, alone, in_cluster
 
 _BEFORE = """
 import time

@@ -114,7 +114,7 @@ def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
         peer.pack, encoding.encode = before, encode
 
 
-IDENTITY = b"tests.processes.functions:identity"
+IDENTITY = b"tests.contract.processes.functions:identity"
 
 
 def call_method(method: Any, reference: rpc.RRef[Any], *args: Any) -> Any:

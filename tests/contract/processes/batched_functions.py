@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import wait_until
 from torchweft import autograd, rpc
 from torchweft.rpc import functions
 from torchweft.rpc.functions import BatchStatistics, batch_statistics

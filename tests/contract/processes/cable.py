@@ -73,7 +73,7 @@ class Cable:
 
 
 def _connect(line: str) -> int:
-    from tests.processes.hosts import enter
+    from tests.contract.processes.hosts import enter
 
     namespace, interface = line.split()
     enter(namespace)

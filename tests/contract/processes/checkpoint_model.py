@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.processes.functions import pass_gate
+from tests.contract.processes.functions import pass_gate
 from torchweft import checkpoint, rpc
 from torchweft.autograd import backward, context
 from torchweft.checkpoint import files

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import wait_until
 from torchweft import autograd, mapreduce, rpc
 from torchweft.pipeline import Pipe, ScheduleGPipe
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 import torchweft
 from tests import higher_order_sites
+from tests.contract.processes import autograd_functions
 from tests.gradient_functions import Broken
 from tests.higher_order_sites import WORKERS, Outcome, Program, Site, Tensors
-from tests.processes import autograd_functions
 from torchweft import rpc
 
 _lock = threading.Lock()

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes.cable import Cable, Impairment
+from tests.contract.processes.cable import Cable, Impairment
 
 LIMIT_S = 20.0
 SWITCH = "switch"

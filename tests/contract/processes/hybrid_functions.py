@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional
 
-from tests.processes.embedding_functions import LocalRowWise
+from tests.contract.processes.embedding_functions import LocalRowWise
 from torchweft import autograd, rpc
 from torchweft.embedding import (
     SGD,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.processes import functions
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import wait_until
 from torchweft import mapreduce, rpc
 from torchweft.agent.current import current
 from torchweft.mapreduce import shared

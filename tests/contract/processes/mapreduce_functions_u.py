@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.functions import wait_until
-from tests.processes.mapreduce_functions_m import loss
-from tests.processes.mapreduce_gradients import model_and_inputs, single_gradients
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.mapreduce_functions_m import loss
+from tests.contract.processes.mapreduce_gradients import model_and_inputs, single_gradients
 from torchweft import mapreduce, rpc
 from torchweft.mapreduce import autograd
 

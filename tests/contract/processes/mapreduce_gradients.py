@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes import mapreduce_functions_m as parts
+from tests.contract.processes import mapreduce_functions_m as parts
 from torchweft import mapreduce
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import torchweft
 from tests import remains
-from tests.processes import meta_gradient_functions as functions
-from tests.processes.functions import wait_until
+from tests.contract.processes import meta_gradient_functions as functions
+from tests.contract.processes.functions import wait_until
 from torchweft import mapreduce, rpc
 from torchweft.launch import Cluster
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-from tests.processes.hybrid_functions import OF_ROWS, RULES, draw, loss_of, make_net
-from tests.processes.pipeline_models import WIDTH, layers
+from tests.contract.processes.hybrid_functions import OF_ROWS, RULES, draw, loss_of, make_net
+from tests.contract.processes.pipeline_models import WIDTH, layers
 from torchweft import autograd, checkpoint
 from torchweft.embedding import Copies, TableWise
 from torchweft.hybrid import HybridModel

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import torchweft.memory
-from tests.processes.functions import name_here, wait_until
+from tests.contract.processes.functions import name_here, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.channel.shm.pool import SharedPool, SharedStatistics

@@ -6,8 +6,8 @@ import threading
 
 import torch
 
+from tests.contract.processes import functions
 from tests.internal import overridden
-from tests.processes import functions
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.agent.data_connections import DataConnections

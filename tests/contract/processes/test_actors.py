@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.processes import generator_functions as functions
-from tests.processes.generator_functions import Counter
+from tests.contract.processes import generator_functions as functions
+from tests.contract.processes.generator_functions import Counter
 from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError, UnknownWorker
 from torchweft.launch import Cluster

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import torchweft
-from tests.processes import generator_functions as functions
-from tests.processes.functions import options, wait_until
-from tests.processes.generator_functions import Counter
+from tests.contract.processes import generator_functions as functions
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.generator_functions import Counter
 from torchweft import checkpoint, rpc
 from torchweft.errors import NotAllowed, WorkerLost
 from torchweft.launch import Nursery

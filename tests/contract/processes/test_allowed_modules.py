@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import attacks, functions, training
-from tests.processes.functions import options
+from tests.contract.processes import attacks, functions, training
+from tests.contract.processes.functions import options
 from torchweft import rpc
 from torchweft.errors import NotAllowed
 from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
-ALLOWED = ("tests.processes.attacks", "tests.processes.functions", "torch")
+ALLOWED = ("tests.contract.processes.attacks", "tests.contract.processes.functions", "torch")
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +48,13 @@ def all_work() -> None:
 NAMES = [
     b"os:system",
     b"posix:system",
-    b"tests.processes.attacks:os.system",
-    b"tests.processes.attacks:system",
-    b"tests.processes.functions:sys.exit",
+    b"tests.contract.processes.attacks:os.system",
+    b"tests.contract.processes.attacks:system",
+    b"tests.contract.processes.functions:sys.exit",
     b"torch:os.system",
     b"torch.utils.collect_env:run",
     b"torch:hub.load",
-    b"tests.processes.attacks:Payload.__init__.__globals__.get",
+    b"tests.contract.processes.attacks:Payload.__init__.__globals__.get",
     b"builtins:eval",
     b"builtins:__import__",
     b"subprocess:check_call",

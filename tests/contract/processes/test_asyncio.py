@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.processes import functions
-from tests.processes.functions import LIMIT_S
+from tests.contract.processes import functions
+from tests.contract.processes.functions import LIMIT_S
 from torchweft import mapreduce, rpc
 from torchweft.errors import CallCancelled
 from torchweft.launch import Cluster

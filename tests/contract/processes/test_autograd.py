@@ -17,7 +17,7 @@ from torch import Tensor
 
 import torchweft
 from tests import remains
-from tests.processes import autograd_functions as functions
+from tests.contract.processes import autograd_functions as functions
 from torchweft import rpc
 from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, AutogradError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import ddp_functions as functions
+from tests.contract.processes import ddp_functions as functions
 from torchweft import rpc
 from torchweft.autograd import backward, context
 from torchweft.errors import AutogradError

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ddp_functions as functions
+from tests.contract.processes import ddp_functions as functions
 from torchweft import rpc
 from torchweft.errors import AutogradError
 from torchweft.launch import Nursery, cluster

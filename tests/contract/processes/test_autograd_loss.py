@@ -10,8 +10,8 @@ import torch
 
 import torchweft
 from tests import remains
-from tests.processes import autograd_functions as functions
-from tests.processes.functions import stopped
+from tests.contract.processes import autograd_functions as functions
+from tests.contract.processes.functions import stopped
 from torchweft import knobs, rpc
 from torchweft.errors import AutogradError, BackwardLost, BackwardTimeout, WorkerLost
 from torchweft.launch import Nursery, cluster

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.processes.autograd_programs import (
+from tests.contract.processes.autograd_programs import (
     Program,
     random_program,
     run_in_one_process,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
+from tests.contract.processes import functions
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.errors import (

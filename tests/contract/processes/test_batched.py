@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import batched_functions
-from tests.processes.batched_functions import Server, await_waiting, statistics_of
-from tests.processes.functions import raised_by
+from tests.contract.processes import batched_functions
+from tests.contract.processes.batched_functions import Server, await_waiting, statistics_of
+from tests.contract.processes.functions import raised_by
 from torchweft import autograd, rpc
 from torchweft.errors import (
     ArgumentTypeError,

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import batched_functions, functions
-from tests.processes.batched_functions import Server, await_waiting, statistics_of
-from tests.processes.functions import options
+from tests.contract.processes import batched_functions, functions
+from tests.contract.processes.batched_functions import Server, await_waiting, statistics_of
+from tests.contract.processes.functions import options
 from torchweft import rpc
 from torchweft.errors import NotAllowed
 from torchweft.launch import Nursery

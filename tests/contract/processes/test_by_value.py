@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.processes import functions
+from tests.contract.processes.test_open_groups import Group
 from tests.open_workers import OpenWorkers
-from tests.processes import functions
-from tests.processes.test_open_groups import Group
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.errors import SerializationError, WorkerLost
 from torchweft.launch import Cluster
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.keeps("threads", "descriptors")]
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PROGRAM_LIMIT_S = 150.0
 """Two fresh interpreters import torch, beside whatever else the machine does."""
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import functions
-from tests.processes.functions import Accumulator, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import Accumulator, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.errors import CallCancelled, CallTimeout, RemoteError

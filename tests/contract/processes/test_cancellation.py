@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests import remains
-from tests.processes import functions, timing
-from tests.processes.functions import LIMIT_S, WORKER_THREADS, raised_by, wait_until
+from tests.contract.processes import functions, timing
+from tests.contract.processes.functions import LIMIT_S, WORKER_THREADS, raised_by, wait_until
 from torchweft import rpc
 from torchweft.errors import CallCancelled, CallTimeout
 from torchweft.launch import Cluster

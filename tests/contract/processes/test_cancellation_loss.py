@@ -9,8 +9,8 @@ import pytest
 
 import torchweft
 from tests import remains
-from tests.processes import functions, timing
-from tests.processes.functions import options, wait_until
+from tests.contract.processes import functions, timing
+from tests.contract.processes.functions import options, wait_until
 from torchweft import rpc
 from torchweft.launch import Nursery
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tests.processes import functions
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import wait_until
 from torchweft import knobs, rpc
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster

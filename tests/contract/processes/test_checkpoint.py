@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes.checkpoint_model import (
+from tests.contract.processes.checkpoint_model import (
     Training,
     count_held,
     equal,
@@ -23,8 +23,8 @@ from tests.processes.checkpoint_model import (
     linear,
     write_when_let,
 )
-from tests.processes.checkpoint_training import Counter
-from tests.processes.functions import open_gate
+from tests.contract.processes.checkpoint_training import Counter
+from tests.contract.processes.functions import open_gate
 from torchweft import checkpoint, rpc
 from torchweft.checkpoint import owner
 from torchweft.errors import (

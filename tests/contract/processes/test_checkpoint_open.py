@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.processes.checkpoint_model import Training, equal
 from tests.open_workers import OpenWorkers, WarmProcess
-from tests.processes.checkpoint_model import Training, equal
 from torchweft import checkpoint, rpc
 from torchweft.errors import WorkerLost
 from torchweft.nn import RemoteModule
@@ -22,7 +22,9 @@ NAMES = ("driver", "first", "second")
 @pytest.fixture(scope="module")
 def warm(warm_process: WarmProcess) -> Iterator[OpenWorkers]:
     # Making the first optimizer imports dynamo, which takes a second.
-    started = OpenWorkers(warm_process, "torch._dynamo", "tests.processes.checkpoint_model")
+    started = OpenWorkers(
+        warm_process, "torch._dynamo", "tests.contract.processes.checkpoint_model"
+    )
     yield started
     started.close()
 

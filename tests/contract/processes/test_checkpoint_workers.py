@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.checkpoint_model import (
+from tests.contract.processes.checkpoint_model import (
     Pair,
     Training,
     add_one,
@@ -20,7 +20,7 @@ from tests.processes.checkpoint_model import (
     step_half,
     step_through,
 )
-from tests.processes.functions import options, wait_until
+from tests.contract.processes.functions import options, wait_until
 from torchweft import checkpoint, rpc
 from torchweft.errors import SnapshotNotFound
 from torchweft.launch import Nursery
@@ -60,7 +60,13 @@ def test_training_goes_on_with_as_many_fewer_and_more_workers(
 @pytest.mark.parametrize(
     "restrictions",
     [
-        {"allowed_modules": ("torchweft.checkpoint", "torch", "tests.processes.checkpoint_model")},
+        {
+            "allowed_modules": (
+                "torchweft.checkpoint",
+                "torch",
+                "tests.contract.processes.checkpoint_model",
+            )
+        },
         {
             "strict": True,
             "callables": (

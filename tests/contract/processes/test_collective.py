@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.functions import (
+from tests.contract.processes.functions import (
     collect,
     give,
     identity,

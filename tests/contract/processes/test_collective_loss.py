@@ -10,8 +10,8 @@ import time
 import pytest
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import options, raised_by, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, raised_by, wait_until
 from tests.remains import count_gatherings
 from torchweft import rpc
 from torchweft.errors import NotInitialized, WorkerLost

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.contract.processes import autograd_functions as functions
+from tests.contract.processes.functions import wait_until
 from tests.gradient_functions import Rejoin
-from tests.processes import autograd_functions as functions
-from tests.processes.functions import wait_until
 from torchweft import rpc
 from torchweft.autograd.graph import enable_zeros
 from torchweft.compat import autograd

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.contract.processes.functions import wait_until
 from tests.open_workers import OpenWorkers
-from tests.processes.functions import wait_until
 from torchweft import WorkerInfo
 from torchweft.agent import current as current_agent
 from torchweft.compat import rpc

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.futures import Future
 
-from tests.processes import functions
+from tests.contract.processes import functions
 from torchweft import rpc
 from torchweft.compat.rpc import api
 from torchweft.compat.rpc.internal import PythonUDF, _internal_rpc_pickler, _InternalRPCPickler

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import Tracked, options
+from tests.contract.processes import functions
+from tests.contract.processes.functions import Tracked, options
 from torchweft import rpc
 from torchweft.compat.rpc import PyRRef, RRef, api
 from torchweft.compat.rpc.rref_proxy import RRefProxy

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.compiled import no_future, product, product_later, raising, start_square
+from tests.contract.processes.compiled import (
+    no_future,
+    product,
+    product_later,
+    raising,
+    start_square,
+)
 from torchweft import rpc
 from torchweft.autograd import backward, context, get_gradients
 from torchweft.launch import Nursery

@@ -28,7 +28,7 @@ from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 FIRST, SECOND = "worker0", "worker1"
-PAGE = Path(__file__).parents[2] / "docs" / "api" / "nn.md"
+PAGE = Path(__file__).parents[3] / "docs" / "api" / "nn.md"
 INPUTS = torch.arange(6.0).view(3, 2) / 6
 
 

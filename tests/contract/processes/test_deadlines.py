@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tests.processes import functions, timing
-from tests.processes.functions import WORKER_THREADS, raised_by, wait_until
+from tests.contract.processes import functions, timing
+from tests.contract.processes.functions import WORKER_THREADS, raised_by, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer

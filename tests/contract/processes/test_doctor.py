@@ -13,12 +13,12 @@ import torch
 
 import torchweft
 from tests.command_line import said_by
+from tests.contract.processes import deadlocks
+from tests.contract.processes.embedding_functions import end_process
+from tests.contract.processes.functions import options
+from tests.contract.processes.hosts import network
 from tests.far_workers import far_workers
 from tests.open_workers import OpenWorkers
-from tests.processes import deadlocks
-from tests.processes.embedding_functions import end_process
-from tests.processes.functions import options
-from tests.processes.hosts import network
 from torchweft import rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery

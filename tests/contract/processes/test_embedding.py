@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.embedding_functions import (
+from tests.contract.processes.embedding_functions import (
     OneProcess,
     close_tables,
     configs_of,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import torchweft
-from tests.processes.embedding_functions import counted_batch, train_counted
+from tests.contract.processes.embedding_functions import counted_batch, train_counted
 from torchweft import rpc
 from torchweft.embedding import (
     ColumnWise,

@@ -20,7 +20,7 @@ from benchmarks.embedding.text_cache import (
     read_batches,
     share_left_by_look_ahead,
 )
-from tests.processes.embedding_functions import (
+from tests.contract.processes.embedding_functions import (
     configs_of,
     draw_batch,
     skewed,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.processes.ddp_functions import join_all
+from tests.contract.processes.ddp_functions import join_all
 from torchweft import autograd, rpc
 from torchweft.embedding import SGD, Copies, TableConfig, Tables, plan_tables
 from torchweft.launch import Nursery, cluster

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchweft
-from tests.processes.embedding_functions import (
+from tests.contract.processes.embedding_functions import (
     close_tables,
     configs_of,
     open_tables,

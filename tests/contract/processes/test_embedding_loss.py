@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.embedding_functions import (
+from tests.contract.processes.embedding_functions import (
     configs_of,
     draw_batch,
     end_process,

@@ -10,9 +10,14 @@ import torch
 
 import torchweft
 from tests.command_line import said_by
-from tests.processes.embedding_functions import close_tables, configs_of, open_tables, train_step
-from tests.processes.functions import options
-from tests.processes.observers import ANSWER_S, group_of
+from tests.contract.processes.embedding_functions import (
+    close_tables,
+    configs_of,
+    open_tables,
+    train_step,
+)
+from tests.contract.processes.functions import options
+from tests.contract.processes.observers import ANSWER_S, group_of
 from torchweft import rpc
 from torchweft.embedding import SGD, Plan, Tables, plan_tables
 from torchweft.embedding.pieces import pieces_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.embedding_functions import train_tables_with_recovery
+from tests.contract.processes.embedding_functions import train_tables_with_recovery
 from torchweft import rpc
 from torchweft.embedding import TableConfig, Tables, plan_tables, recover
 from torchweft.errors import ArgumentTypeError, WorkerLost

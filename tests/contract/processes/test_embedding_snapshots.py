@@ -13,7 +13,7 @@ from torch import Tensor
 
 import torchweft
 from tests import dynamic_ids
-from tests.processes.embedding_functions import (
+from tests.contract.processes.embedding_functions import (
     CONFIGS,
     check_same,
     close_tables,

@@ -11,10 +11,10 @@ import torch
 
 import torchweft
 from tests import dynamic_ids
-from tests.processes import functions
-from tests.processes.embedding_functions import configs_of, train
-from tests.processes.functions import options
-from tests.processes.hybrid_functions import draw, loss_of, make_net
+from tests.contract.processes import functions
+from tests.contract.processes.embedding_functions import configs_of, train
+from tests.contract.processes.functions import options
+from tests.contract.processes.hybrid_functions import draw, loss_of, make_net
 from torchweft import checkpoint, embedding, hybrid, rpc
 from torchweft.embedding import (
     SGD,

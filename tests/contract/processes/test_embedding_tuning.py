@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.tuning_functions import (
+from tests.contract.processes.tuning_functions import (
     BATCH,
     MESSAGE_COST,
     ROW_COST,

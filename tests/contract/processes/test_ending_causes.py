@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.multiprocessing
 
+from tests.contract.processes.functions import wait_until
 from tests.open_workers import OpenWorkers
-from tests.processes.functions import wait_until
 from torchweft import rpc
 from torchweft.errors import ShutdownError
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.functions import WORKER_THREADS, options, wait_until
+from tests.contract.processes.functions import WORKER_THREADS, options, wait_until
 from torchweft import rpc
 from torchweft.errors import CallRefused, QueueFull
 from torchweft.launch import Cluster, Nursery

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import options, raised_by, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, raised_by, wait_until
 from torchweft import rpc
 from torchweft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
 from torchweft.launch import Nursery

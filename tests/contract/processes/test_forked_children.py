@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 import torchweft
+from tests.contract.processes import forking_functions as functions
+from tests.contract.processes.functions import options, wait_until
 from tests.open_workers import OpenWorkers
-from tests.processes import forking_functions as functions
-from tests.processes.functions import options, wait_until
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

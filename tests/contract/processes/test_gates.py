@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tests import remains
-from tests.processes import gate_functions as functions
-from tests.processes.gate_functions import BLOCKS, at_once, called, leaf
+from tests.contract.processes import gate_functions as functions
+from tests.contract.processes.gate_functions import BLOCKS, at_once, called, leaf
 from torchweft import autograd, rpc
 from torchweft.errors import AutogradError
 from torchweft.launch import Nursery, cluster

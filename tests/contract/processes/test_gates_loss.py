@@ -7,10 +7,10 @@ import threading
 import pytest
 import torch
 
-from tests.processes import autograd_functions
-from tests.processes import gate_functions as functions
-from tests.processes.gate_functions import leaf
-from tests.processes.test_autograd_loss import await_no_part
+from tests.contract.processes import autograd_functions
+from tests.contract.processes import gate_functions as functions
+from tests.contract.processes.gate_functions import leaf
+from tests.contract.processes.test_autograd_loss import await_no_part
 from torchweft import autograd, rpc
 from torchweft.errors import BackwardLost, WorkerLost
 from torchweft.launch import Nursery, cluster

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests import remains
-from tests.processes import generator_functions as functions
-from tests.processes.functions import wait_until
-from tests.processes.generator_functions import Counter
+from tests.contract.processes import generator_functions as functions
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.generator_functions import Counter
 from torchweft import autograd, rpc
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, MethodNotFound
 from torchweft.launch import Cluster

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import functions
+from tests.contract.processes import functions
 from torchweft import rpc
 from torchweft.launch import Cluster
 

@@ -13,10 +13,10 @@ from torch import Tensor
 
 import torchweft
 from tests import higher_order_programs, remains
+from tests.contract.processes import autograd_functions
+from tests.contract.processes import higher_order_functions as functions
 from tests.higher_order_random import random_program
 from tests.higher_order_sites import Program, assert_equal, expected
-from tests.processes import autograd_functions
-from tests.processes import higher_order_functions as functions
 from tests.thorough import lots
 from torchweft import rpc
 from torchweft.launch import Nursery, cluster

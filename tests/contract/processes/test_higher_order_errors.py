@@ -11,8 +11,8 @@ from torch import Tensor
 
 import torchweft
 from tests import remains
-from tests.processes import autograd_functions
-from tests.processes import higher_order_functions as functions
+from tests.contract.processes import autograd_functions
+from tests.contract.processes import higher_order_functions as functions
 from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.launch import Nursery, cluster

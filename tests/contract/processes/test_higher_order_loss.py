@@ -9,8 +9,8 @@ import pytest
 
 import torchweft
 from tests import remains
-from tests.processes import autograd_functions
-from tests.processes import higher_order_functions as functions
+from tests.contract.processes import autograd_functions
+from tests.contract.processes import higher_order_functions as functions
 from torchweft import rpc
 from torchweft.errors import AutogradError, WorkerLost
 from torchweft.launch import Nursery, cluster

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes.ddp_functions import join_all
-from tests.processes.hybrid_functions import DENSE, RULES, STEPS, train, train_alone
+from tests.contract.processes.ddp_functions import join_all
+from tests.contract.processes.hybrid_functions import DENSE, RULES, STEPS, train, train_alone
 from torchweft import checkpoint, rpc
 from torchweft.embedding import ColumnWise, Copies, RowWise, TableWise
 from torchweft.errors import ArgumentTypeError, ConfigurationError

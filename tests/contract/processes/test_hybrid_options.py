@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import hybrid_functions
-from tests.processes.ddp_functions import join
-from tests.processes.hybrid_functions import (
+from tests.contract.processes import hybrid_functions
+from tests.contract.processes.ddp_functions import join
+from tests.contract.processes.hybrid_functions import (
     WORDS,
     make_net,
     spread,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes.hybrid_functions import train_with_recovery, wait_in_reduction
+from tests.contract.processes.hybrid_functions import train_with_recovery, wait_in_reduction
 from torchweft import rpc
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import recover

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes import hybrid_functions as functions
-from tests.processes.ddp_functions import join_all
-from tests.processes.embedding_functions import check_same, end_process
+from tests.contract.processes import hybrid_functions as functions
+from tests.contract.processes.ddp_functions import join_all
+from tests.contract.processes.embedding_functions import check_same, end_process
 from torchweft import autograd, rpc
 from torchweft.checkpoint import list_snapshots
 from torchweft.embedding import Copies, RowWise, TableWise

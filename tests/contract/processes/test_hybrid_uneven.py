@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.processes.functions import stopped
+from tests.contract.processes.functions import stopped
 from torchweft import rpc
 from torchweft.embedding import SGD, Copies, RowWise, SparseAdam
 from torchweft.errors import CallTimeout

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from tests.processes import functions
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.errors import (

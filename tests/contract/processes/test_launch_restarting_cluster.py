@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import wait_until
 from torchweft import knobs, rpc
 from torchweft.errors import (
     ConfigurationError,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.weft_run import (
+from tests.contract.processes.weft_run import (
     LIMIT_S,
     PROMPT_S,
     Start,

@@ -16,12 +16,12 @@ import pytest
 
 from tests import far_workers as far
 from tests.certificates import Authority
+from tests.contract.processes.cable import Impairment
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.hosts import Host, network
 from tests.far_workers import FarWorkers, far_workers
 from tests.internal import overridden
 from tests.open_workers import OpenWorkers, WarmProcess
-from tests.processes.cable import Impairment
-from tests.processes.functions import wait_until
-from tests.processes.hosts import Host, network
 from torchweft.errors import ConfigurationError, ShutdownError, WorkerLost
 
 pytestmark = pytest.mark.timeout(90)

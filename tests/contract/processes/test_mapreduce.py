@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes import functions
-from tests.processes import mapreduce_functions_m as parts
-from tests.processes.mapreduce_gradients import (
+from tests.contract.processes import functions
+from tests.contract.processes import mapreduce_functions_m as parts
+from tests.contract.processes.mapreduce_gradients import (
     map_and_check,
     model_and_inputs,
     on,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes import mapreduce_autograd_functions as functions
+from tests.contract.processes import mapreduce_autograd_functions as functions
 from torchweft import mapreduce, rpc
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.launch import Cluster, Nursery

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.processes import mapreduce_functions_u as functions
 from tests.open_workers import OpenWorkers, WarmProcess
-from tests.processes import mapreduce_functions_u as functions
 
 pytestmark = pytest.mark.timeout(120)
 TOLERANCE = 1e-12

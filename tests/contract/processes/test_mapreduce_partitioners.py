@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.processes.mapreduce_functions_p import cubes, half_of, workers_of
+from tests.contract.processes.mapreduce_functions_p import cubes, half_of, workers_of
 from torchweft import autograd, rpc
 from torchweft.launch import Cluster
 from torchweft.mapreduce import TensorDimensionPartitioner, batch_partitioner, dim_partitioner

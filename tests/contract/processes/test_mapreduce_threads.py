@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes import mapreduce_functions_m as parts
+from tests.contract.processes import mapreduce_functions_m as parts
 from torchweft import mapreduce
 from torchweft.launch import Cluster
 from torchweft.mapreduce import autograd

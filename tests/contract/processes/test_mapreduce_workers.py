@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import mapreduce_functions_m as parts
-from tests.processes.functions import options
-from tests.processes.mapreduce_gradients import (
+from tests.contract.processes import mapreduce_functions_m as parts
+from tests.contract.processes.functions import options
+from tests.contract.processes.mapreduce_gradients import (
     map_and_check,
     on,
 )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.functions import Accumulator
+from tests.contract.processes.functions import Accumulator
 from torchweft import autograd, knobs, rpc
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, UnknownFunction
 from torchweft.launch import Cluster

@@ -15,11 +15,17 @@ import torch
 from torch import Tensor
 
 import torchweft
-from tests.processes import autograd_functions
-from tests.processes import meta_gradient_functions as functions
-from tests.processes.functions import options
-from tests.processes.meta_gradient_checks import EXACT, by_map, check, difference, nothing_kept
-from tests.processes.meta_gradient_functions import Death, Doom, Inner
+from tests.contract.processes import autograd_functions
+from tests.contract.processes import meta_gradient_functions as functions
+from tests.contract.processes.functions import options
+from tests.contract.processes.meta_gradient_checks import (
+    EXACT,
+    by_map,
+    check,
+    difference,
+    nothing_kept,
+)
+from tests.contract.processes.meta_gradient_functions import Death, Doom, Inner
 from tests.thorough import CHECKED, spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost

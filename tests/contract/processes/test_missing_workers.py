@@ -14,10 +14,10 @@ from urllib.parse import SplitResult, urlsplit
 import pytest
 
 from tests import far_workers as far
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.hosts import Host, network
 from tests.far_workers import states_of_others, try_to_join
 from tests.open_workers import OpenWorkers, WarmProcess
-from tests.processes.functions import wait_until
-from tests.processes.hosts import Host, network
 from torchweft import secret
 from torchweft.errors import RendezvousTimeout
 

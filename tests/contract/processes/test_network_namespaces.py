@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from tests import far_workers as far
+from tests.contract.processes.hosts import Host, enter, network
 from tests.far_workers import far_workers
 from tests.open_workers import OpenWorkers, WarmProcess
-from tests.processes.hosts import Host, enter, network
 from torchweft import rpc, secret
 from torchweft.agent.current import current
 from torchweft.agent.data_connections import DataConnections

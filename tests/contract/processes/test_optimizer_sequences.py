@@ -8,7 +8,7 @@ import pytest
 
 import torchweft
 from tests import thorough
-from tests.processes import optimizer_sequences
+from tests.contract.processes import optimizer_sequences
 from torchweft.launch import Nursery
 
 # The tests share workers, which connect to one another on first use.

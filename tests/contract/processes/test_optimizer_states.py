@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.hybrid_functions import RULES, draw, loss_of, make_net
-from tests.processes.optimizer_sequences import Halved
+from tests.contract.processes.hybrid_functions import RULES, draw, loss_of, make_net
+from tests.contract.processes.optimizer_sequences import Halved
 from torchweft import checkpoint
 from torchweft.autograd import backward, context
 from torchweft.embedding import Copies, TableWise

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import remains
-from tests.processes import outside_functions as functions
+from tests.contract.processes import outside_functions as functions
 from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context, current_context_id, get_gradients
 from torchweft.autograd.contexts import current_id

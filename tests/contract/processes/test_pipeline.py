@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 import torchweft
-from tests.processes.pipeline_models import (
+from tests.contract.processes.pipeline_models import (
     TIES,
     TRANSFORMER,
     WIDTH,

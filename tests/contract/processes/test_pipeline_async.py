@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import (
+from tests.contract.processes.pipeline_models import (
     TRANSFORMER,
     WIDTH,
     Descent,
@@ -25,7 +25,7 @@ from tests.processes.pipeline_models import (
     token_loss,
     transformer,
 )
-from tests.processes.pipeline_replay import Rule, Version, replay, replay_without_versions
+from tests.contract.processes.pipeline_replay import Rule, Version, replay, replay_without_versions
 from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError, PipelineError
 from torchweft.launch import Nursery

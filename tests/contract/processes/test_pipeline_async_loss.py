@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes.functions import wait_until
-from tests.processes.pipeline_models import Descent
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.pipeline_models import Descent
 from torchweft import rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster

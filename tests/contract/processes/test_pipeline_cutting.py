@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_decoder import Decoder, token_loss
+from tests.contract.processes.pipeline_decoder import Decoder, token_loss
 from torchweft.errors import ConfigurationError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (

@@ -14,7 +14,7 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import Residual
+from tests.contract.processes.pipeline_models import Residual
 from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import Nursery

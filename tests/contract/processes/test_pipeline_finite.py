@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import Descent
+from tests.contract.processes.pipeline_models import Descent
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
     NotFinite,

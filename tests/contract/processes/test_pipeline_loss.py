@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import torchweft
-from tests.processes.pipeline_models import WIDTH, Failing, layers
+from tests.contract.processes.pipeline_models import WIDTH, Failing, layers
 from torchweft import rpc
 from torchweft.errors import PipelineError, WorkerLost
 from torchweft.launch import Nursery

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import WIDTH, layers
+from tests.contract.processes.pipeline_models import WIDTH, layers
 from torchweft.errors import ConfigurationError, SerializationError, StateMismatch
 from torchweft.launch import Nursery
 from torchweft.pipeline import (

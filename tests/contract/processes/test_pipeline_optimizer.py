@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import torchweft
-from tests.processes.pipeline_models import WIDTH, layers
+from tests.contract.processes.pipeline_models import WIDTH, layers
 from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes.pipeline_models import WIDTH, Descent, Failing, layers
+from tests.contract.processes.pipeline_models import WIDTH, Descent, Failing, layers
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, PipelineError
 from torchweft.launch import Nursery

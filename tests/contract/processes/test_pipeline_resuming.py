@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.processes.pipeline_models import WIDTH, layers
+from tests.contract.processes.pipeline_models import WIDTH, layers
 from torchweft import rpc
 from torchweft.errors import SnapshotNotFound, WorkerLost
 from torchweft.launch import Cluster

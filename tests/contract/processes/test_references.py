@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests import remains
-from tests.processes import functions
-from tests.processes.functions import WORKER_THREADS, Tracked, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import WORKER_THREADS, Tracked, wait_until
 from torchweft import rpc
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
 from torchweft.launch import Cluster

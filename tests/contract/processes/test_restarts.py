@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.weft_run import (
+from tests.contract.processes.weft_run import (
     PROMPT_S,
     Start,
     finish,

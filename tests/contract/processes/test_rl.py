@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.processes import rl_functions as functions
-from tests.processes.functions import wait_until
-from tests.processes.rl_functions import (
+from tests.contract.processes import rl_functions as functions
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.rl_functions import (
     LONGEST_WAIT_S,
     Gated,
     Holding,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import options
-from tests.processes.rl_functions import LIMIT_S, make_walk, small_walk_policy
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options
+from tests.contract.processes.rl_functions import LIMIT_S, make_walk, small_walk_policy
 from torchweft import rpc
 from torchweft.errors import NotAllowed
 from torchweft.launch import Nursery
@@ -15,7 +15,7 @@ from torchweft.rl import Agent, Environments, FollowingPolicy, Observers
 from torchweft.weights import Publisher
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
-OWN = ("tests.processes.rl_functions", "tests.rl_environments")
+OWN = ("tests.contract.processes.rl_functions", "tests.rl_environments")
 
 
 def test_the_entries_of_the_packages_are_enough(nursery: Nursery) -> None:

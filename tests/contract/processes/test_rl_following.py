@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.functions import wait_until
-from tests.processes.rl_functions import make_walk, rows_of, small_walk_policy
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.rl_functions import make_walk, rows_of, small_walk_policy
 from tests.rl_environments import walk_policy
 from torchweft import weights
 from torchweft.errors import ConfigurationError

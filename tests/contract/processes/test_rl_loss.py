@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 import torchweft
-from tests.open_workers import OpenWorkers
-from tests.processes.functions import wait_until
-from tests.processes.rl_functions import (
+from tests.contract.processes.functions import wait_until
+from tests.contract.processes.rl_functions import (
     LIMIT_S,
     count_made,
     join,
@@ -26,6 +25,7 @@ from tests.processes.rl_functions import (
     take_back,
     train,
 )
+from tests.open_workers import OpenWorkers
 from tests.rl_environments import walk_policy
 from torchweft import rpc
 from torchweft.errors import ConfigurationError

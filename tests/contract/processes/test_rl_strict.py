@@ -11,9 +11,15 @@ from torch import nn
 
 import torchweft
 from tests import remains
-from tests.processes import attacks, functions, rl_functions
-from tests.processes.functions import options
-from tests.processes.rl_functions import LIMIT_S, learn, make_walk, rows_of, small_walk_policy
+from tests.contract.processes import attacks, functions, rl_functions
+from tests.contract.processes.functions import options
+from tests.contract.processes.rl_functions import (
+    LIMIT_S,
+    learn,
+    make_walk,
+    rows_of,
+    small_walk_policy,
+)
 from tests.rl_environments import walk_policy
 from torchweft import rl, rpc, weights
 from torchweft.errors import NotAllowed, RemoteError

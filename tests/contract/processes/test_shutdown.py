@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torchweft
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options
 from tests.open_workers import OpenWorkers
-from tests.processes import functions
-from tests.processes.functions import options
 from torchweft import rpc
 from torchweft.errors import DuplicateName, NotInitialized, ShutdownError, WeftError, WorkerLost
 from torchweft.launch import Cluster, Nursery

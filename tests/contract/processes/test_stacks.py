@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.functions import WORKER_THREADS, options, wait_until
+from tests.contract.processes.functions import WORKER_THREADS, options, wait_until
 from torchweft import rpc
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster, Nursery, cluster

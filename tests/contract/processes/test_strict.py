@@ -14,9 +14,9 @@ from torch import Tensor
 
 import torchweft
 from tests import remains
+from tests.contract.processes import attacks, functions, training
+from tests.contract.processes.functions import options
 from tests.open_workers import OpenWorkers
-from tests.processes import attacks, functions, training
-from tests.processes.functions import options
 from torchweft import rpc, weights
 from torchweft.autograd import backward, context, get_gradients
 from torchweft.errors import ArgumentTypeError, NotAllowed, RemoteError, SerializationError
@@ -198,11 +198,11 @@ def test_a_pickle_that_comes_nevertheless(group: Cluster, tmp_path: Path) -> Non
         b"torch:mul",
         b"torch:Tensor",
         b"torch:ops.aten.add",
-        b"tests.processes.attacks:system",
-        b"tests.processes.attacks:Payload",
-        b"tests.processes.attacks:Counter.add",
-        b"tests.processes.attacks:Counter.__init__",
-        b"tests.processes.functions:nothing",
+        b"tests.contract.processes.attacks:system",
+        b"tests.contract.processes.attacks:Payload",
+        b"tests.contract.processes.attacks:Counter.add",
+        b"tests.contract.processes.attacks:Counter.__init__",
+        b"tests.contract.processes.functions:nothing",
         b"torchweft.compat.rpc.internal:run_pickled",
         b"torchweft.compat.rpc.references:_rref_typeof_on_owner",
         b"torchweft.checkpoint.owner:discard",

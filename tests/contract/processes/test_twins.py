@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import torchweft
-from tests.processes.functions import add, identity
+from tests.contract.processes.functions import add, identity
 from torchweft import autograd, rpc
 from torchweft.launch import Cluster, Nursery
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes.functions import collect, soon
+from tests.contract.processes.functions import collect, soon
 from torchweft import rpc
 from torchweft.errors import (
     ArgumentTypeError,

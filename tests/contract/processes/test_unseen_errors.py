@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import Accumulator, options, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import Accumulator, options, wait_until
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import torchweft
-from tests.processes import functions
-from tests.processes.functions import stopped
+from tests.contract.processes import functions
+from tests.contract.processes.functions import stopped
 from torchweft import checkpoint, mapreduce, optim, rpc
 from torchweft.embedding import RowWise, TableConfig, Tables, plan_tables
 from torchweft.launch import Nursery

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pages import text_of
-from tests.processes import (  # noqa: F401 (their import fills the table)
+from tests.contract.processes import (  # noqa: F401 (their import fills the table)
     ways_autograd,
     ways_methods,
     ways_modules,
 )
-from tests.processes.ways_table import (
+from tests.contract.processes.ways_table import (
     DIFFERS,
     ERROR,
     OWN,
@@ -30,6 +29,7 @@ from tests.processes.ways_table import (
     Side,
     take_gradient,
 )
+from tests.pages import text_of
 from torchweft import autograd, rpc
 from torchweft.launch import Nursery, cluster
 

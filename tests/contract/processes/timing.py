@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from tests.processes.functions import pass_gate, wait_until
+from tests.contract.processes.functions import pass_gate, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.protocol.calls import ServedCall

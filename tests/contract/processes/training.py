@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import torchweft.autograd
-from tests.processes import attacks
+from tests.contract.processes import attacks
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer, clip_grad_norm_
 

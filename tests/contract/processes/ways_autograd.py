@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, functional, graph
 from torch.autograd.function import once_differentiable
 
-from tests.processes.ways_table import (
+from tests.contract.processes.ways_table import (
     WEIGHT,
     Section,
     Side,

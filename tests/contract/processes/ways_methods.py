@@ -7,8 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.processes.ways_autograd import gradients_of
-from tests.processes.ways_table import WEIGHT, InContext, Section, Side, X, layer, leaf, square
+from tests.contract.processes.ways_autograd import gradients_of
+from tests.contract.processes.ways_table import (
+    WEIGHT,
+    InContext,
+    Section,
+    Side,
+    X,
+    layer,
+    leaf,
+    square,
+)
 from torchweft import rpc
 
 _tensors = Section("Methods of tensors")

@@ -13,8 +13,8 @@ from torch.nn import utils
 from torch.nn.utils import parametrizations, prune, rnn, stateless
 from torch.utils import checkpoint
 
-from tests.processes.ways_autograd import gradients_of
-from tests.processes.ways_table import (
+from tests.contract.processes.ways_autograd import gradients_of
+from tests.contract.processes.ways_table import (
     WEIGHT,
     Section,
     Side,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-_EXAMPLES = Path(__file__).parents[3] / "examples"
+_EXAMPLES = Path(__file__).parents[4] / "examples"
 # All folders have a train.py; only that of the first folder is imported.
 _FOLDERS = ("language_model", "meta_learning", "pipeline", "model_parallel")
 sys.path[:0] = [str(_EXAMPLES / name) for name in _FOLDERS]

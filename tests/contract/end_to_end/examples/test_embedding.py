@@ -13,7 +13,7 @@ import pytest
 
 from tests.inside import RunInside
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "embedding" / "train.py"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "embedding" / "train.py"
 LIMIT_S = 120.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)

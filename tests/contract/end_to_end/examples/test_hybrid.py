@@ -12,7 +12,7 @@ import pytest
 
 from tests.inside import RunInside
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "hybrid"
+EXAMPLES = Path(__file__).parents[4] / "examples" / "hybrid"
 LIMIT_S = 150.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)

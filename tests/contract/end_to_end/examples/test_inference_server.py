@@ -9,7 +9,7 @@ import pytest
 
 from tests.inside import RunInside
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "inference_server" / "serve.py"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "inference_server" / "serve.py"
 LIMIT_S = 120.0
 
 pytestmark = pytest.mark.timeout(LIMIT_S + 10)

@@ -17,7 +17,7 @@ from torch import nn
 
 import torchweft
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "language_model"
 SMALL = Settings(batch=3, window=4, embedding=6, hidden=5, dropout=0.0, learning_rate=0.05)
 SERVER, TRAINERS = "server", ["trainer0", "trainer1"]
 

@@ -14,7 +14,7 @@ from checkpoint import load_checkpoint
 
 from tests.inside import RunInside
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "language_model"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "language_model"
 PROGRAM = [sys.executable, str(EXAMPLE / "train.py")]
 QUICK = ["--batch", "32", "--embedding", "16", "--hidden", "16"]
 

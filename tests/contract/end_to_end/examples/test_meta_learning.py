@@ -10,7 +10,7 @@ import pytest
 
 from tests.inside import RunInside
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "meta_learning"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "meta_learning"
 QUICK = ("--iterations", "4", "--tasks", "5", "--held-out", "30", "--double")
 LIMIT_S = 120.0
 

@@ -14,7 +14,7 @@ from two_parts import RATE, batches, make_first, make_second
 
 from tests.inside import RunInside
 
-FOLDER = Path(__file__).parents[3] / "examples" / "model_parallel"
+FOLDER = Path(__file__).parents[4] / "examples" / "model_parallel"
 BATCH = 48
 LIMIT_S = 150.0
 

@@ -13,7 +13,7 @@ import pytest
 
 from tests.inside import RunInside
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "pipeline" / "train.py"
+EXAMPLE = Path(__file__).parents[4] / "examples" / "pipeline" / "train.py"
 QUICK = "--workers 2 --blocks 4 --epochs 1 --batch 64 --microbatches 4".split()
 LIMIT_S = 120.0
 

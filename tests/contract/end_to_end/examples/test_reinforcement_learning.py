@@ -13,7 +13,7 @@ import pytest
 from tests.inside import RunInside
 
 pytest.importorskip("gymnasium")
-FOLDER = Path(__file__).parents[3] / "examples" / "reinforcement_learning"
+FOLDER = Path(__file__).parents[4] / "examples" / "reinforcement_learning"
 LIMIT_S = 240.0
 
 pytestmark = pytest.mark.timeout(2 * LIMIT_S + 10)
