@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.contract.processes import checkpoint_training as training
 from tests.contract.processes.functions import wait_until
 from tests.open_workers import OpenWorkers, WarmProcess
+from tests.processes import checkpoint_training as training
 from torchweft import checkpoint
 from torchweft.errors import WorkerLost
 

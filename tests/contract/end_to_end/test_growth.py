@@ -8,10 +8,9 @@ import pytest
 
 import torchweft
 from tests import remains
-from tests.contract.processes import autograd_functions, functions, shared_memory
+from tests.contract.processes import autograd_functions
 from tests.contract.processes.functions import options, wait_until
-from tests.contract.processes.shared_memory import no_loans, statistics, tensor_of
-from torchweft import knobs, rpc
+from torchweft import rpc
 
 DRIVER, FIRST = NAMES = ("driver", "worker0")
 
@@ -68,22 +67,3 @@ def test_a_thousand_contexts_of_higher_order_leave_nothing_behind() -> None:
                 torchweft.autograd.backward(context_id, [slope.pow(2).sum()])
 
     nothing_grows(train, 200, 1_000)
-
-
-def test_ten_thousand_tensors_leave_nothing() -> None:
-    def measure() -> list[tuple[int, int]]:
-        return [rpc.rpc_sync(name, shared_memory.resources) for name in NAMES]
-
-    sent = tensor_of(knobs.SHM_FROM_BYTES.get())
-    for _ in range(500):
-        rpc.rpc_sync(FIRST, functions.identity, args=(sent,))
-    before, residents = measure(), [rpc.rpc_sync(n, statistics).resident_bytes for n in NAMES]
-    for _ in range(5_000):  # there and back
-        rpc.rpc_sync(FIRST, functions.identity, args=(sent,))
-    no_loans(*NAMES)
-    # A worker that drops its argument late needs one or two slabs more.
-    for name, resident_bytes in zip(NAMES, residents, strict=True):
-        assert rpc.rpc_sync(name, statistics).resident_bytes <= resident_bytes + 4 * sent.numel()
-    for (bytes_before, files_before), (bytes_now, files_now) in zip(before, measure(), strict=True):
-        assert files_now <= files_before
-        assert bytes_now - bytes_before < 4 << 20

@@ -6,7 +6,6 @@ import getpass
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +31,6 @@ from tests.contract.processes.weft_run import read_pids, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import LaunchError
 from torchweft.launch import Slurm
-from torchweft.rpc.meeting_places import expand
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -243,12 +241,3 @@ def test_ctrl_c_in_the_queue(slurm: SlurmCluster) -> None:
         _, err = process.communicate(timeout=LIMIT_S)
     assert "KeyboardInterrupt" in err
     assert not slurm.ask("squeue", "--noheader", "--states=pending").strip()
-
-
-@pytest.mark.parametrize("text", ["n[01-03,7],login", "rack1-n[098-101]", "a,b[3]"])
-def test_lists_of_hosts_mean_what_slurm_says(text: str, slurm: SlurmCluster) -> None:
-    command = ["scontrol", "show", "hostnames", text]
-    done = subprocess.run(
-        command, env=environment(slurm), capture_output=True, text=True, check=True
-    )
-    assert expand(text) == done.stdout.split()

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from tests.contract.processes.functions import pass_gate
 from torchweft import checkpoint, rpc
 from torchweft.autograd import backward, context
-from torchweft.checkpoint import files
-from torchweft.checkpoint.parts import staged_parts
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
 
@@ -71,27 +69,11 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 # Functions for workers
 
 
-def count_held() -> int:
-    return len(staged_parts())
-
-
 def limit_files(size_bytes: int) -> int:
     """Limits the size of this process's files; returns the former limit."""
     former, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     return former
-
-
-def write_when_let(gate: str) -> None:
-    """Makes this worker's next write of a part wait until a gate opens."""
-    real = files.write_part
-
-    def waiting(path: str, content: Any) -> Any:
-        files.write_part = real
-        pass_gate(gate).wait()
-        return real(path, content)
-
-    files.write_part = waiting
 
 
 # Trainers that step independently
@@ -140,7 +122,18 @@ def last_file(directory: Path, name: str) -> Path:
     return Path(latest.path) / name
 
 
-def saved_numbers(directory: Path) -> tuple[float, float]:
-    first = files.read_part(str(last_file(directory, "1-worker0.pt")))["items"]["first"]["state"]
-    second = files.read_part(str(last_file(directory, "2-worker1.pt")))["items"]["second"]["state"]
-    return float(first), float(second)
+class Counter:
+    """A stateful object that is not a module."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def count(self) -> int:
+        self.calls += 1
+        return self.calls
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]

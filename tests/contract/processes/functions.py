@@ -22,14 +22,6 @@ import torch
 from torch.futures import Future
 
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.channel.buffers import HeldStatistics
-from torchweft.channel.cma import PullError
-from torchweft.channel.memory import PoolStatistics
-from torchweft.channel.table import ChannelKind
-from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
-from torchweft.rpc.leaving import Leaving
-from torchweft.rpc.worker import current_worker
 
 LIMIT_S = 20.0
 POLL_S = 0.01
@@ -374,11 +366,6 @@ def open_gate(name: str) -> None:
         future.set_result(value)
 
 
-def count_at_gate(name: str) -> int:
-    with _gates_lock:
-        return len(_gates[name].waiting)
-
-
 # Values and references
 
 
@@ -447,61 +434,7 @@ def describe_tensor(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, float]:
     return tuple(tensor.shape), str(tensor.dtype), float(tensor.to(torch.float64).sum())
 
 
-def fill(tensor: torch.Tensor, value: float) -> float:
-    tensor.fill_(value)
-    return float(tensor.flatten()[0])
-
-
-def make_tensor(size_bytes: int) -> torch.Tensor:
-    return torch.arange(size_bytes, dtype=torch.int64).to(torch.uint8)
-
-
-def keep_tensor(name: str, size_bytes: int) -> None:
-    _kept[name] = make_tensor(size_bytes)
-
-
-def held_for(peer: str) -> HeldStatistics:
-    """Returns how much memory this worker holds until a peer has pulled it."""
-    return current().find(peer).held.statistics()
-
-
-def pool_statistics() -> PoolStatistics:
-    gc.collect()
-    if IS_FREE_THREADED:
-        time.sleep(2 * LONGEST_WAIT_S)  # Threads that sleep release memory when they wake up.
-    return current().pool.statistics()
-
-
-def channel_to(peer: str) -> str:
-    return current().find(peer).channels.channel_for(1 << 24).name
-
-
-def forbid(peer: str, *kinds: str) -> None:
-    """Stops this worker from sending tensors to a peer over the given channels."""
-    for kind in kinds:
-        current().find(peer).channels.disable(ChannelKind[kind], "forbidden by a test")
-
-
-def break_pulling() -> None:
-    """Makes every read of another process's memory by this worker fail."""
-
-    def refuse(pid: int, address: int, into: memoryview) -> None:
-        raise PullError(1, "not permitted any more", pid, address, len(into))
-
-    puller = current_worker().tensor_messages._copier
-    puller.pull = refuse  # type: ignore[method-assign]
-
-
 # The end of a group
-
-
-def die_when_settling() -> None:
-    """Makes this worker die when the group's shutdown is almost complete."""
-
-    def die(leaving: Leaving, *_: object) -> None:
-        os._exit(7)
-
-    Leaving._settle = die  # type: ignore[method-assign]
 
 
 WRITE_DELAY_S = 0.2
@@ -523,8 +456,3 @@ def write_after_calls(path: str) -> None:
     for _ in range(5):
         rpc.rpc_sync("driver", call_through, args=([here], time.sleep, (WRITE_DELAY_S / 5,)))
     Path(path).touch()
-
-
-async def block_event_loop() -> None:
-    await asyncio.sleep(0)
-    pass_gate("loop").wait()

@@ -26,10 +26,9 @@ from torchweft.embedding import (
     Rule,
     SparseAdam,
     TableWise,
-    host,
 )
 from torchweft.errors import WorkerLost
-from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group, recover
+from torchweft.hybrid import HybridModel, HybridOptimizer, init_process_group
 
 WORDS, USERS, DAYS = 40, 23, 5
 BATCH = 6
@@ -326,14 +325,6 @@ def step_in_context(context_id: int) -> None:
     _open["model"].optimizer.step(context_id)
 
 
-def measure_alone(timeout_s: float | None = None) -> None:
-    """Clips without the other trainers."""
-    opened = _open["model"]
-    if timeout_s is not None:
-        opened.model._timeout_s = timeout_s
-    opened.optimizer.clip_grad_norm_(1.0)
-
-
 def close_model() -> None:
     _open.pop("model").model.close()
 
@@ -469,61 +460,6 @@ def train_scaled(me: int, places: Any, overflows_at: int) -> tuple[list[float], 
 
 
 # Recovery
-
-
-def train_with_recovery(
-    me: int,
-    trainers: Sequence[str],
-    servers: Sequence[str],
-    directory: str,
-    steps: int,
-    killed: str = "",
-    at: str = "",
-) -> tuple[dict[str, Tensor], list[tuple[int, float]], int]:
-    """Trains by ``recover``; returns the state, each step that was made, and how often it opened.
-
-    Args:
-        killed: The server that the first trainer kills in step 4: between the passes, or while
-            the other trainer has pushed and waits.
-        at: ``"pass"``, ``"push"``, ``"error"`` for a step that raises an error of its own, or
-            nothing.
-    """
-    made: list[tuple[int, float]] = []
-    opened = []
-
-    def open_model() -> tuple[Any, ...]:
-        if len(trainers) > 1:
-            init_process_group(trainers)
-        places = {name: RowWise(*servers) for name in ("words", "tower.users", "days")}
-        model = HybridModel(
-            make_net(), servers, places=places, timeout=20, find_unused_parameters=True
-        )
-        opened.append(model)
-        return model, model.optimizer(RULES["adam"], DENSE["adam"])
-
-    def step(number: int, model: HybridModel, optimizer: HybridOptimizer) -> None:
-        is_last_act = number == 4 and len(opened) == 1 and me == 0
-        optimizer.zero_grad()
-        loss = loss_of(model, draw(me, number))
-        if is_last_act and at == "pass":
-            _kill(killed)
-        if is_last_act and at == "error":
-            raise ValueError("a mistake of the program")
-        loss.backward()  # type: ignore[no-untyped-call]
-        if is_last_act and at == "push":
-            while rpc.rpc_sync(killed, host.missing, ("hybrid",)) != [trainers[0]]:
-                pass
-            _kill(killed)
-        optimizer.step()
-        made.append((number, loss.item()))
-
-    model, _ = recover(open_model, step, steps=steps, directory=directory, every=3, patience_s=30.0)
-    state = model.full_state_dict()
-    if len(trainers) > 1:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
-    model.close()
-    return state, made, len(opened)
 
 
 def _kill(worker: str) -> None:

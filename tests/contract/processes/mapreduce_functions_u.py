@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-import torchweft
 from tests.contract.processes.functions import wait_until
 from tests.contract.processes.mapreduce_functions_m import loss
 from tests.contract.processes.mapreduce_gradients import model_and_inputs, single_gradients
@@ -19,8 +17,6 @@ from torchweft.mapreduce import autograd
 LIMIT_S = 20.0
 each_row = mapreduce.dim_partitioner(0, exclusive=True, keepdim=True)
 kept: dict[str, Any] = {}
-asked = threading.Event()
-leaving = threading.Event()
 
 
 def on(names: list[str]) -> Any:
@@ -35,15 +31,6 @@ def join(name: str, rank: int, method: str) -> None:
 
 def leave() -> None:
     rpc.shutdown(timeout=LIMIT_S)
-
-
-def leave_with_a_part() -> None:
-    """Leaves as soon as it has a part to run."""
-    assert asked.wait(LIMIT_S), "no part has come"
-    leaving.set()
-    leave()
-    asked.clear()
-    leaving.clear()
 
 
 def life_of(value: Tensor) -> tuple[str, int]:
@@ -96,25 +83,6 @@ def backward() -> float:
 
 
 # A worker that leaves while it has parts to run
-
-
-def square_as_one_leaves(weight: nn.Parameter, row: Tensor, leaver: str) -> Tensor:
-    if rpc.get_worker_info().name == leaver:
-        asked.set()
-        assert leaving.wait(LIMIT_S), "nobody has said that it is to leave"
-    return (weight * row).square().sum()
-
-
-def map_as_one_leaves(leaver: str, names: list[str], rows: int, fan_out: int) -> list[float]:
-    """Returns the results of a map, during which a worker leaves."""
-    weight, inputs = nn.Parameter(torch.ones(2)), torch.arange(2.0 * rows).view(rows, 2)
-    with torchweft.knobs.FAN_OUT.override(fan_out):
-        found = mapreduce.remote_sync_call(
-            square_as_one_leaves,
-            args=(mapreduce.broadcast(weight), inputs, leaver),
-            partitioner=on(names),
-        )
-    return [each.item() for each in found]
 
 
 def maps_until_others_left(*left: str) -> int:

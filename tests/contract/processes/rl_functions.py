@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.rl_environments import Space, Walk, WalkPolicy, walk_policy
 from torchweft import checkpoint, rpc
 from torchweft.rl import Agent, Decision, Environments, Observers, Trajectory
-from torchweft.rl.policies import DECISIONS
 from torchweft.rpc import functions
 
 LIMIT_S = 20.0
@@ -93,20 +92,6 @@ class Limited(Agent):
     @functions.batched(longest_wait=LONGEST_WAIT_S)
     def act(self, observations: Tensor, environments: Tensor) -> Decision:
         found: Decision = Agent.act.__wrapped__(self, observations, environments)  # type: ignore[attr-defined]
-        return found
-
-
-class Lying:
-    """A policy for observers one of which asks, after its first step, with another shape."""
-
-    def __init__(self, agent: rpc.RRef[Agent], name: str) -> None:
-        self._agent = agent
-        self._name = name
-
-    def act(self, observations: Tensor, environments: Tensor) -> Decision:
-        if rpc.get_worker_info().name == self._name and environments[0, DECISIONS]:
-            observations = observations[:, :2]
-        found: Decision = self._agent.rpc_sync().act(observations, environments)
         return found
 
 

@@ -45,34 +45,6 @@ def all_work() -> None:
 # Attacks by name
 
 
-NAMES = [
-    b"os:system",
-    b"posix:system",
-    b"tests.contract.processes.attacks:os.system",
-    b"tests.contract.processes.attacks:system",
-    b"tests.contract.processes.functions:sys.exit",
-    b"torch:os.system",
-    b"torch.utils.collect_env:run",
-    b"torch:hub.load",
-    b"tests.contract.processes.attacks:Payload.__init__.__globals__.get",
-    b"builtins:eval",
-    b"builtins:__import__",
-    b"subprocess:check_call",
-    b"torchweft.compat.rpc.internal:run_pickled",
-    b"torchweft.rpc.joining:shutdown",
-]
-
-
-@pytest.mark.parametrize("name", NAMES, ids=bytes.decode)
-def test_a_name_that_leads_elsewhere(group: Cluster, mark: str, name: bytes) -> None:
-    for kwargs in ({}, {"key": 1}):  # a value, and a pickle
-        with pytest.raises(NotAllowed) as caught:
-            attacks.call_named("worker0", name, (f"touch {mark}",), kwargs)
-        assert caught.value.worker == "worker0"
-        assert "allowed_modules" in str(caught.value)
-    all_work()
-
-
 @pytest.mark.parametrize("start", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
 def test_each_way_to_call(group: Cluster, mark: str, start: Any) -> None:
     def call() -> None:
@@ -82,14 +54,6 @@ def test_each_way_to_call(group: Cluster, mark: str, start: Any) -> None:
     with pytest.raises(NotAllowed):
         call()
     all_work()
-
-
-def test_a_module_that_is_not_allowed_is_not_imported(group: Cluster) -> None:
-    for kwargs in ({}, {"key": 1}):
-        with pytest.raises(NotAllowed):
-            attacks.call_named("worker0", b"this:d", (), kwargs)
-    assert not rpc.rpc_sync("worker0", attacks.is_imported, args=("this",))
-    assert rpc.rpc_sync("worker0", attacks.is_imported, args=("os",))
 
 
 def test_functions_by_value(group: Cluster, mark: str) -> None:
@@ -154,24 +118,6 @@ def test_methods_of_allowed_classes(group: Cluster) -> None:
     assert counter.remote().add(2).to_here() == 7
     assert counter.rpc_sync()(1) == 8
     assert counter.rpc_sync().__len__() == 8
-
-
-@pytest.mark.parametrize(
-    "name", ["_reset", "__class__", "__init__", "__dict__", "__getattribute__", "__reduce__"]
-)
-def test_methods_that_are_not_for_others(group: Cluster, name: str) -> None:
-    counter = rpc.remote("worker0", attacks.Counter, args=(1,))
-    with pytest.raises(NotAllowed) as caught:
-        counter.rpc_sync()._call(name)
-    assert caught.value.worker == "worker0"
-    assert counter.rpc_sync().add(0) == 1
-
-
-def test_one_s_own_references_and_calls_are_not_restricted(group: Cluster) -> None:
-    mine = rpc.RRef(attacks.Counter(1))
-    mine.rpc_sync()._reset()
-    assert rpc.rpc_sync("driver", os.path.basename, args=("a/b",)) == "b"
-    assert rpc.rpc_sync("driver", lambda: 3) == 3
 
 
 # Programs

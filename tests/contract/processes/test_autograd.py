@@ -19,7 +19,6 @@ import torchweft
 from tests import remains
 from tests.contract.processes import autograd_functions as functions
 from torchweft import rpc
-from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.launch import Nursery, cluster
 
@@ -415,22 +414,6 @@ def test_concurrent_contexts_on_shared_parameters() -> None:
         thread.join(30)
     assert len(results) == 30
     assert all(results.values())
-
-
-@together
-def test_a_context_belongs_to_its_thread() -> None:
-    received: list[Tensor] = []
-
-    def call() -> None:
-        received.append(rpc.rpc_sync(FIRST, functions.layer, (functions.parameter("x"),)))
-
-    with torchweft.autograd.context() as context_id:
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join(10)
-        call()
-        recorded = current_engine().contexts.get(context_id).receive_of
-        assert [tensor.grad_fn in recorded for tensor in received] == [False, True]
 
 
 @together

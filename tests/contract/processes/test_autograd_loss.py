@@ -6,18 +6,15 @@ import time
 from typing import Any
 
 import pytest
-import torch
 
 import torchweft
 from tests import remains
 from tests.contract.processes import autograd_functions as functions
-from tests.contract.processes.functions import stopped
-from torchweft import knobs, rpc
-from torchweft.errors import AutogradError, BackwardLost, BackwardTimeout, WorkerLost
+from torchweft import rpc
+from torchweft.errors import BackwardLost, WorkerLost
 from torchweft.launch import Nursery, cluster
 
 PROMPT_S = 5.0
-LIMIT_S = 1.0
 FIRST, SECOND = "worker0", "worker1"
 
 every_mode = pytest.mark.parametrize("mode", ["smart", "fast"])
@@ -72,33 +69,6 @@ def test_a_worker_that_died_before_the_pass_is_named(nursery: Nursery, mode: Any
         assert time.monotonic() - start_s < PROMPT_S
         for worker in ("driver", SECOND):
             await_no_part(worker)
-
-
-@every_mode
-@pytest.mark.parametrize("name", [FIRST, SECOND])
-def test_a_pass_that_ends_by_its_time_limit_names_the_worker_that_it_waits_for(
-    nursery: Nursery, name: str, mode: Any
-) -> None:
-    with (
-        knobs.BACKWARD_TIMEOUT_S.override(LIMIT_S),
-        cluster(workers=2, nursery=nursery, check=False) as group,
-        torchweft.autograd.context() as context_id,
-    ):
-        first = rpc.rpc_sync(FIRST, functions.layer, (_leaf(),))
-        value = rpc.rpc_sync(SECOND, functions.layer, (first,))
-        with stopped(group.pids[name]):
-            start_s = time.monotonic()
-            with pytest.raises(BackwardTimeout, match=f"for worker '{name}'") as caught:
-                torchweft.autograd.backward(context_id, [value.sum()], mode=mode)
-            assert time.monotonic() - start_s < LIMIT_S + PROMPT_S
-    error = caught.value
-    assert isinstance(error, AutogradError)
-    assert isinstance(error, TimeoutError)
-    assert (error.worker, error.missing) == (name, (name,))
-
-
-def _leaf() -> torch.Tensor:
-    return functions.parameter("x") * 1
 
 
 def test_the_pass_of_a_leader_that_dies_is_dropped(nursery: Nursery) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from tests import remains
 from tests.contract.processes import functions, timing
-from tests.contract.processes.functions import LIMIT_S, WORKER_THREADS, raised_by, wait_until
+from tests.contract.processes.functions import LIMIT_S, raised_by, wait_until
 from torchweft import rpc
 from torchweft.errors import CallCancelled, CallTimeout
 from torchweft.launch import Cluster
@@ -42,30 +41,6 @@ def noted(worker: str, name: str, count: int) -> list[Any]:
 
 def start(worker: str, function: Callable[..., Any], *args: Any) -> rpc.Future[Any]:
     return rpc.rpc_async(worker, function, args=args, timeout=0)
-
-
-@pytest.mark.parametrize("ending", ["cancelled", "timed out"])
-def test_what_waits_is_not_begun(group: Cluster, ending: str) -> None:
-    holding = [
-        start("worker0", timing.hold_until_cancelled, "hold " + ending, 2)
-        for _ in range(WORKER_THREADS)
-    ]
-    # The first call's reference and tensor must be released; the second call needs no pickle.
-    large, mine = torch.ones(1 << 19), rpc.RRef(1)
-    queued = [
-        rpc.rpc_async("worker0", timing.note_and_return, args=(ending, *values), timeout=0.05)
-        for values in ((large, mine), (1,))
-    ]
-    if ending == "cancelled":
-        assert all(future.cancel() for future in queued)
-    errors = [raised_by(future.wait) for future in queued]
-    assert {type(error) for error in errors} == {
-        CallCancelled if ending == "cancelled" else CallTimeout
-    }
-    for future in holding:
-        future.wait()
-    assert noted("worker0", ending, 0) == []
-    assert not queued[0].cancel()
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "timed out"])
@@ -152,20 +127,6 @@ def test_a_call_may_end_after_the_event_loop_in_which_it_is_awaited(
     assert ended.wait(LIMIT_S)
     assert "Event loop is closed" not in capfd.readouterr().err
     waiting.close()
-
-
-def test_what_waits_for_a_value_waits_no_longer(group: Cluster) -> None:
-    reference = rpc.remote("worker0", functions.pass_gate, args=("value", "made"))
-    waiting = [reference.rpc_async(timeout=0).upper() for _ in range(3)]
-
-    def parked() -> Any:
-        return rpc.rpc_sync("worker0", timing.parked, args=(reference,))
-
-    wait_until(lambda: parked() == 3, lambda: f"{parked()} wait")
-    waiting[0].cancel()
-    wait_until(lambda: parked() == 2, lambda: f"{parked()} wait")
-    rpc.rpc_sync("worker0", functions.open_gate, args=("value",))
-    assert [future.wait() for future in waiting[1:]] == ["MADE", "MADE"]
 
 
 def test_cancelling_what_has_ended_does_nothing(group: Cluster) -> None:

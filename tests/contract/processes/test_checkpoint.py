@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,29 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.contract.processes.checkpoint_model import (
+    Counter,
     Training,
-    count_held,
     equal,
     last_file,
     limit_files,
     linear,
-    write_when_let,
 )
-from tests.contract.processes.checkpoint_training import Counter
-from tests.contract.processes.functions import open_gate
 from torchweft import checkpoint, rpc
-from torchweft.checkpoint import owner
 from torchweft.errors import (
-    ArgumentTypeError,
-    CallTimeout,
     CheckpointError,
     SnapshotCorrupt,
     SnapshotNotFound,
     StateMismatch,
 )
 from torchweft.launch import Cluster
-from torchweft.nn import RemoteModule
-from torchweft.optim import DistributedOptimizer
 
 pytestmark = [
     pytest.mark.timeout(60),
@@ -60,12 +51,6 @@ def test_a_parameter_without_a_name_goes_by_its_number(group: Cluster, tmp_path:
 
 
 # What can be saved
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(3)
-        self.numbers = {"a": [1, 2], "b": torch.ones(2)}
 
 
 def test_things_behind_references_keep_who_they_are_and_get_their_content_back(
@@ -157,24 +142,6 @@ def test_values_that_have_grown_tensors_are_restored_into_the_values_at_first(
         checkpoint.restore(tmp_path, {**first(), "losses": torch.zeros(2)})
 
 
-def test_what_cannot_be_saved_is_named(group: Cluster, tmp_path: Path) -> None:
-    for state, name in [
-        ({"model": {"lock": threading.Lock()}}, "model/lock is a _thread.lock"),
-        ({"a": rpc.remote("worker0", int)}, "a is a reference to a int"),
-        ({"a": rpc.remote("worker0", dict, args=([("k", {"e": Holder()})],))}, r"a\['k'\]\['e'\]"),
-    ]:
-        with pytest.raises(ArgumentTypeError, match=name):
-            checkpoint.save(tmp_path, state, step=1)
-    assert list(tmp_path.iterdir()) == []
-    assert_nothing_held(group)
-
-
-def assert_nothing_held(group: Cluster) -> None:
-    assert {
-        name: rpc.rpc_sync(name, count_held) for name in [group.name, *group.names]
-    } == dict.fromkeys([group.name, *group.names], 0)
-
-
 # Damaged snapshots and other states
 
 
@@ -187,34 +154,6 @@ def saved(group: Cluster, tmp_path: Path) -> Iterator[Training]:
         checkpoint.save(tmp_path, training.state, step=step)
     yield training
     vars(training).clear()  # pytest holds the fixture for longer, and it has references.
-
-
-@pytest.mark.parametrize("damage", ["flipped", "cut", "manifest", "no manifest"])
-def test_a_damaged_snapshot_is_refused_and_the_one_before_is_named(
-    group: Cluster, saved: Training, tmp_path: Path, damage: str
-) -> None:
-    path = last_file(tmp_path, "manifest.json" if "manifest" in damage else "1-worker0.pt")
-    data = bytearray(path.read_bytes())
-    if damage == "manifest":
-        path.write_bytes(data.replace(b'"done"', b'"dome"'))
-    elif damage == "no manifest":
-        path.write_bytes(b"")
-    elif damage == "cut":
-        path.write_bytes(data[:-1])
-    else:
-        data[len(data) // 2] ^= 1
-        path.write_bytes(data)
-    saved.train(1)
-    before = saved.parameters()
-    with pytest.raises(SnapshotCorrupt, match=r"damaged.*step=") as caught:
-        checkpoint.restore(tmp_path, saved.state)
-    assert caught.value.alternatives == (1,)
-    assert caught.value.file == str(path)
-    assert equal(saved.parameters(), before)
-    assert saved.state["done"] == 3
-    assert_nothing_held(group)
-    assert checkpoint.restore(tmp_path, saved.state, step=1).step == 1
-    assert saved.state["done"] == 1
 
 
 def test_a_loop_falls_back_over_a_damaged_snapshot_if_it_may(
@@ -239,56 +178,7 @@ def test_a_missing_file_is_named_with_who_wrote_it(saved: Training, tmp_path: Pa
         checkpoint.restore(tmp_path / "elsewhere", saved.state)
 
 
-def test_another_state_is_refused_before_anything_changes(
-    group: Cluster, saved: Training, tmp_path: Path
-) -> None:
-    saved.train(1)
-    before = saved.parameters()
-    layers = saved.state["layers"]
-    wide = RemoteModule("worker1", linear, args=(0, 6, 7))
-    with pytest.raises(StateMismatch) as caught:
-        checkpoint.restore(tmp_path, {**saved.state, "layers": [layers[0], wide, layers[2]]})
-    assert "layers/1:weight has shape (5, 6) in the snapshot and (7, 6) here" in str(caught.value)
-    parameters = [p for layer in layers for p in layer.remote_parameters()]
-    other = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.1)
-    with pytest.raises(StateMismatch, match=r"optimizer is of the class Adam.* and SGD here"):
-        checkpoint.restore(tmp_path, {**saved.state, "optimizer": other})
-    with pytest.raises(StateMismatch) as caught:
-        checkpoint.restore(tmp_path, {"layers": layers[:2], "doing": 1})
-    assert caught.value.missing == ("doing",)
-    assert caught.value.unexpected == ("done", "layers/2", "optimizer")
-    assert equal(saved.parameters(), before)
-    assert_nothing_held(group)
-    partly = {"layers": layers[:2], "doing": 1}
-    checkpoint.restore(tmp_path, partly, strict=False)
-    assert partly["doing"] == 1
-    now = saved.parameters()
-    assert [torch.equal(*pair) for pair in zip(now, before, strict=True)] == [False] * 4 + [
-        True
-    ] * 2
-
-
 # Failures while saving
-
-
-@pytest.mark.parametrize("worker", ["worker1", "driver"])
-def test_a_full_disk_leaves_the_snapshots_before_and_nothing_else(
-    group: Cluster, saved: Training, tmp_path: Path, worker: str
-) -> None:
-    present = sorted(path.name for path in tmp_path.iterdir())
-    former = rpc.rpc_sync(worker, limit_files, args=(2000,))
-    try:
-        with pytest.raises(CheckpointError, match=f"step 3 failed on worker '{worker}'") as caught:
-            checkpoint.save(tmp_path, saved.state, step=3)
-    finally:
-        rpc.rpc_sync(worker, limit_files, args=(former,))
-    assert isinstance(caught.value.__cause__, OSError)
-    assert caught.value.worker == worker
-    assert sorted(path.name for path in tmp_path.iterdir()) == present
-    assert_nothing_held(group)
-    assert checkpoint.save(tmp_path, saved.state, step=3, keep=1).step == 3
-    assert [each.step for each in checkpoint.list_snapshots(tmp_path)] == [3]
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_directory_that_cannot_be_made_is_named(group: Cluster) -> None:
@@ -299,24 +189,6 @@ def test_a_directory_that_cannot_be_made_is_named(group: Cluster) -> None:
     error = caught.value
     assert (error.directory, error.step, error.worker) == ("/proc/x", 3, group.name)
     assert isinstance(error.__cause__, OSError)
-
-
-def test_training_goes_on_while_a_snapshot_is_written(group: Cluster, tmp_path: Path) -> None:
-    training = Training("worker0", "worker1", "driver")
-    training.train(2)
-    expected = training.parameters()
-    rpc.rpc_sync("worker0", write_when_let, args=("writing",))
-    pending = checkpoint.save_async(tmp_path, training.state, step=2)
-    losses = training.train(3)
-    assert not pending.done()
-    assert checkpoint.latest(tmp_path) is None
-    with pytest.raises(CallTimeout, match="earlier snapshot is still being written"):
-        checkpoint.save(tmp_path, training.state, step=5, timeout=0.05)
-    rpc.rpc_sync("worker0", open_gate, args=("writing",))
-    assert pending.wait() == checkpoint.latest(tmp_path)
-    checkpoint.restore(tmp_path, training.state)
-    assert equal(training.parameters(), expected)
-    assert training.train(3) == losses
 
 
 def test_what_goes_wrong_in_the_background_is_raised_by_the_future(
@@ -346,22 +218,6 @@ def own_disks(group: Cluster, tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for name, path in before.items():
         rpc.rpc_sync(name, os.chdir, args=(path,))
-
-
-def test_a_save_whose_thread_cannot_start_leaves_nothing(
-    group: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {"data": rpc.remote("worker0", list)}
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(owner, "in_background", refuse)
-        with pytest.raises(RuntimeError, match="new thread"):
-            checkpoint.save_async(tmp_path, state, step=1)
-    assert rpc.rpc_sync("worker0", count_held) == 0
-    assert checkpoint.save(tmp_path, state, step=2, timeout=20).step == 2
 
 
 def test_every_worker_may_have_a_disk_of_its_own(group: Cluster, own_disks: Path) -> None:

@@ -10,13 +10,9 @@ import pytest
 import torch
 
 from tests.contract.processes import autograd_functions as functions
-from tests.contract.processes.functions import wait_until
-from tests.gradient_functions import Rejoin
 from torchweft import rpc
-from torchweft.autograd.graph import enable_zeros
 from torchweft.compat import autograd
 from torchweft.errors import ArgumentTypeError, AutogradError
-from torchweft.ids import worker_of
 from torchweft.launch import Nursery, cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -48,28 +44,6 @@ def await_end(worker: str, context_id: int) -> None:
     while rpc.rpc_sync(worker, is_alive, (context_id,)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
-
-
-def test_a_pass_and_what_is_known_of_it() -> None:
-    me = rpc.get_worker_info().id
-    with autograd.context() as context_id:
-        assert worker_of(context_id) == worker_of(autograd._get_max_id()) == me
-        assert autograd._get_max_id() == ((me + 1) << 48) - 1
-        leaf = functions.parameter("x")
-        loss = rpc.rpc_sync(FIRST, functions.layer, (leaf,)).sum()
-        current = autograd._current_context()
-        assert current._context_id() == context_id
-        assert current._known_worker_ids() == {rpc.get_worker_info(FIRST).id}
-        alive = {"num_current_backward_passes": "0", "num_autograd_contexts": "1"}
-        assert debug_info() == rpc.rpc_sync(FIRST, debug_info) == alive
-        autograd.backward(context_id, [loss])
-        assert list(autograd.get_gradients(context_id)) == [leaf]
-        assert debug_info() == alive
-        # The other worker takes part until it has heard that the pass is over.
-        wait_until(lambda: rpc.rpc_sync(FIRST, debug_info) == alive, lambda: "a pass goes on there")
-    assert debug_info()["num_autograd_contexts"] == "0"
-    await_end(FIRST, context_id)
-    assert rpc.rpc_sync(FIRST, debug_info)["num_autograd_contexts"] == "0"
 
 
 def test_passes_are_counted_while_they_run() -> None:
@@ -143,17 +117,3 @@ def test_another_number_than_the_workers_is_refused() -> None:
     me = rpc.get_worker_info().id
     with pytest.raises(AutogradError, match=f"already initialized, as that of worker {me}"):
         autograd._init(me + 1)
-
-
-def test_a_remote_result_without_gradient_gets_zeros_as_in_pytorch() -> None:
-    enable_zeros()  # As in a worker under torchweft.compat.
-    try:
-        with autograd.context() as context_id:
-            leaf, other = functions.parameter("x"), functions.parameter("y")
-            result = rpc.rpc_sync(FIRST, functions.layer, (leaf,))
-            autograd.backward(context_id, [Rejoin.apply(other * 2, result).sum()])
-            gradients = autograd.get_gradients(context_id)
-            assert gradients[leaf].tolist() == [0.0] * leaf.numel()
-            assert gradients[other].tolist() == [2.0] * other.numel()
-    finally:
-        enable_zeros(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
@@ -11,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.contract.processes.functions import wait_until
 from tests.open_workers import OpenWorkers
 from torchweft import WorkerInfo
-from torchweft.agent import current as current_agent
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api
-from torchweft.errors import CallTimeout, NotInitialized, ShutdownError
+from torchweft.errors import CallTimeout, NotInitialized
 
 pytestmark = pytest.mark.timeout(60)
 kept: dict[str, Any] = {}
@@ -40,20 +37,6 @@ def workers(warm: OpenWorkers, tmp_path: Path) -> Iterator[OpenWorkers]:
         warm.kill(name)
 
 
-def on_all(workers: OpenWorkers, function: Any, *args: Any) -> list[Any]:
-    """Runs a function on all workers at a time; returns the results or errors."""
-    for name in NAMES:
-        workers.begin(name, function, *args)
-    return [outcome_of(workers, name) for name in NAMES]
-
-
-def outcome_of(workers: OpenWorkers, name: str) -> Any:
-    try:
-        return workers.result(name)
-    except Exception as error:
-        return error
-
-
 # Functions for the workers
 
 
@@ -66,55 +49,6 @@ def join(name: str, rank: int, method: str) -> None:
 
 def next_name() -> str:
     return NAMES[(rpc.get_worker_info().id + 1) % len(NAMES)]
-
-
-def hold_a_reference() -> None:
-    kept["reference"] = rpc.remote(next_name(), torch.ones, args=(2,))
-
-
-def keep_no_leave(*_: Any) -> None:
-    """Replaces the function that permits dropping references."""
-
-
-def shut_down(*, ignore: bool = True, gives_leave: bool = True, timeout: float = 0.0) -> bool:
-    """Shuts down; checks that no agent is left, also if the shutdown raises."""
-    api._ignore_rref_leak = ignore
-    if not gives_leave:
-        api._delete_all_user_and_unforked_owner_rrefs = keep_no_leave  # type: ignore[assignment]
-    try:
-        rpc.shutdown(timeout=timeout)
-    finally:
-        assert not api._is_current_rpc_agent_set()
-        assert not current_agent.is_set()
-    return True
-
-
-def shut_down_checking() -> bool:
-    return shut_down(ignore=False)
-
-
-def shut_down_without_leave() -> bool:
-    return shut_down(ignore=False, gives_leave=False)
-
-
-def shut_down_ignoring() -> bool:
-    return shut_down(gives_leave=False)
-
-
-def shut_down_soon() -> bool:
-    return shut_down(timeout=SHORT_S)
-
-
-def use_after_a_while(reference: rpc.RRef[Any], path: str) -> None:
-    time.sleep(3 * SHORT_S)  # The caller is in shutdown by now.
-    other = rpc.remote(reference.owner(), torch.add, args=(reference.to_here(), 1))
-    Path(path).write_text(str(other.to_here().tolist()))
-
-
-def start_and_shut_down(path: str) -> bool:
-    """Starts work that needs references, then shuts down."""
-    rpc.rpc_async("worker1", use_after_a_while, args=(rpc.RRef(torch.ones(2)), path))
-    return shut_down(ignore=False)
 
 
 def join_with_an_open_call() -> tuple[str, str]:
@@ -189,70 +123,7 @@ def ask_how_busy() -> tuple[tuple[str, str, str], str]:
     return rpc.rpc_sync("worker1", busy_here), information()["agent.client_active_calls"]
 
 
-def gather_named() -> dict[str, int]:
-    values: dict[str, int] = rpc._all_gather(rpc.get_worker_info().id)
-    rpc._barrier(list(NAMES))
-    return values
-
-
 # Shutdown
-
-
-def test_references_that_are_alive_are_no_leak(workers: OpenWorkers) -> None:
-    on_all(workers, hold_a_reference)
-    assert on_all(workers, shut_down_checking) == [True] * 3
-
-
-def test_what_may_not_be_dropped_is_a_leak(workers: OpenWorkers) -> None:
-    on_all(workers, hold_a_reference)
-    for error in on_all(workers, shut_down_without_leave):
-        assert isinstance(error, ShutdownError)
-        assert "Leaking RRef" in str(error)
-        assert f"made at {__file__}:" in str(error)
-
-
-def test_leaks_are_ignored_unless_asked_for(workers: OpenWorkers) -> None:
-    on_all(workers, hold_a_reference)
-    assert on_all(workers, shut_down_ignoring) == [True] * 3
-
-
-def test_what_has_begun_keeps_its_references(workers: OpenWorkers, tmp_path: Path) -> None:
-    path = tmp_path / "sum"
-    workers.begin("worker0", start_and_shut_down, str(path))
-    for name in NAMES[1:]:
-        workers.begin(name, shut_down_checking)
-    assert [outcome_of(workers, name) for name in NAMES] == [True] * 3
-    assert path.read_text() == "[2.0, 2.0]"
-
-
-def test_who_does_not_come_in_time_is_named(workers: OpenWorkers) -> None:
-    for name in NAMES[:2]:
-        workers.begin(name, shut_down_soon)
-    leader, follower = (outcome_of(workers, name) for name in NAMES[:2])
-    assert isinstance(leader, CallTimeout)
-    assert "timed out in shutdown after 0.10 seconds" in str(leader)
-    assert "'worker2'" in str(leader)
-    assert isinstance(follower, (CallTimeout, ShutdownError))
-
-
-def test_a_worker_that_died_is_not_waited_for(workers: OpenWorkers) -> None:
-    for name in NAMES[:2]:
-        workers.begin(name, shut_down_checking)
-    workers.begin("worker2", os._exit, 3)
-    start_s = time.monotonic()
-    for name in NAMES[:2]:
-        error = outcome_of(workers, name)
-        assert isinstance(error, ShutdownError)
-        assert error.missing in (("worker2",), ("worker0",))  # Or the leader, which then left.
-    assert time.monotonic() - start_s < NOTICE_S
-
-
-def test_a_worker_that_left_without_waiting_is_not_waited_for(workers: OpenWorkers) -> None:
-    workers.do("worker2", rpc.shutdown, False)
-    for name in NAMES[:2]:
-        workers.begin(name, shut_down_checking)
-    for name in NAMES[:2]:
-        assert isinstance(outcome_of(workers, name), ShutdownError)
 
 
 class StubAgent:
@@ -286,11 +157,6 @@ def test_what_can_be_learnt_of_a_worker(workers: OpenWorkers) -> None:
     before, meanwhile, after = workers.do("worker0", measure_lateness)
     assert (before, after) == (None, None)
     assert 0 <= float(meanwhile) < 1e6
-
-
-def test_gathering_by_the_private_names(workers: OpenWorkers) -> None:
-    expected = {name: rank for rank, name in enumerate(NAMES)}
-    assert on_all(workers, gather_named) == [expected] * 3
 
 
 # Errors while the group exists

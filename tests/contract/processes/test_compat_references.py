@@ -18,8 +18,7 @@ from tests.contract.processes import functions
 from tests.contract.processes.functions import Tracked, options
 from torchweft import rpc
 from torchweft.compat.rpc import PyRRef, RRef, api
-from torchweft.compat.rpc.rref_proxy import RRefProxy
-from torchweft.errors import CallTimeout, NotOwner, SerializationError
+from torchweft.errors import CallTimeout, SerializationError
 from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -55,22 +54,6 @@ def test_every_reference_of_such_a_worker_is_of_this_type(group: Cluster) -> Non
     for owner in ("worker0", "worker1"):  # To its owner, and to a third worker.
         assert rpc.rpc_sync(owner, type_name, args=(made,)) == RRef.__module__
     assert rpc.rpc_sync("worker0", type_name, args=([made],)) == "builtins"
-
-
-def test_text_numbers_what_the_process_has_made(group: Cluster) -> None:
-    own = RRef(1)
-    first = own._local_id
-    other = api.remote("worker0", Tracked)
-    me = rpc.get_worker_info().id
-    assert str(own) == f"OwnerRRef(GloballyUniqueId(created_on={me}, local_id={first}))"
-    assert str(other) == (
-        f"UserRRef(RRefId = GloballyUniqueId(created_on={me}, local_id={first + 1}), "
-        f"ForkId = GloballyUniqueId(created_on={me}, local_id={first + 2}))"
-    )
-    there = rpc.get_worker_info("worker0").id
-    assert f"created_on={there}" in str(rpc.rpc_sync("worker0", functions.make_reference))
-    with pytest.raises(NotOwner, match=rf"For UserRRef.*local_id={first + 2}\).*Call it on owner"):
-        other.local_value()
 
 
 def test_the_type_of_a_value_is_asked_once(group: Cluster) -> None:
@@ -125,21 +108,6 @@ def test_a_value_that_is_made_in_time(group: Cluster) -> None:
     failing._get_future().wait()
     with pytest.raises(KeyError, match="why"):
         failing.to_here()
-
-
-def test_a_proxy_knows_the_methods_where_no_result_tells(group: Cluster) -> None:
-    reference = api.remote("worker0", functions.Accumulator, (1.0,))
-    for proxy in (reference.remote(), RRefProxy(reference, api.remote)):
-        with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
-            proxy.non_exist()
-        assert proxy.unit_of(2).to_here() == "2 steps"
-    with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
-        reference.rpc_sync().non_exist()
-    with pytest.raises(AttributeError, match="has no attribute 'non_exist'"):
-        reference.rpc_async().non_exist().wait()
-    too_late = pytest.raises(CallTimeout, match="RPC ran for more than")
-    with unmade("worker0", "proxy") as slow, too_late:
-        slow.remote(timeout=0.05).bit_length()
 
 
 def test_wait_all_waits_for_proxies_too(group: Cluster) -> None:

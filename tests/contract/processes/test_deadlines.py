@@ -7,13 +7,10 @@ import math
 import pytest
 
 from tests.contract.processes import functions, timing
-from tests.contract.processes.functions import WORKER_THREADS, raised_by, wait_until
+from tests.contract.processes.functions import raised_by, wait_until
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout
 from torchweft.launch import Cluster
-from torchweft.wire.messages import Kind
 
 DEFAULT_S = 20.0
 
@@ -93,25 +90,3 @@ def test_the_limit_of_a_nested_call_names_whose_it_was(group: Cluster) -> None:
         assert "waits no longer" in str(late) or "has given up" in str(late)
     rpc.rpc_sync("worker1", functions.open_gate, args=("never",))
     assert rpc.rpc_sync("worker1", timing.noted, args=("must not run",)) == []
-
-
-def test_what_waited_for_too_long_is_not_begun(
-    group: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As if this worker had been stopped, and could not report that it gives up.
-    post_ints = current().sender.post_ints
-
-    def post_all_else(peer: Peer, kind: Kind, *values: int) -> None:
-        if kind != Kind.CANCEL:
-            post_ints(peer, kind, *values)
-
-    monkeypatch.setattr(current().sender, "post_ints", post_all_else)
-    holding = [
-        rpc.rpc_async("worker0", timing.hold_until_one_waits, args=("hold", 0.1))
-        for _ in range(WORKER_THREADS)
-    ]
-    late = rpc.rpc_async("worker0", timing.note_and_return, args=("late",), timeout=0.05)
-    assert isinstance(raised_by(late.wait), CallTimeout)
-    for future in holding:
-        future.wait()
-    assert rpc.rpc_sync("worker0", timing.noted, args=("late",)) == []

@@ -30,7 +30,7 @@ from torchweft.embedding import (
     Wire,
     plan_tables,
 )
-from torchweft.errors import CallCancelled, ConfigurationError
+from torchweft.errors import ConfigurationError
 from torchweft.launch import Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -67,12 +67,6 @@ def inputs_of(batch: Any) -> Any:
     return batch.inputs
 
 
-def wait_for_all_ahead(stream: Any) -> set[int]:
-    """Returns the versions of the rows that are pulled ahead, once they are here."""
-    lookups = [each.lookup for each in stream._waiting]
-    return {future.wait()[0] for each in lookups for future in each.futures.values()}
-
-
 def check_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -84,20 +78,6 @@ def test_rows_ahead_are_those_of_a_lookup_in_the_order_of_the_batches(make: Any)
     found = [outputs for _, outputs in tables.stream(batches_of(STEPS), 3, inputs_of)]
     for one, other in zip(found, expected, strict=True):
         check_equal(one, other)
-
-
-@pytest.mark.parametrize("staleness", [3, None])
-def test_training_on_rows_ahead_counts_their_staleness(make: Any, staleness: int | None) -> None:
-    tables = make(staleness=staleness)
-    optimizer = tables.optimizer(RULES["sgd"])
-    with tables.stream(batches_of(STEPS), 3, inputs_of) as stream:
-        for batch, outputs in stream:
-            wait_for_all_ahead(stream)  # before the push, so that the versions are certain
-            optimizer.zero_grad()
-            outputs_loss(outputs, batch.target).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-    counts = {0: 1, 1: 1, 2: 1, 3: STEPS - 3}
-    assert tables.staleness() == {each: count * len(SERVERS) for each, count in counts.items()}
 
 
 def test_the_gradients_of_rows_ahead_are_those_of_a_lookup(make: Any) -> None:
@@ -155,66 +135,11 @@ def with_any_ids(batch: Any) -> Any:
     return {**batch.inputs, "any": batch.inputs["seen"] * 10**9 - 5}
 
 
-@pytest.mark.parametrize("cache", [None, Cache(0.0), Cache(1.0)])
-def test_rows_that_have_become_too_old_are_pulled_again(make: Any, cache: Cache | None) -> None:
-    trainers = [rpc.get_worker_info().name, OTHER]
-    plan = plan_tables(configs_of(torch.float64), SERVERS)
-    rpc.rpc_sync(OTHER, open_tables, (plan, trainers, "sgd"), kwargs={"staleness": 1})
-    tables = make(trainers=trainers, staleness=1, cache=cache)
-    optimizer = tables.optimizer(RULES["sgd"])
-
-    def other_steps(step: int) -> None:
-        rpc.rpc_sync(OTHER, train_step, ("tables", 1, step, torch.float64))
-
-    def step_on(batch: Any, outputs: Any) -> None:
-        outputs_loss(outputs, batch.target).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-
-    with tables.stream(batches_of(), 1, inputs_of) as stream:
-        step_on(*next(stream))
-        second = next(stream)
-        assert wait_for_all_ahead(stream) == {0}  # the third batch
-        other_steps(0)
-        step_on(*second)
-        batch, outputs = next(stream)  # in step 2, which must see version 1
-        check_equal(outputs, tables(batch.inputs))
-        other_steps(1)
-    assert max(tables.staleness()) == 1
-    rpc.rpc_sync(OTHER, close_tables, ("tables",))
-
-
 def test_a_look_ahead_of_a_cache_beyond_the_bound_is_refused_in_training(make: Any) -> None:
     tables = make(staleness=1, cache=Cache(0.1))
     tables.optimizer(RULES["sgd"])
     with pytest.raises(ConfigurationError, match=r"have staleness=1.*pass at most ahead=1"):
         tables.stream(batches_of(), 2, inputs_of)
-
-
-def test_a_closed_stream_has_no_open_pull_and_the_tables_go_on(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cancelled: list[Any] = []
-    cancel = rpc.Future.cancel
-
-    def noted_cancel(future: Any) -> bool:
-        cancelled.append(future)
-        return cancel(future)
-
-    monkeypatch.setattr(rpc.Future, "cancel", noted_cancel)
-    tables = make()
-    with tables.stream(batches_of(), 2, inputs_of) as stream:
-        _, first = next(stream)
-        ahead: list[Any] = [each.lookup for each in stream._waiting]
-    futures = [future for each in ahead for future in each.futures.values()]
-    assert len(futures) >= len(ahead) == 2
-    assert {id(each) for each in cancelled} == {id(each) for each in futures}
-    for future in futures:
-        try:
-            future.wait()  # Race: another thread has read its answer, and is completing it.
-        except CallCancelled:
-            pass
-        assert future.done()
-    check_equal(tables(next(batches_of()).inputs), first)
 
 
 def test_ids_that_a_table_lacks_end_a_stream(make: Any) -> None:

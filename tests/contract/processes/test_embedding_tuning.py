@@ -11,13 +11,8 @@ import torch
 import torchweft
 from tests.contract.processes.tuning_functions import (
     BATCH,
-    MESSAGE_COST,
-    ROW_COST,
     Training,
-    count_pulls,
     plan_on,
-    train,
-    tuned,
 )
 from torchweft import rpc
 from torchweft.embedding import (
@@ -28,14 +23,12 @@ from torchweft.embedding import (
     RowWise,
     TableConfig,
     Tables,
-    TableWise,
     plan_tables,
 )
 from torchweft.errors import BrokenChain, ConfigurationError
 from torchweft.launch import Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
-TRAINERS = ["worker0", "worker1"]
 SERVERS = ["worker1", "worker2", "worker3", "worker0"]
 
 
@@ -43,35 +36,6 @@ SERVERS = ["worker1", "worker2", "worker3", "worker0"]
 def workers(nursery: Nursery) -> Iterator[None]:
     with torchweft.cluster(workers=4, nursery=nursery):
         yield
-
-
-def on_trainers(function: Any, *args: Any) -> list[Any]:
-    calls = [
-        rpc.rpc_async(name, function, (me, TRAINERS, SERVERS, *args))
-        for me, name in enumerate(TRAINERS)
-    ]
-    return [call.wait() for call in calls]
-
-
-def test_the_number_with_the_cheapest_step_is_found_and_rows_are_those_of_a_run_without() -> None:
-    for server in SERVERS:
-        rpc.rpc_sync(server, count_pulls)
-    steps = 1 + 4 * 3 + 2
-    expected = on_trainers(train, steps)[0][0]
-    (content, found), (other_content, other_found) = on_trainers(tuned, steps)
-    tuning, places = found
-    # The counted costs of the model itself: 50, 40, 44, 50.
-    assert tuning.measured == {
-        count: MESSAGE_COST * max(count, 1) + ROW_COST * -(-BATCH // count)
-        for count in (1, 2, 3, 4)
-    }
-    assert tuning.partitions == 2
-    assert places == [str(RowWise(*SERVERS[:2]))] * 2 + [str(TableWise(SERVERS[0]))]
-    assert other_found == found
-    assert "2  40000.000 ms" in str(tuning)
-    for name, values in expected.items():
-        assert torch.equal(content[name], values), name
-        assert torch.equal(other_content[name], values), name
 
 
 def test_rows_stay_where_they_are_if_a_trainer_cannot_move_them() -> None:

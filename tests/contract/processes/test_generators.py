@@ -14,7 +14,6 @@ from tests.contract.processes.generator_functions import Counter
 from torchweft import autograd, rpc
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, MethodNotFound
 from torchweft.launch import Cluster
-from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 
@@ -154,17 +153,6 @@ def test_methods_of_a_referenced_value() -> None:
     assert list(rpc.stream(counter, Counter.values, (3,))) == [15, 20, 25]
     with pytest.raises(MethodNotFound):
         rpc.stream(counter, functions.Unrelated.missing)
-
-
-def test_calls_for_values_are_counted_under_the_name_of_the_stream() -> None:
-    counting = current_node().observed.counting
-    counting.extend(60.0)
-    try:
-        assert list(rpc.stream("worker0", functions.count_on, (3,))) == [0, 1, 2]
-        counted = {each.function: each.calls for each in counting.counts()}
-    finally:
-        counting.stop()
-    assert counted["a value of the stream of count_on"] >= 4
 
 
 def test_mistakes() -> None:

@@ -12,15 +12,13 @@ from torch import Tensor
 from tests.contract.processes import hybrid_functions
 from tests.contract.processes.ddp_functions import join
 from tests.contract.processes.hybrid_functions import (
-    WORDS,
     make_net,
-    spread,
     train_alone,
     train_scaled,
     train_with,
 )
 from torchweft import rpc
-from torchweft.embedding import Cache, Dynamic, TableConfig, TableWise, Wire, initial
+from torchweft.embedding import Cache, TableWise, Wire
 from torchweft.errors import ConfigurationError
 from torchweft.launch import Nursery, cluster
 
@@ -118,32 +116,6 @@ def test_trainers_of_one_host_train_alike_as_a_group() -> None:
     check_equal(trained, expected)
     assert trained[0][1] == pytest.approx(norms, rel=1e-12)
     assert set(trained[0][2]) == {0}
-
-
-def test_a_table_with_dynamic_ids_trains_as_one_whose_rows_have_these_numbers() -> None:
-    config = TableConfig("words", WORDS, 6, "sum", torch.float64, dynamic=Dynamic())
-    ids = spread(torch.arange(WORDS))
-    words = initial.values_of_ids(config, ids, range(6), 3)
-    batches = [
-        (
-            (torch.tensor([2**40, 5]), torch.tensor([0, 2]), torch.ones(2, dtype=torch.float64)),
-            torch.zeros(1, 2, dtype=torch.int64),
-            torch.tensor([0]),
-        )
-    ]
-    options = {"dynamic": {"words": Dynamic()}, "seed": 3, "batches": batches}
-    places = {"tower.users": TableWise(SERVER), "days": TableWise(SERVER)}
-    trained = train_all(places=places, **options)
-    expected, losses = train_alone("sgd", "sgd", STEPS, torch.float64, words=words)
-    weights = expected.pop("words.weight")
-    check_equal(trained, expected)
-    for state, _, _, _ in trained:
-        places_of = torch.searchsorted(ids, state["words.ids"])
-        assert torch.equal(ids[places_of], state["words.ids"])
-        assert float((state["words.rows"] - weights[places_of]).abs().max()) <= 1e-12
-    means = torch.tensor([own for _, own, _, _ in trained]).mean(0)
-    assert means.tolist() == pytest.approx(losses, abs=1e-6)
-    assert make_net().words.weight.shape[0] == WORDS
 
 
 def test_a_hook_of_the_program_reduces_gradients() -> None:

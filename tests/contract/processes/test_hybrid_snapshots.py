@@ -17,7 +17,7 @@ from tests.contract.processes.embedding_functions import check_same, end_process
 from torchweft import autograd, rpc
 from torchweft.checkpoint import list_snapshots
 from torchweft.embedding import Copies, RowWise, TableWise
-from torchweft.errors import CallTimeout, StateMismatch, WorkerLost
+from torchweft.errors import StateMismatch, WorkerLost
 from torchweft.launch import Nursery, cluster
 
 # A process group has threads and connections of its own.
@@ -95,19 +95,6 @@ def test_a_killed_server_is_restored_and_the_run_is_the_same_bit_by_bit(
         losses += make_steps(BEFORE, STEPS)
         assert losses == expected_losses
         check_same(weights(), expected)
-
-
-def test_a_trainer_that_is_lost_fails_the_norm_of_the_others(
-    nursery: Nursery, tmp_path: Path
-) -> None:
-    with cluster(workers=4, nursery=nursery, check=False):
-        join_all(TRAINERS, tmp_path)
-        open_on(SERVERS)
-        clipped = rpc.rpc_async(TRAINERS[0], functions.measure_alone)
-        with pytest.raises(WorkerLost):
-            rpc.rpc_sync(TRAINERS[1], end_process)
-        with pytest.raises(WorkerLost, match=f"'{TRAINERS[1]}'"):
-            clipped.wait()
 
 
 @pytest.mark.usefixtures("workers")
@@ -190,20 +177,6 @@ def test_another_worker_calls_the_model_of_each_trainer_in_one_pass() -> None:
 
 
 # Bad input
-
-
-@pytest.mark.usefixtures("workers")
-def test_a_trainer_that_does_not_clip_is_told() -> None:
-    open_on(SERVERS)
-    message = "tables 'hybrid' needs all trainers, 'worker0', 'worker1'; each calls clip_grad_norm_"
-    with pytest.raises(CallTimeout, match=message):
-        rpc.rpc_sync(TRAINERS[0], functions.measure_alone, (0.3,))
-    on_all(functions.close_model)
-    # What the trainer has sent is not used by the next model of this name.
-    open_on(SERVERS)
-    norms = on_all(functions.make_step, 0, 0.1)
-    assert norms[0] == norms[1]
-    on_all(functions.close_model)
 
 
 def errors_of(*arguments: dict[str, Any], seeds: tuple[int, int] = (0, 0)) -> list[Any]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.contract.processes.functions import wait_until
-from torchweft import knobs, rpc
+from torchweft import rpc
 from torchweft.errors import (
     ConfigurationError,
     LaunchError,
@@ -123,25 +123,6 @@ def test_a_worker_that_dies_too_often_is_not_waited_for(nursery: Nursery) -> Non
     with pytest.raises(LaunchError, match=used_up) as caught:
         group.close()
     assert (caught.value.worker, caught.value.exit_code) == ("worker0", -signal.SIGKILL)
-
-
-def test_closing_does_not_wait_for_a_restart(
-    nursery: Nursery, caplog: pytest.LogCaptureFixture
-) -> None:
-    with (
-        knobs.RESTART_BACKOFF_S.override(1000.0),
-        knobs.RESTART_BACKOFF_LIMIT_S.override(1000.0),
-        cluster(workers=2, nursery=nursery, restarts=1) as group,
-    ):
-        kill(group, "worker1")
-        with (
-            knobs.WAIT_NOTICE_S.override(0.05),
-            pytest.raises(RendezvousTimeout, match=r"'worker1' did not join within 0\.1 s"),
-        ):
-            group.wait_for("worker1", 0.1)
-        start_s = time.monotonic()
-    assert time.monotonic() - start_s < PROMPT_S
-    assert "the cluster has waited 0 s for worker 'worker1' to join" in caplog.messages
 
 
 def test_an_exception_in_the_block_ends_the_workers_at_once(nursery: Nursery) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from tests.contract.processes.cable import Impairment
 from tests.contract.processes.functions import wait_until
 from tests.contract.processes.hosts import Host, network
 from tests.far_workers import FarWorkers, far_workers
-from tests.internal import overridden
 from tests.open_workers import OpenWorkers, WarmProcess
 from torchweft.errors import ConfigurationError, ShutdownError, WorkerLost
 
@@ -232,29 +230,6 @@ def keep_busy(
         assert workers.do(caller, far.ending, "busy").error is None
         assert workers.do(caller, far.ending, "behind").value is True
         assert workers.do(callee, far.call, caller, far.count) == 1
-        end_well(workers)
-
-
-def test_a_stopped_worker_is_not_lost(warm: OpenWorkers, hosts: list[Host], tmp_path: Path) -> None:
-    # Send over the session: its connection stays full for so long that the kernel ends it.
-    settings = overridden(STRIPED_FROM_BYTES=1 << 40)
-    with far_workers(warm, hosts, tmp_path, settings, detection_time=1) as workers:
-        workers.call_each_other()
-        first, second = workers.names
-        pid = workers.do(second, os.getpid)
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            workers.do(first, far.begin_doubling, "large", second, 32 << 20)
-            workers.do(first, far.release, second)
-            time.sleep(3.5)  # how long the worker is stopped
-            assert workers.do(first, far.states)[second] != "LOST"
-            assert not workers.do(first, far.has_ended, "held")
-        finally:
-            os.kill(pid, signal.SIGCONT)
-        workers.do(second, far.release, first)
-        assert workers.do(first, far.ending, "large").value is True
-        for name in workers.names:
-            assert workers.do(name, far.ending, "held").error is None
         end_well(workers)
 
 

@@ -114,17 +114,6 @@ def test_a_worker_leaves_before_the_backward_pass(group: Group) -> None:
     assert group.do("a", functions.backward) < TOLERANCE
 
 
-@pytest.mark.parametrize("fan_out", [1, 4])
-@pytest.mark.parametrize("leaver", ["b", "c"])
-def test_a_worker_leaves_while_it_has_parts_to_run(group: Group, leaver: str, fan_out: int) -> None:
-    group.join("a", "b", "c", "d")
-    rows = 30
-    group.begin("a", functions.map_as_one_leaves, leaver, ["b", "c", "d"], rows, fan_out)
-    group.do(leaver, functions.leave_with_a_part)
-    expected = [(2.0 * row) ** 2 + (2.0 * row + 1) ** 2 for row in range(rows)]
-    assert group.result("a") == expected
-
-
 def test_maps_go_on_while_workers_leave(group: Group) -> None:
     group.join("a", "b", "c", "d")
     group.begin("a", functions.maps_until_others_left, "a", "d")

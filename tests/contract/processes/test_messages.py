@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from tests.contract.processes.functions import Accumulator
-from torchweft import autograd, knobs, rpc
-from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, UnknownFunction
+from torchweft import autograd, rpc
+from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
 from torchweft.launch import Cluster
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
-from torchweft.serialize.tracebacks import places_of
 
 pytestmark = [
     pytest.mark.keeps("threads", "descriptors"),
@@ -121,15 +120,6 @@ def test_a_wrong_call_names_the_function_and_no_frames(group: Cluster) -> None:
     assert not {file for file in files_in(text) if "/torchweft/" in file}
 
 
-def test_all_frames_are_there_for_whoever_asks(group: Cluster) -> None:
-    with knobs.TRACEBACKS.override("full"):
-        text = printed(lambda: rpc.rpc_sync("driver", divide, args=(0,)))
-    assert {file.rpartition("/")[2] for file in files_in(text) if "/torchweft/" in file} >= {
-        "calls.py",
-        "serving.py",
-    }
-
-
 @pytest.mark.parametrize("way", ["rpc_sync", "rpc_async"])
 def test_a_late_method_is_named_with_its_reference(group: Cluster, way: str) -> None:
     reference = rpc.remote("worker1", Slow)
@@ -153,13 +143,6 @@ def test_a_late_to_here_names_what_makes_the_value(group: Cluster) -> None:
     assert f"to_here() of the RRef made by stop_for at {__file__}:{line}" in message
     assert "torchweft" not in message
     reference.to_here()
-
-
-def test_programs_can_read_where_an_error_was_raised(group: Cluster) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        rpc.rpc_sync("worker1", divide, args=(0,))
-    (place,) = places_of(caught.value)
-    assert place.splitlines()[0] == 'On worker "worker1":'
 
 
 def test_the_error_of_a_method_has_the_frames_of_the_method(group: Cluster) -> None:
@@ -243,11 +226,3 @@ def test_a_method_that_the_type_lacks_is_told_without_own_frames(group: Cluster)
     text = printed(lambda: reference.rpc_sync().stop_fro(1))
     assert "did you mean 'stop_for'?" in text
     assert not {file for file in files_in(text) if "/torchweft/" in file}
-
-
-def test_what_a_property_lacks_is_no_missing_method(group: Cluster) -> None:
-    reference = rpc.remote("worker1", Slow)
-    with pytest.raises(AttributeError, match="nothing_of_that_name") as caught:
-        reference.rpc_sync().broken()
-    assert not isinstance(caught.value, UnknownFunction)
-    assert "in broken" in places_of(caught.value)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -26,10 +25,6 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.observe.metrics import read
-from torchweft.observe.metrics.serving import reader_of
-from torchweft.protocol.membership.joining import Admission, Steps
-from torchweft.rpc import bootstrap
-from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)
 kept: dict[str, Any] = {}
@@ -72,22 +67,6 @@ def group(warm: OpenWorkers, tmp_path: Path) -> Iterator[Group]:
 def join(name: str, rank: int, world_size: int | None, method: str) -> None:
     options = rpc.RpcBackendOptions(init_method=method, init_timeout=10.0, rpc_timeout=10.0)
     rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=options)
-
-
-def join_unasked(name: str, rank: int, method: str) -> None:
-    """Joins as a hostile worker does: does not ask the worker whose name or rank it claims."""
-    honest = bootstrap.introduce
-
-    def introduce(admission: Admission) -> Steps[None]:
-        others = {
-            worker: each
-            for worker, each in admission.earlier.items()
-            if each.name != name and each.rank != rank
-        }
-        return honest(admission._replace(earlier=others))
-
-    bootstrap.introduce = introduce
-    join(name, rank, None, method)
 
 
 def names() -> list[tuple[str, int]]:
@@ -206,24 +185,10 @@ def call_all_the_time(to: str) -> int:
     return sum(answers)
 
 
-def begin_metrics() -> None:
-    kept["metrics"] = reader_of(current_node(), group=True, timeout_s=10.0)
-
-
 def peers_in_metrics() -> set[str]:
     """Returns the workers with which this worker has exchanged bytes, by its metrics."""
     points = [point.attributes for each in read() for point in each.points]
     return {each["weft.peer"] for each in points if "weft.peer" in each}
-
-
-def workers_in_metrics() -> dict[str, float]:
-    """Returns which workers are up, by the metrics; no two of their values are of the same."""
-    metrics = kept["metrics"]()
-    for metric in metrics:
-        of = [tuple(sorted(point.attributes.items())) for point in metric.points]
-        assert len(set(of)) == len(of), metric.name
-    (up,) = [each for each in metrics if each.name == "weft.worker.up"]
-    return {point.attributes["weft.worker"]: point.value for point in up.points}
 
 
 # The tests
@@ -374,20 +339,6 @@ def test_one_that_left_comes_back(group: Group) -> None:
         assert group.do("a", ask_kept) == 2
 
 
-def test_metrics_are_of_the_workers_that_are_there_now(group: Group) -> None:
-    group.join("a", 0)
-    group.do("a", begin_metrics)
-    assert group.do("a", workers_in_metrics) == {"a": 1.0}
-    for _ in range(2):
-        group.join("b", 1)
-        assert group.do("b", call, "a") == 4.0
-        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 1.0}
-        group.kill("b")
-        with pytest.raises(WorkerLost, match="'b'"):
-            group.do("a", call, "b")
-        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 0.0}
-
-
 def test_metrics_have_no_bytes_of_a_worker_that_has_left(group: Group) -> None:
     group.join("a", 0)
     for rank, end in ((1, "leave"), (2, "die")):
@@ -443,34 +394,6 @@ def test_a_name_or_rank_that_is_taken(group: Group, name: str, rank: int) -> Non
     group.join("e", 6)
     for each in "abe":
         assert group.do(each, names) == [("a", 0), ("b", 1), ("e", 6)]
-
-
-@pytest.mark.parametrize(("name", "rank"), [("a", 5), ("d", 0), ("a", 0)])
-def test_a_name_or_rank_is_claimed_from_others(group: Group, name: str, rank: int) -> None:
-    for number, each in enumerate("abc"):
-        group.join(each, number)
-    assert group.do("b", call, "a") == 4.0  # The others have no connection to it.
-    group.names.append("other")
-    with pytest.raises(DuplicateName, match=r"'[bc]' \(rank [12]\) knows another worker that is"):
-        group.do("other", join_unasked, name, rank, group._method)
-    for each in "abc":
-        assert group.do(each, names) == [("a", 0), ("b", 1), ("c", 2)]
-    assert group.do("b", call, "a") == group.do("c", call, "a") == 4.0
-
-
-def test_the_name_of_a_stopped_worker_is_claimed_from_one_with_a_link(group: Group) -> None:
-    group.join("a", 0)
-    group.join("b", 1)
-    assert group.do("b", call, "a") == 4.0
-    process = group.do("a", os.getpid)
-    group.names.append("other")
-    os.kill(process, signal.SIGSTOP)
-    try:
-        with pytest.raises(DuplicateName, match="knows another worker that is there already"):
-            group.do("other", join_unasked, "a", 0, group._method)
-    finally:
-        os.kill(process, signal.SIGCONT)
-    assert group.do("b", call, "a") == 4.0
 
 
 def test_a_closed_group_takes_nobody_in(group: Group) -> None:

@@ -11,9 +11,7 @@ import torch
 
 from tests.open_workers import OpenWorkers
 from torchweft import rpc
-from torchweft.agent.current import is_set
 from torchweft.compat import rpc as compat_rpc
-from torchweft.errors import ConfigurationError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -49,10 +47,6 @@ def join_as_torch(name: str, path: str, version: str) -> None:
     compat_rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
 
 
-def is_member() -> bool:
-    return is_set()
-
-
 def double(to: str) -> list[float]:
     found: list[float] = rpc.rpc_sync(to, torch.add, (torch.ones(2), 1)).tolist()
     return found
@@ -63,27 +57,6 @@ def workers(warm: OpenWorkers) -> Iterator[OpenWorkers]:
     yield warm
     for name in NAMES:
         warm.kill(name)
-
-
-def test_another_version_of_torch_ends_the_joining_of_all(
-    workers: OpenWorkers, tmp_path: Path
-) -> None:
-    for name, version in zip(NAMES, ("", OTHER), strict=True):
-        workers.begin(name, join, name, 2, str(tmp_path / "store"), version)
-    for name in NAMES:
-        with pytest.raises(
-            ConfigurationError, match=r"torch 1\.13\.1 on worker 'b' \(rank 1, host .*pip install"
-        ):
-            workers.result(name)
-        assert not workers.do(name, is_member)
-
-
-def test_a_newcomer_with_another_version_is_refused(workers: OpenWorkers, tmp_path: Path) -> None:
-    path = str(tmp_path / "store")
-    workers.do("a", join, "a", None, path)
-    with pytest.raises(ConfigurationError, match=r"torch 1\.13\.1 on worker 'b'"):
-        workers.do("b", join, "b", None, path, OTHER, "warn")
-    assert not workers.do("b", is_member)
 
 
 def test_workers_that_allow_other_versions_exchange_tensors(

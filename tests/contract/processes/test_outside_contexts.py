@@ -7,7 +7,6 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests import remains
 from tests.contract.processes import outside_functions as functions
 from torchweft import mapreduce, rpc
 from torchweft.autograd import backward, context, current_context_id, get_gradients
-from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.launch import Nursery, cluster
 
@@ -280,11 +278,3 @@ def test_tasks_that_take_turns_keep_their_contexts() -> None:
 
 def test_an_async_function_keeps_a_context_that_it_opens() -> None:
     assert rpc.rpc_sync(FIRST, functions.step_in_a_context, (SECOND, X)) is True
-
-
-def test_work_of_a_thread_pool_in_a_copy_of_the_context() -> None:
-    with context() as context_id, ThreadPoolExecutor(1) as pool:
-        assert pool.submit(current_id).result() == 0
-        assert pool.submit(copy_context().run, current_id).result() == context_id
-        assert asyncio.run(asyncio.to_thread(current_id)) == context_id
-        assert pool.submit(current_id).result() == 0

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +10,9 @@ from torch import nn
 
 import torchweft
 from tests.contract.processes.pipeline_models import WIDTH, Failing, layers
-from torchweft import rpc
-from torchweft.errors import PipelineError, WorkerLost
+from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery
 from torchweft.pipeline import Pipe, Schedule1F1B
-from torchweft.pipeline.runner import Runner
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 WORKERS = ["worker0", "worker1", "worker2"]
@@ -50,40 +44,3 @@ def test_a_worker_killed_in_a_step_is_named_at_once(nursery: Nursery) -> None:
         # The others are free for another pipeline.
         with Pipe(layers(4), ["worker0", "worker2"], Schedule1F1B(4), mse) as again:
             again.step(inputs, target)
-
-
-def pid() -> int:
-    return os.getpid()
-
-
-def resume_when_late(stopped: int) -> None:
-    """Lets a stopped worker go on as soon as a stage of this worker has waited too long."""
-    tell = Runner._too_late
-
-    def too_late(self: Runner, key: Any) -> PipelineError:
-        os.kill(stopped, signal.SIGCONT)
-        return tell(self, key)
-
-    Runner._too_late = too_late  # type: ignore[method-assign]
-
-
-def test_a_stage_that_waits_in_vain_says_for_what(nursery: Nursery) -> None:
-    with torchweft.cluster(workers=3, nursery=nursery):
-        stopped = rpc.rpc_sync("worker1", pid)
-        for other in ("worker0", "worker2"):
-            rpc.rpc_sync(other, resume_when_late, (stopped,))
-        inputs = torch.randn(8, 4, dtype=torch.float64)
-        target = torch.randn(8, WIDTH, dtype=torch.float64)
-        with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse, timeout=1.0) as pipe:
-            resume = threading.Timer(LIMIT_S, os.kill, (stopped, signal.SIGCONT))
-            os.kill(stopped, signal.SIGSTOP)
-            resume.start()
-            try:
-                with pytest.raises(PipelineError, match=r"waited 1 s for the \w+ of"):
-                    pipe.step(inputs, target)
-            finally:
-                resume.cancel()
-                resume.join()
-                os.kill(stopped, signal.SIGCONT)
-        with Pipe(three_stages(), WORKERS, Schedule1F1B(4), mse) as pipe:
-            pipe.step(inputs, target)

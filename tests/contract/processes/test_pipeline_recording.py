@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import torchweft
 from tests.contract.processes.pipeline_models import WIDTH, Descent, Failing, layers
-from torchweft import rpc
 from torchweft.errors import ConfigurationError, PipelineError
 from torchweft.launch import Nursery
 from torchweft.pipeline import (
@@ -20,10 +19,8 @@ from torchweft.pipeline import (
     Schedule1F1B,
     SchedulePipeDream,
     ScheduleZBVZeroBubble,
-    recording,
 )
 from torchweft.pipeline.schedules import Kind
-from torchweft.protocol.observing.clocks import lead_of
 
 # The tests share workers, which connect to one another on first use.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
@@ -154,11 +151,3 @@ def test_two_recordings_at_a_time_are_refused() -> None:
             pipe.recording().__enter__()
         pipe.step(*example())
     assert len(outer.steps) == 1
-
-
-def test_a_clock_is_read_through_a_call() -> None:
-    info = rpc.get_worker_info("worker0")
-    for each in recording._readings(info):
-        # Both clocks are one: the true difference is 0.
-        found = lead_of([each])
-        assert abs(found.ahead_s) <= found.error_s

@@ -15,7 +15,6 @@ from tests.contract.processes.rl_functions import (
     Gated,
     Holding,
     Limited,
-    Lying,
     OneShort,
     Patient,
     Telling,
@@ -25,7 +24,7 @@ from tests.contract.processes.rl_functions import (
 )
 from tests.rl_environments import Walk, walk_policy
 from torchweft import rpc
-from torchweft.errors import BatchError, ConfigurationError, UnknownWorker
+from torchweft.errors import ConfigurationError, UnknownWorker
 from torchweft.launch import Cluster
 from torchweft.rl import (
     Agent,
@@ -38,7 +37,6 @@ from torchweft.rl import (
     SpacesMismatch,
     Trajectory,
     WrongActions,
-    WrongObservations,
     categorical,
 )
 
@@ -300,19 +298,6 @@ def test_a_vector_of_gymnasium_itself(group: Cluster) -> None:
         assert each.steps == 60 * 8 - int((~each.valid).sum())
         assert (each.rewards[each.valid] == 1).all()
         assert all(episode.reward == episode.steps for episode in each.episodes)
-
-
-def test_observations_that_cannot_be_stacked_fail_alone(group: Cluster) -> None:
-    agent = Agent(walk_policy())
-    policy = Lying(rpc.RRef(agent), "worker1")
-    with Observers(
-        WORKERS, Environments(make_walk, 2), policy, steps=3, time_limit_s=LIMIT_S
-    ) as observers:
-        assert [each.observer for each in observers.round()] == ["worker0"]
-        error = observers.left_out["worker1"]
-        assert isinstance(error, (BatchError, WrongObservations))
-        assert "[2, 2]" in str(error) or "2, 2]" in str(error)
-        assert [each.observer for each in observers.round()] == ["worker0"]
 
 
 def test_a_replay_buffer_on_a_worker(group: Cluster) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchweft
 from tests import remains
-from tests.contract.processes import attacks, functions, rl_functions
+from tests.contract.processes import attacks, rl_functions
 from tests.contract.processes.functions import options
 from tests.contract.processes.rl_functions import (
     LIMIT_S,
@@ -22,7 +22,7 @@ from tests.contract.processes.rl_functions import (
 )
 from tests.rl_environments import walk_policy
 from torchweft import rl, rpc, weights
-from torchweft.errors import NotAllowed, RemoteError
+from torchweft.errors import NotAllowed
 from torchweft.launch import Cluster, Nursery
 from torchweft.rl import (
     Agent,
@@ -126,17 +126,3 @@ def test_environments_of_other_functions_and_modules(group: Cluster) -> None:
     with pytest.raises(NotAllowed, match="register a function"):
         observer_of("this:Zen-v0")
     assert not rpc.rpc_sync("worker0", attacks.is_imported, ("this",))
-
-
-def test_other_functions_methods_and_values(group: Cluster) -> None:
-    with pytest.raises(NotAllowed):
-        rpc.rpc_sync("worker0", functions.identity, (1,))
-    with pytest.raises(NotAllowed):
-        rpc.rpc_sync("worker0", rl_functions.change_program)
-    buffer = rpc.remote("worker0", ReplayBuffer, (10,))
-    with pytest.raises(NotAllowed, match="declares no such method"):
-        buffer.rpc_sync().load_state_dict({})
-    with pytest.raises(NotAllowed, match="declares no such method"):
-        buffer.rpc_sync()._serials(torch.arange(2).numpy())
-    with pytest.raises((TypeError, RemoteError), match="environments of a call"):
-        rpc.rpc_sync("worker0", Observer, (0, {"make": "CartPole-v1"}, None))

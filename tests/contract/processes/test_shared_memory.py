@@ -12,22 +12,11 @@ import torchweft.memory
 from tests.contract.processes import functions, shared_memory
 from tests.contract.processes.shared_memory import (
     checksum,
-    loans_of,
-    meet,
-    no_loans,
-    statistics,
-    tensor_of,
-    way_of,
 )
-from torchweft import knobs, rpc
-from torchweft.channel.shm.pool import AT_ONCE_BYTES
-from torchweft.channel.table import ChannelKind
+from torchweft import rpc
 from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
-
-SIZE = 1 << 20
-SHM = ChannelKind.SHM
 
 
 @pytest.fixture(autouse=True)
@@ -35,52 +24,6 @@ def _nothing_is_kept(group: Cluster) -> Iterator[None]:
     yield
     for name in group.names:
         rpc.rpc_sync(name, shared_memory.drop_kept)
-
-
-def test_tensors_of_one_host_go_through_shared_memory(group: Cluster) -> None:
-    meet("worker0")
-    limits = knobs.SHM_FROM_BYTES.get()
-    assert way_of("worker0", limits) is SHM
-    assert way_of("worker0", limits - 1) is not SHM
-    assert rpc.rpc_sync("worker0", way_of, args=("driver", limits)) is SHM
-
-
-def test_the_sender_may_write_as_soon_as_the_call_is_made(group: Cluster) -> None:
-    sent = tensor_of(AT_ONCE_BYTES)
-    calls = []
-    for value in range(1, 9):
-        sent.fill_(value)
-        calls.append(rpc.rpc_async("worker0", checksum, args=(sent,)))
-    sent.fill_(99)
-    assert torch.futures.wait_all(calls) == [AT_ONCE_BYTES * value for value in range(1, 9)]
-
-
-def test_a_slab_is_lent_until_its_tensor_dies(group: Cluster) -> None:
-    no_loans("driver", "worker0")
-    before = statistics().resident_bytes
-    for number in range(3):
-        rpc.rpc_sync("worker0", shared_memory.keep, args=(tensor_of(SIZE, number),))
-    assert statistics().loan_count == 3
-    sums = [rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(n,)) for n in range(3)]
-    assert sums == [0, SIZE, 2 * SIZE]
-    rpc.rpc_sync("worker0", shared_memory.drop_kept)
-    no_loans("driver")
-    assert before <= statistics().resident_bytes <= before + 3 * SIZE
-
-
-def test_results_are_lent_as_well(group: Cluster) -> None:
-    no_loans("worker0")
-    received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
-    view = received[5:10]
-    del received
-    assert loans_of("worker0") == 1
-    view.fill_(3)
-    assert torch.equal(
-        rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,)),
-        functions.make_tensor(SIZE),
-    )
-    del view
-    no_loans("worker0")
 
 
 # Memory that the user shares
@@ -109,26 +52,6 @@ def test_views_and_parts_of_shared_memory_are_shared(group: Cluster) -> None:
     assert torch.equal(shared, expected)
     rpc.rpc_sync("worker0", shared_memory.fill_slice, args=(shared[50], 4))
     assert shared[50].sum() == 9_998 + 2 * 4
-
-
-def test_shared_memory_lives_as_long_as_anybody_has_it(group: Cluster) -> None:
-    no_loans("driver", "worker0")
-    shared = torchweft.memory.share(torch.ones(100_000))
-    rpc.rpc_sync("worker0", shared_memory.keep, args=(shared,))
-    resident_bytes = statistics().resident_bytes
-    del shared
-    assert statistics().loan_count == 1
-    others = [torchweft.memory.share(torch.zeros(100_000)) for _ in range(3)]
-    assert rpc.rpc_sync("worker0", shared_memory.checksum_of_kept, args=(0,)) == 100_000
-    del others
-    rpc.rpc_sync("worker0", shared_memory.drop_kept)
-    no_loans("driver")
-    assert statistics().resident_bytes >= resident_bytes
-    assert not shared_memory.pool().has_shared
-
-    result = rpc.rpc_sync("worker0", shared_memory.make_shared, args=(10_000,))
-    assert loans_of("worker0") == 1
-    assert checksum(result) == 49_995_000
 
 
 @pytest.mark.parametrize(

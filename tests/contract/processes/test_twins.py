@@ -29,12 +29,6 @@ def mixed(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield group
 
 
-def plain_because() -> str:
-    from torchweft import native
-
-    return "" if native.native is not None else native.reason
-
-
 VALUES: tuple[Any, ...] = (
     None,
     (1, 2.5, "text", b"bytes", True, 1 << 100, 1j),
@@ -54,14 +48,6 @@ TENSORS = (
     torch.ones(2, dtype=torch.complex64),
     torch.tensor([True, False]),
 )
-
-
-def test_the_setting_reaches_the_worker(mixed: Cluster, request: pytest.FixtureRequest) -> None:
-    told = rpc.rpc_sync("worker0", plain_because)
-    if "[0]" in request.node.name:
-        assert "WEFT_NATIVE=0" in told
-    else:
-        assert told == plain_because()
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)

@@ -22,7 +22,6 @@ from torchweft.embedding import (
     plan_tables,
     tune_partitions,
 )
-from torchweft.embedding.host import Host
 
 ROWS, BATCH, DIM = 400, 40, 4
 MESSAGE_COST, ROW_COST = 10.0, 1.0
@@ -38,20 +37,6 @@ def plan_on(servers: Sequence[str], whole: str) -> Plan:
     """Returns a plan with two tables by row."""
     places = {"words": RowWise(*servers), "users": RowWise(*servers)}
     return plan_tables(CONFIGS, [whole], trainers=2, places=places)
-
-
-def count_pulls() -> None:
-    """Has this worker count the messages and the rows of words of each trainer's pulls."""
-    pull = Host.pull
-
-    def counted(self: Host, trainer: int, step: int, requests: Sequence[Any]) -> Any:
-        _asked[trainer, "messages"] += 1
-        for stack, rows, *_ in requests:
-            if self.options.layout.stacks[stack].members[0].config.name == "words":
-                _asked[trainer, "rows"] += len(rows)
-        return pull(self, trainer, step, requests)
-
-    Host.pull = counted  # type: ignore[method-assign]
 
 
 def asked(trainer: int) -> tuple[int, int]:

@@ -1,0 +1,102 @@
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.processes.test_open_groups import Group, call, join, kept, names
+from tests.open_workers import OpenWorkers
+from torchweft.errors import (
+    DuplicateName,
+    WorkerLost,
+)
+from torchweft.observe.metrics.serving import reader_of
+from torchweft.protocol.membership.joining import Admission, Steps
+from torchweft.rpc import bootstrap
+from torchweft.rpc.node import current_node
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def group(warm: OpenWorkers, tmp_path: Path) -> Iterator[Group]:
+    made = Group(warm, tmp_path / "store")
+    yield made
+    made.close()
+
+
+def join_unasked(name: str, rank: int, method: str) -> None:
+    """Joins as a hostile worker does: does not ask the worker whose name or rank it claims."""
+    honest = bootstrap.introduce
+
+    def introduce(admission: Admission) -> Steps[None]:
+        others = {
+            worker: each
+            for worker, each in admission.earlier.items()
+            if each.name != name and each.rank != rank
+        }
+        return honest(admission._replace(earlier=others))
+
+    bootstrap.introduce = introduce
+    join(name, rank, None, method)
+
+
+def begin_metrics() -> None:
+    kept["metrics"] = reader_of(current_node(), group=True, timeout_s=10.0)
+
+
+def workers_in_metrics() -> dict[str, float]:
+    """Returns which workers are up, by the metrics; no two of their values are of the same."""
+    metrics = kept["metrics"]()
+    for metric in metrics:
+        of = [tuple(sorted(point.attributes.items())) for point in metric.points]
+        assert len(set(of)) == len(of), metric.name
+    (up,) = [each for each in metrics if each.name == "weft.worker.up"]
+    return {point.attributes["weft.worker"]: point.value for point in up.points}
+
+
+def test_metrics_are_of_the_workers_that_are_there_now(group: Group) -> None:
+    group.join("a", 0)
+    group.do("a", begin_metrics)
+    assert group.do("a", workers_in_metrics) == {"a": 1.0}
+    for _ in range(2):
+        group.join("b", 1)
+        assert group.do("b", call, "a") == 4.0
+        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 1.0}
+        group.kill("b")
+        with pytest.raises(WorkerLost, match="'b'"):
+            group.do("a", call, "b")
+        assert group.do("a", workers_in_metrics) == {"a": 1.0, "b": 0.0}
+
+
+@pytest.mark.parametrize(("name", "rank"), [("a", 5), ("d", 0), ("a", 0)])
+def test_a_name_or_rank_is_claimed_from_others(group: Group, name: str, rank: int) -> None:
+    for number, each in enumerate("abc"):
+        group.join(each, number)
+    assert group.do("b", call, "a") == 4.0  # The others have no connection to it.
+    group.names.append("other")
+    with pytest.raises(DuplicateName, match=r"'[bc]' \(rank [12]\) knows another worker that is"):
+        group.do("other", join_unasked, name, rank, group._method)
+    for each in "abc":
+        assert group.do(each, names) == [("a", 0), ("b", 1), ("c", 2)]
+    assert group.do("b", call, "a") == group.do("c", call, "a") == 4.0
+
+
+def test_the_name_of_a_stopped_worker_is_claimed_from_one_with_a_link(group: Group) -> None:
+    group.join("a", 0)
+    group.join("b", 1)
+    assert group.do("b", call, "a") == 4.0
+    process = group.do("a", os.getpid)
+    group.names.append("other")
+    os.kill(process, signal.SIGSTOP)
+    try:
+        with pytest.raises(DuplicateName, match="knows another worker that is there already"):
+            group.do("other", join_unasked, "a", 0, group._method)
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert group.do("b", call, "a") == 4.0
