@@ -21,11 +21,11 @@ from tests.contract.processes.test_embedding_dynamic import (
     open_on,
 )
 from tests.dynamic_ids import (
-    OneProcess,
     close_dynamic,
     occupancy_of,
     rows_of,
 )
+from tests.dynamic_ids_alone import OneProcess
 from torchweft import rpc
 from torchweft.embedding import (
     SGD,
