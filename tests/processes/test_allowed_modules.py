@@ -8,14 +8,23 @@ from pathlib import Path
 
 import pytest
 
+import torchweft
 from tests.contract.processes import attacks
-from tests.contract.processes.test_allowed_modules import all_work
+from tests.contract.processes.functions import options
+from tests.contract.processes.test_allowed_modules import ALLOWED, all_work
 from tests.processes import attacks_internals
 from torchweft import rpc
 from torchweft.errors import NotAllowed
-from torchweft.launch import Cluster
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
+
+
+@pytest.fixture(scope="module")
+def shared_group(nursery: Nursery) -> Iterator[Cluster]:
+    restricted = options(allowed_modules=ALLOWED)  # type: ignore[arg-type]
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=restricted) as group:
+        yield group
 
 
 @pytest.fixture

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+import torchweft
 from tests.contract.processes import functions
-from tests.contract.processes.functions import Tracked
+from tests.contract.processes.functions import Tracked, options
 from tests.contract.processes.test_compat_references import unmade
 from torchweft import rpc
 from torchweft.compat.rpc import RRef, api
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import CallTimeout, NotOwner
-from torchweft.launch import Cluster
+from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
+
+
+@pytest.fixture(scope="module")
+def shared_group(nursery: Nursery) -> Iterator[Cluster]:
+    compat = options(reference_type=RRef)  # type: ignore[arg-type]
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=compat) as group:
+        yield group
 
 
 def test_text_numbers_what_the_process_has_made(group: Cluster) -> None:

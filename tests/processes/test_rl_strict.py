@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
-from tests.contract.processes import functions, rl_functions
-from torchweft import rpc
+import torchweft
+from tests import remains
+from tests.contract.processes import attacks, functions, rl_functions
+from tests.contract.processes.functions import options
+from tests.contract.processes.rl_functions import make_walk, small_walk_policy
+from torchweft import rl, rpc, weights
 from torchweft.errors import NotAllowed, RemoteError
-from torchweft.launch import Cluster
+from torchweft.launch import Cluster, Nursery
 from torchweft.rl import (
     Observer,
     ReplayBuffer,
 )
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
+
+
+@pytest.fixture(scope="module")
+def shared_group(nursery: Nursery) -> Iterator[Cluster]:
+    own = (attacks.is_imported, remains.count_references, make_walk, small_walk_policy)
+    own = (*own, rl_functions.mean_size_of_batches)
+    strict = options(
+        strict=True,
+        callables=(*rl.CALLABLES, *weights.CALLABLES, *own),  # type: ignore[arg-type]
+    )
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict) as group:
+        yield group
 
 
 def test_other_functions_methods_and_values(group: Cluster) -> None:

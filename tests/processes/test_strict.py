@@ -4,23 +4,33 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import torchweft
 from tests.contract.processes import attacks, functions
+from tests.contract.processes.functions import options
 from tests.contract.processes.test_strict import CALLABLES, LARGE
 from tests.open_workers import OpenWorkers
 from tests.processes import attacks_internals
 from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, NotAllowed, RemoteError, SerializationError
-from torchweft.launch import Cluster
+from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule, owner
 from torchweft.serialize.tracebacks import places_of
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
+
+
+@pytest.fixture(scope="module")
+def shared_group(nursery: Nursery) -> Iterator[Cluster]:
+    strict = options(strict=True, callables=CALLABLES)  # type: ignore[arg-type]
+    with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=strict) as group:
+        yield group
 
 
 def test_errors(group: Cluster) -> None:

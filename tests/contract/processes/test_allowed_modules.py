@@ -19,7 +19,7 @@ from torchweft.errors import NotAllowed
 from torchweft.launch import Cluster, Nursery
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
-ALLOWED = ("tests.contract.processes.attacks", "tests.contract.processes.functions", "torch")
+ALLOWED = (attacks.__name__, functions.__name__, "tests.remains", "torch")
 
 
 @pytest.fixture(scope="module")

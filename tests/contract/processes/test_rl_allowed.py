@@ -30,5 +30,5 @@ def test_the_entries_of_the_packages_are_enough(nursery: Nursery) -> None:
                 ["worker0"], Environments(make_walk, 2), agent, steps=2, time_limit_s=LIMIT_S
             ) as observers:
                 assert int(observers.round()[0].versions.min()) == version
-        with pytest.raises(NotAllowed, match=r"tests\.processes\.functions"):
+        with pytest.raises(NotAllowed, match=r"tests\.contract\.processes\.functions"):
             rpc.rpc_sync("worker0", functions.identity, (1,))
