@@ -284,8 +284,6 @@ def train_equal_rows(
     return found
 
 
-# A step in a known order of sums
-
 # Bytes of a step
 
 

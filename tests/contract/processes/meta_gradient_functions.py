@@ -150,6 +150,3 @@ def mean_query_error(
     errors = [query_error(model, weights, int(seed), is_second_order) for seed in seeds]
     doom.strike("end")
     return mortal(torch.stack(errors).mean(), doom, "backward")
-
-
-# Inner loops that call other workers

@@ -57,9 +57,3 @@ def test_functions_are_passed_on_from_worker_to_worker(group: Cluster) -> None:
         names = ["worker0", "worker1", "driver", "worker1"]
         args = (names, lambda value: value + number, (1,))
         assert rpc.rpc_sync("worker0", functions.call_through, args=args) == 4
-
-
-# Lost, and back under the same name
-
-
-# The main program, which goes by name wherever both workers run the same one

@@ -126,6 +126,3 @@ def test_without_it_the_usual_pickler_is_back(call: Call, pickler: Pickler) -> N
     with pytest.raises(SerializationError, match="sealed"):
         call("worker0", opened, (Sealed(4),))
     assert not pickler.seen
-
-
-# Errors that a worker notes

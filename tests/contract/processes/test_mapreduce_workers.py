@@ -21,8 +21,6 @@ from torchweft.launch import Nursery
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 WORKERS = ("worker0", "worker1")
 
-# The tree
-
 
 # Restricted workers
 
