@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from os import system
 from typing import Any
 
 from tests.contract.processes.attacks import LIMIT_S
@@ -13,8 +12,6 @@ from torchweft.agent.current import current
 from torchweft.rpc import calls, encoding
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import Packed, pack
-
-_ = system  # Imported so that an attacker can try to reach it through this module.
 
 
 def call_named(to: str, name: bytes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

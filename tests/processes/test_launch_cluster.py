@@ -109,7 +109,8 @@ def test_what_is_stuck_is_named_with_its_stack_and_killed(
     assert time.monotonic() - start_s < 1.0 + PROMPT_S
     assert are_gone(pids)
     told = capsys.readouterr().err
-    runs = f"worker 'worker1' runs {__name__}.compute_for_ever, called by 'driver', since "
+    function = f"{compute_for_ever.__module__}.compute_for_ever"
+    runs = f"worker 'worker1' runs {function}, called by 'driver', since "
     assert f" s: {runs}" in told.splitlines()[0]
     assert told.splitlines()[0].startswith("weft: still leaving the cluster after ")
     assert "in compute_for_ever\n" in told

@@ -38,7 +38,7 @@ def test_gradients_along_a_tree(nursery: Nursery, fan_out: int) -> None:
 
 @pytest.fixture(params=["allow-list", "strict"])
 def careful(request: pytest.FixtureRequest, nursery: Nursery) -> Iterator[Cluster]:
-    how: dict[str, Any] = {"allowed_modules": (parts.__name__, "torch")}
+    how: dict[str, Any] = {"allowed_modules": (mapreduce_internals_m.__name__, "torch")}
     if request.param == "strict":
         how = {"strict": True, "callables": (mapreduce_internals_m.squares,)}
     with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options(**how)) as group:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from os import system
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torchweft import rpc, weights
 
 LIMIT_S = 10.0
+_ = system  # Imported so that an attacker can try to reach it through this module.
 
 
 class Payload:
