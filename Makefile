@@ -77,18 +77,22 @@ demo-rl: $(VENV)/.installed-demo-rl
 	@echo "The demo trains for about ten seconds on two cores."
 	@$(PY) examples/reinforcement_learning/train.py $(or $(ARGS),a2c)
 
+# The files of these names, in the contract and beside it.
+process_tests = $(foreach name,$(1),$(or $(wildcard \
+    tests/contract/processes/test_$(name).py tests/processes/test_$(name).py),$(error no test_$(name).py)))
+
 .PHONY: test
 test: $(VENV)/.installed-test
 ifdef ARGS
 	@$(PY) -m pytest $(ARGS)
 else
 	@$(PYTEST) tests/unit tests/simulation
-	@$(PYTEST) tests/processes
+	@$(PYTEST) tests/processes tests/contract/processes
 endif
 
 # `make test` runs the twin that this machine has. The unit tests of the codec run both.
-PLAIN := tests/unit/rpc tests/unit/autograd $(addprefix tests/processes/test_,$(addsuffix .py,\
-    calls references autograd remote_module optimizer by_value strict tensors_in_messages))
+PLAIN := tests/unit/rpc tests/unit/autograd $(call process_tests,\
+    calls references autograd remote_module optimizer by_value strict tensors_in_messages)
 
 .PHONY: test-plain
 test-plain: $(VENV)/.installed-test
@@ -111,19 +115,23 @@ sanitize: $(VENV)/.installed-fuzz
 	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 
+WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end
+LAUNCHERS := tests/launchers tests/contract/launchers
+
 # The tests that tests/thorough.py shortens.
-THOROUGH := tests/unit tests/simulation $(addprefix tests/processes/test_,$(addsuffix .py,\
-    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic))
+THOROUGH := tests/unit tests/simulation $(call process_tests,\
+    autograd_programs higher_order meta_gradients meta_gradients_loss meta_gradients_traffic)
 
 .PHONY: thorough
 thorough: $(VENV)/.installed-test
 	@WEFT_TEST_THOROUGH=1 $(PYTEST) $(THOROUGH) $(ARGS)
-	@WEFT_TEST_THOROUGH=1 $(PYTEST) tests/end_to_end tests/processes -m thorough
+	@WEFT_TEST_THOROUGH=1 $(PYTEST) $(WHOLE_PROGRAMS) tests/processes tests/contract/processes \
+	    -m thorough
 	@WEFT_TEST_THOROUGH=1 $(PY) -m pytest tests/end_to_end/test_training_faults.py
 
 # One run, as each start of pytest imports all that its tests need. The tests for a GPU keep a group
 # for the whole run, so they have their own.
-WHOLE := tests/end_to_end tests/tools tests/conformance tests/launchers
+WHOLE := $(WHOLE_PROGRAMS) tests/tools tests/contract/conformance $(LAUNCHERS)
 
 .PHONY: end-to-end
 end-to-end: $(VENV)/.installed-test
@@ -141,7 +149,7 @@ test-launchers: $(VENV)/.installed-launchers
 	        break; \
 	    fi; \
 	done
-	@$(PY) -m pytest tests/launchers $(ARGS)
+	@$(PY) -m pytest $(LAUNCHERS) $(ARGS)
 
 # Every test is skipped, with the reason, where there is no GPU or torch is built without CUDA.
 .PHONY: test-gpu
@@ -149,9 +157,9 @@ test-gpu: $(VENV)/.installed-test
 	@$(PY) -m pytest tests/gpu $(ARGS)
 
 # Unit and simulation tests, and of the process tests those of each area that end soon.
-QUICK := tests/unit tests/simulation tests/tools $(addprefix tests/processes/test_,$(addsuffix .py,\
+QUICK := tests/unit tests/simulation tests/tools $(call process_tests,\
     calls references autograd optimizer remote_module mapreduce cancellation deadlines health \
-    joining bad_input strict allowed_modules compat_autograd compat_optimizer compat_references))
+    joining bad_input strict allowed_modules compat_autograd compat_optimizer compat_references)
 
 .PHONY: quick
 quick: $(VENV)/.installed-test
@@ -163,7 +171,7 @@ matrix: $(VENV)/.made
 
 .PHONY: conformance
 conformance: $(VENV)/.installed-conformance
-	@$(PY) -m tests.conformance.run $(ARGS)
+	@$(PY) -m tests.contract.conformance.run $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(VENV)/.installed-fuzz

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-FOLDER = Path(__file__).parent / "programs"
+FOLDER = Path(__file__).parent / "contract" / "programs"
 RECORDS = FOLDER / "recorded"
 
 LIMIT_S = 150.0

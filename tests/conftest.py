@@ -25,6 +25,9 @@ from tests.thorough import THOROUGH, examples
 settings.register_profile("weft", deadline=None, print_blob=True, max_examples=examples(100))
 settings.load_profile("weft")
 
+pytest_plugins = ["tests.groups", "tests.inside", "tests.contract.launchers.slurm_cluster"]
+"""Where the fixtures are that several folders use."""
+
 MODULES = 200
 """The garbage collector stops to scan imported modules when there are so many new ones."""
 
@@ -55,8 +58,14 @@ def pytest_collection(session: pytest.Session) -> None:
             importlib.import_module(name)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the tests are selected by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        folders = item.path.relative_to(item.config.rootpath).parts
+        if "launchers" in folders:
+            item.add_marker(pytest.mark.launcher)
+        if "end_to_end" in folders and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(END_TO_END_LIMIT_S))
         if item.get_closest_marker("thorough") is not None and not THOROUGH:
             item.add_marker(pytest.mark.skip(reason="make thorough runs it"))
 
@@ -73,6 +82,9 @@ def pytest_collection_finish() -> None:
             logger.propagate = True  # type: ignore[union-attr]
             del loggers[name]
 
+
+END_TO_END_LIMIT_S = 240.0
+"""Time limit of an end-to-end test without its own, as many interpreters import torch slowly."""
 
 _modules = 0
 """The number of modules whose objects the garbage collector leaves alone."""

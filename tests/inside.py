@@ -24,6 +24,7 @@ import pytest
 import torch
 
 import torchweft
+from tests.pages import write_programs
 from torchweft.launch import Nursery, cluster
 
 FIRST_SEED = torch.Generator().initial_seed()
@@ -146,3 +147,29 @@ def _own_logging() -> Iterator[None]:
         yield
     finally:
         root.handlers[:], root.level = kept
+
+
+@pytest.fixture
+def inside(nursery: Nursery) -> RunInside:
+    """Runs a program, with its arguments, in this process."""
+    return functools.partial(run_inside, nursery)
+
+
+@pytest.fixture
+def run(inside: RunInside) -> RunPage:
+    """Runs a program of a page in its folder, in this process; returns the lines that it prints."""
+
+    def lines_of(program: Path) -> list[str]:
+        done = inside(program, folder=program.parent)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()
+
+    return lines_of
+
+
+@pytest.fixture
+def guide(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the programs of the page that the test's module names as ``PAGE``."""
+    write_programs(request.module.PAGE, tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return tmp_path

@@ -1,19 +1,18 @@
-"""Many contexts and tensors in sequence: no resource of a worker grows with their number."""
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 import torchweft
-from tests.processes import autograd_functions, functions, shared_memory
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
-from tests.processes.shared_memory import no_loans, statistics, tensor_of
+from tests.contract.end_to_end.test_growth import FIRST, NAMES
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options
+from tests.processes import shared_memory_internals
+from tests.processes.shared_memory_internals import no_loans, statistics, tensor_of
 from torchweft import knobs, rpc
-
-DRIVER, FIRST = NAMES = ("driver", "worker0")
 
 # The first contexts import PyTorch's compiler, which starts processes of its own.
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
@@ -25,54 +24,9 @@ def _workers() -> Iterator[None]:
         yield
 
 
-def nothing_grows(train: Callable[[int], None], first: int, then: int) -> None:
-    """Compares the resources in use after some contexts and after many more."""
-    train(first)
-    await_no_context()
-    before = [rpc.rpc_sync(name, autograd_functions.footprint) for name in NAMES]
-    train(then)
-    await_no_context()
-    for name, earlier in zip(NAMES, before, strict=True):
-        later = rpc.rpc_sync(name, autograd_functions.footprint)
-        limits = {"objects": 500, "threads": 1, "descriptors": 1, "resident_kib": 8192}
-        growth = {what: later[what] - earlier[what] for what in limits}
-        assert all(growth[what] <= limit for what, limit in limits.items()), (name, growth)
-
-
-def await_no_context() -> None:
-    def remains() -> list[object]:
-        left = [rpc.rpc_sync(name, autograd_functions.remains) for name in NAMES]
-        return [value for each in left for value in each.values() if value]
-
-    wait_until(lambda: not remains(), lambda: f"left: {remains()}")
-
-
-def test_two_thousand_contexts_leave_nothing_behind() -> None:
-    def train(contexts: int) -> None:
-        for _ in range(contexts):
-            with torchweft.autograd.context() as context_id:
-                leaf = autograd_functions.parameter("x")
-                value = rpc.rpc_sync(FIRST, autograd_functions.layer, (leaf,))
-                torchweft.autograd.backward(context_id, [value.sum()])
-
-    nothing_grows(train, 500, 2_000)
-
-
-def test_a_thousand_contexts_of_higher_order_leave_nothing_behind() -> None:
-    def train(contexts: int) -> None:
-        value = autograd_functions.parameter("x")
-        for _ in range(contexts):
-            with torchweft.autograd.context() as context_id:
-                loss = rpc.rpc_sync(FIRST, autograd_functions.layer, (value,)).prod()
-                (slope,) = torchweft.autograd.grad(context_id, loss, value, create_graph=True)
-                torchweft.autograd.backward(context_id, [slope.pow(2).sum()])
-
-    nothing_grows(train, 200, 1_000)
-
-
 def test_ten_thousand_tensors_leave_nothing() -> None:
     def measure() -> list[tuple[int, int]]:
-        return [rpc.rpc_sync(name, shared_memory.resources) for name in NAMES]
+        return [rpc.rpc_sync(name, shared_memory_internals.resources) for name in NAMES]
 
     sent = tensor_of(knobs.SHM_FROM_BYTES.get())
     for _ in range(500):

@@ -14,18 +14,16 @@ from pathlib import Path
 import pytest
 
 from tests.gpu.device import ENVIRONMENT, KEEPS, missing, prepare
+from tests.remains import count_references
 
 os.environ.update(ENVIRONMENT)  # before a warm process starts, and before CUDA is initialised
 
 import torchweft
+from tests.contract.processes.functions import options, wait_until
 from tests.gpu.members import Members
-from tests.processes.conftest import nursery, options, warm, warm_process
-from tests.processes.functions import count_references, wait_until
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
-
-__all__ = ["group", "members", "nursery", "shared_group", "warm", "warm_process"]
 
 RELEASE_S = 3.0
 NO_ERRORS = (

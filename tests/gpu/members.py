@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.gpu.device import prepare
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
 from torchweft import rpc
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests import higher_order_random, higher_order_sites
+from tests.contract.processes import autograd_programs, higher_order_functions
 from tests.gpu.device import DEVICE
-from tests.processes import autograd_programs, higher_order_functions
 from torchweft import rpc
 from torchweft.launch import Cluster
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launchers.commands import TORCHWEFT, finished, started, wait_until
+from tests.contract.launchers.commands import TORCHWEFT, finished, started, wait_until
 from tests.launchers.kubernetes_cluster import (
     JOB_SETS,
     NAMESPACE,

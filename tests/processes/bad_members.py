@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 import torch
 
+from tests.contract.processes import attacks, functions
 from tests.internal import overridden
-from tests.processes import attacks, functions, strange_members
+from tests.processes import strange_members
 from tests.processes.stranger_groups import ATTACKER, OTHER, VICTIM, Group
 from tests.processes.strangers import frame
 from torchweft.wire.frames import HEADER

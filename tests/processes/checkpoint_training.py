@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.contract.processes.checkpoint_model import Counter
 from torchweft import autograd, checkpoint, rpc
 from torchweft.checkpoint import files, parts, snapshots
 from torchweft.nn import RemoteModule
@@ -35,23 +36,6 @@ class Layer(nn.Module):
         noise = random.random() + float(np.random.random())
         hidden: Tensor = nn.functional.dropout(self.norm(self.linear(inputs)), 0.3)
         return torch.tanh(hidden + noise)
-
-
-class Counter:
-    """A stateful object that is not a module."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def count(self) -> int:
-        self.calls += 1
-        return self.calls
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
 
 
 def seed(number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from tests.processes.functions import add, identity, wait_until
+from tests.contract.processes.functions import add, identity, wait_until
 from torchweft import rpc
 from torchweft.protocol.membership.leaving import ClosedLeaving
 from torchweft.rpc import node

@@ -11,9 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from tests.contract.processes import attacks, functions
+from tests.contract.processes.functions import wait_until
 from tests.free_encoder import Keys, Made
-from tests.processes import attacks, functions, hostility, unpickling
-from tests.processes.functions import wait_until
+from tests.processes import hostility, unpickling
+from tests.processes.attacks_internals import call_named, send_freely
+from tests.processes.attacks_internals import send_pickle as send_pickled
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
@@ -152,11 +155,11 @@ def _raised_by(call: Any) -> str:
 
 
 def call_by_name(to: str, path: str) -> str:
-    return _raised_by(lambda: attacks.call_named(to, b"os:system", (f"touch {path}",), {}))
+    return _raised_by(lambda: call_named(to, b"os:system", (f"touch {path}",), {}))
 
 
 def send_pickle(to: str, path: str) -> str:
-    return _raised_by(lambda: attacks.send_pickle(to, attacks.Payload(path)))
+    return _raised_by(lambda: send_pickled(to, attacks.Payload(path)))
 
 
 class Handle:
@@ -188,7 +191,7 @@ def _all_raise(*calls: Any) -> str:
 
 
 def call_ndarray(to: str, path: str) -> str:
-    call = functools.partial(attacks.call_named, to, b"numpy:ndarray", ((1,), "O", b"A" * 8))
+    call = functools.partial(call_named, to, b"numpy:ndarray", ((1,), "O", b"A" * 8))
     return _all_raise(lambda: call({}), lambda: call({"order": None}))
 
 
@@ -198,7 +201,7 @@ def send_arrays(to: str, path: str) -> str:
     begun = np.zeros(0).__reduce_ex__(4)
     array = _Reduced(begun[0], begun[1], (1, (1,), kind, False, b"A" * 8))
     raw = _Reduced(np.ndarray, ((1,), "O", b"A" * 8))
-    return _all_raise(*(functools.partial(attacks.send_pickle, to, each) for each in (raw, array)))
+    return _all_raise(*(functools.partial(send_pickled, to, each) for each in (raw, array)))
 
 
 def compile_module(to: str, path: str) -> str:
@@ -216,9 +219,7 @@ def call_torch(to: str, path: str) -> str:
         b"torch.sparse._triton_ops_meta:dump",
         b"torch:load",
     )
-    return _all_raise(
-        *(lambda name=name: attacks.call_named(to, name, ("this",), {}) for name in names)
-    )
+    return _all_raise(*(lambda name=name: call_named(to, name, ("this",), {}) for name in names))
 
 
 def break_sparse(to: str, path: str) -> str:
@@ -234,7 +235,7 @@ def break_sparse(to: str, path: str) -> str:
 def send_sparse(to: str, path: str) -> str:
     arguments = (torch.tensor([[1 << 40]]), torch.ones(1), (4,), True)
     broken = Made("torchweft.serialize.reducers:_sparse_coo", arguments)
-    return _raised_by(lambda: attacks.send_freely(to, broken))
+    return _raised_by(lambda: send_freely(to, broken))
 
 
 _ONE_HASH = (1 << 61) - 1
@@ -245,9 +246,9 @@ def send_one_hash(to: str, path: str) -> str:
     numbers = [number * _ONE_HASH for number in range(20_000)]
     pairs = [(number, 0) for number in numbers]
     return _all_raise(
-        lambda: attacks.send_freely(to, Keys(tags.SET, numbers)),
-        lambda: attacks.send_freely(to, Keys(tags.DICTIONARY, pairs)),
-        lambda: attacks.send_freely(to, [Keys(tags.FROZENSET, numbers[:5000])] * 9),
+        lambda: send_freely(to, Keys(tags.SET, numbers)),
+        lambda: send_freely(to, Keys(tags.DICTIONARY, pairs)),
+        lambda: send_freely(to, [Keys(tags.FROZENSET, numbers[:5000])] * 9),
     )
 
 

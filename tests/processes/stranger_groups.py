@@ -9,8 +9,8 @@ from typing import Any
 from torch.distributed import FileStore, PrefixStore
 
 from tests.internal import overridden
+from tests.open_workers import OpenWorkers
 from tests.processes import strange_members, unpickling
-from tests.processes.open_workers import OpenWorkers
 from tests.processes.strange_members import State
 from tests.processes.strangers import GREETING_S, Got, Row, Victim
 from torchweft import secret

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.certificates import Authority
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes.bad_members import MEMBERS, OPTIONS, SETTINGS
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from tests.processes.stranger_groups import ATTACKER, Group
 from tests.processes.strangers import STRANGERS, Row, tls_rows
 

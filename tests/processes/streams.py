@@ -6,8 +6,9 @@ import threading
 
 import torch
 
+from tests.contract.processes import functions
 from tests.internal import overridden
-from tests.processes import functions
+from tests.processes import internals
 from torchweft import rpc
 from torchweft.agent.current import current
 from torchweft.agent.data_connections import DataConnections
@@ -82,7 +83,7 @@ def data_threads() -> list[str]:
 
 
 def bytes_of(size_bytes: int) -> torch.Tensor:
-    return functions.make_tensor(size_bytes)
+    return internals.make_tensor(size_bytes)
 
 
 def count_elements(tensor: torch.Tensor) -> int:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import strange_members, unpickling
 from tests.processes.bad_members import MEMBERS, OPTIONS, SETTINGS, MemberRow
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from tests.processes.stranger_groups import (
     ATTACKER,
     FEW_THREADS,

@@ -1,4 +1,4 @@
-"""Functions by value: code is sent once to each life of a worker; the main program goes by name."""
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.processes import functions
-from tests.processes.open_workers import OpenWorkers
-from tests.processes.test_open_groups import Group
+from tests.contract.processes import functions
+from tests.contract.processes.test_open_groups import Group
+from tests.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.errors import SerializationError, WorkerLost
+from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.keeps("threads", "descriptors")]
-ROOT = Path(__file__).parents[2]
+
+ROOT = Path(__file__).parents[3]
+
 PROGRAM_LIMIT_S = 150.0
 """Two fresh interpreters import torch, beside whatever else the machine does."""
 
@@ -36,9 +37,6 @@ def codes_sent(to: str) -> int:
 def codes_kept(of: str) -> int:
     """Returns how many codes this worker keeps for another one."""
     return len(current().find(of).kept_codes)
-
-
-# A closed group
 
 
 def test_code_is_sent_once_to_each_worker(group: Cluster) -> None:
@@ -60,52 +58,6 @@ def test_an_ordinary_call_sends_no_code(group: Cluster) -> None:
     assert rpc.rpc_sync("worker0", functions.add, args=(1, 2)) == 3
     assert rpc.rpc_sync("worker0", functions.collect, args=([1], {"a": torch.ones(1)}))
     assert codes_sent("worker0") == before
-
-
-def test_functions_that_torch_compiles_can_be_called_again(group: Cluster) -> None:
-    """What ``torch.compile`` has kept of the first call must not serve the second function."""
-    number = torch.ones(2)
-
-    def add(value: torch.Tensor) -> torch.Tensor:
-        return value + number
-
-    def compiled_there(value: torch.Tensor) -> torch.Tensor:
-        return torch.compile(lambda value: add(value), backend="eager")(value)
-
-    compiled_here = torch.compile(add, backend="eager")
-    for call in range(1, 4):
-        number = torch.full((2,), float(call))
-        for function in (compiled_there, compiled_here, lambda value: compiled_here(value)):
-            arrived = rpc.rpc_sync("worker0", function, args=(torch.zeros(2),))
-            assert torch.equal(arrived, number)
-
-
-def test_captured_references_are_handed_on(group: Cluster) -> None:
-    def call(way: str) -> Any:
-        kept = [rpc.remote(name, functions.identity, args=(name,)) for name in group.names]
-        reference = kept[0]
-        function = lambda: (reference.to_here(), kept[1].to_here())  # noqa: E731
-        return getattr(rpc, way)("worker0", function)
-
-    assert call("rpc_sync") == ("worker0", "worker1")
-    assert call("rpc_async").wait() == ("worker0", "worker1")
-    assert call("remote").to_here() == ("worker0", "worker1")
-
-
-def test_a_function_that_refers_to_the_cluster_is_refused_by_name(group: Cluster) -> None:
-    with pytest.raises(SerializationError, match=r"variable 'group'.* such as cluster\.names$"):
-        rpc.rpc_sync("worker0", lambda: group.names)
-
-
-def test_functions_are_passed_on_from_worker_to_worker(group: Cluster) -> None:
-    number = 3
-    for _ in range(2):
-        names = ["worker0", "worker1", "driver", "worker1"]
-        args = (names, lambda value: value + number, (1,))
-        assert rpc.rpc_sync("worker0", functions.call_through, args=args) == 4
-
-
-# Lost, and back under the same name
 
 
 @pytest.fixture
@@ -141,8 +93,6 @@ def test_a_worker_that_came_back_is_sent_the_code_again(open_group: Group) -> No
     assert open_group.do("a", call_often, "b", 6) == (9, 1)
     assert open_group.do("b", call_often, "a", 7) == (10, 1)
 
-
-# The main program, which goes by name wherever both workers run the same one
 
 PROGRAM = """
 import json, multiprocessing, os, sys
@@ -192,14 +142,18 @@ if __name__ == "__main__":
         for process in started:
             process.join()
 """
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
 WEFT_RUN = ("-m", "torchweft", "run", "-n", "2")
+
 STARTS = {
     "fork": ((), "fork"),
     "spawn, as a module": (("-m",), "spawn one"),
     "torchrun": (TORCHRUN, "by itself"),
     "torchweft run": ((*WEFT_RUN, "--warm"), "by itself"),
 }
+
 FEW = ("fork", "spawn, as a module", "torchweft run")
 """Those of each run. For a worker, torchrun differs from the last one by its name only."""
 

@@ -1,16 +1,16 @@
-"""Tensors between processes over every channel for tensor memory."""
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
 
 from __future__ import annotations
 
 import gc
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tests.processes import functions
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import wait_until
+from tests.processes import internals
 from torchweft import knobs, rpc
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
@@ -19,12 +19,14 @@ from torchweft.serialize import tensors
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
 INLINE = knobs.INLINE_LIMIT_BYTES.default
+
 PULLED = knobs.CMA_FROM_BYTES.default
+
 SIZES = [0, 1, INLINE - 1, INLINE, INLINE + 1, PULLED - 1, PULLED, PULLED + 1, (16 << 20) + 3]
 
 
 def bytes_of(size_bytes: int) -> torch.Tensor:
-    return functions.make_tensor(size_bytes)
+    return internals.make_tensor(size_bytes)
 
 
 @pytest.mark.parametrize("size_bytes", SIZES)
@@ -32,16 +34,16 @@ def test_sizes_around_every_limit(group: Cluster, size_bytes: int) -> None:
     sent = bytes_of(size_bytes)
     there_and_back = functions.call_through(["worker0", "worker1"], functions.identity, (sent,))
     assert torch.equal(there_and_back, sent)
-    fetched = rpc.remote("worker1", functions.make_tensor, args=(size_bytes,)).to_here()
+    fetched = rpc.remote("worker1", internals.make_tensor, args=(size_bytes,)).to_here()
     assert torch.equal(fetched, sent)
 
 
 @pytest.mark.parametrize("size_bytes", [8, INLINE + 8, PULLED + 8])
 def test_received_tensors_are_writable_and_independent(group: Cluster, size_bytes: int) -> None:
     sent = bytes_of(size_bytes)
-    assert rpc.rpc_sync("worker0", functions.fill, args=(sent, 7)) == 7
+    assert rpc.rpc_sync("worker0", internals.fill, args=(sent, 7)) == 7
     assert torch.equal(sent, bytes_of(size_bytes))
-    rpc.rpc_sync("worker0", functions.keep_tensor, args=("original", size_bytes))
+    rpc.rpc_sync("worker0", internals.keep_tensor, args=("original", size_bytes))
     first = rpc.rpc_sync("worker0", functions.give, args=("original",))
     second = rpc.rpc_sync("worker0", functions.give, args=("original",))
     first.fill_(9)
@@ -53,13 +55,13 @@ def test_received_tensors_are_writable_and_independent(group: Cluster, size_byte
 
 def test_a_received_tensor_outlives_everything_else(group: Cluster) -> None:
     tensors = [
-        rpc.rpc_sync("worker0", functions.make_tensor, args=(size_bytes,)) for size_bytes in SIZES
+        rpc.rpc_sync("worker0", internals.make_tensor, args=(size_bytes,)) for size_bytes in SIZES
     ]
     views = [tensor[tensor.numel() // 2 :] for tensor in tensors]
     del tensors
     gc.collect()
     for _ in range(3):
-        rpc.rpc_sync("worker0", functions.make_tensor, args=(PULLED,)).fill_(255)
+        rpc.rpc_sync("worker0", internals.make_tensor, args=(PULLED,)).fill_(255)
     for view, size_bytes in zip(views, SIZES, strict=True):
         assert torch.equal(view, bytes_of(size_bytes)[size_bytes // 2 :])
 
@@ -71,46 +73,6 @@ def test_a_hundred_tensors_in_one_message(group: Cluster) -> None:
     assert all(torch.equal(*pair) for pair in zip(sent, back, strict=True))
 
 
-def unusual_tensors() -> dict[str, torch.Tensor]:
-    large = torch.arange(1 << 19, dtype=torch.float32).reshape(512, 1024)
-    return {
-        "transposed": large.t(),
-        "strided": large[::3, 1::2],
-        "expanded": torch.ones(1, 4).expand(1000, 4),
-        "bfloat16": large.to(torch.bfloat16),
-        "float8": torch.ones(5).to(torch.float8_e4m3fn),
-        "complex": torch.complex(large, -large),
-        "conjugate": torch.complex(large, large).conj(),
-        "boolean": large > 5,
-        "scalar": torch.tensor(3.5),
-        "empty": torch.empty(0, 7),
-        "channels last": torch.ones(8, 64, 32, 32).to(memory_format=torch.channels_last),
-    }
-
-
-@pytest.mark.parametrize("kind", unusual_tensors())
-def test_tensors_of_every_kind(group: Cluster, kind: str) -> None:
-    sent = unusual_tensors()[kind]
-    back = rpc.rpc_sync("worker0", functions.identity, args=(sent,))
-    assert back.dtype == sent.dtype
-    assert back.shape == sent.shape
-    assert torch.equal(back.to(torch.complex128), sent.to(torch.complex128))
-    there = rpc.rpc_sync("worker0", functions.describe_tensor, args=(sent.real,))
-    assert there == functions.describe_tensor(sent.real)
-
-
-def test_sparse_tensors(group: Cluster) -> None:
-    dense = torch.zeros(300, 300)
-    dense[::7, ::5] = torch.rand(43, 60)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # "in beta state"
-        compressed = dense.to_sparse_csr()
-    for sent in (dense.to_sparse(), compressed):
-        back = rpc.rpc_sync("worker0", functions.identity, args=(sent,))
-        assert back.layout == sent.layout
-        assert torch.equal(back.to_dense(), dense)
-
-
 @pytest.mark.parametrize("size", [4, PULLED])
 def test_views_of_one_storage_stay_views(group: Cluster, size: int) -> None:
     whole = torch.zeros(size, dtype=torch.float32)
@@ -120,29 +82,16 @@ def test_views_of_one_storage_stay_views(group: Cluster, size: int) -> None:
     assert whole.sum() == 0
 
 
-def test_parameters_and_modules(group: Cluster) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(600, 600), torch.nn.BatchNorm1d(600))
-    back = rpc.rpc_sync("worker0", functions.identity, args=(module,))
-    assert back is not module
-    for (name, ours), theirs in zip(module.named_parameters(), back.parameters(), strict=True):
-        assert isinstance(theirs, torch.nn.Parameter), name
-        assert theirs.requires_grad
-        assert torch.equal(ours, theirs)
-    tied = torch.nn.Parameter(torch.ones(3))
-    pair = rpc.rpc_sync("worker0", functions.identity, args=([tied, tied],))
-    assert pair[0] is pair[1]
-
-
 def test_what_is_sent_is_let_go_of(group: Cluster) -> None:
     future = rpc.rpc_async("worker0", functions.describe_tensor, args=(bytes_of(4 * PULLED),))
     future.wait()
-    references = [rpc.remote("worker0", functions.make_tensor, args=(PULLED,)) for _ in range(4)]
+    references = [rpc.remote("worker0", internals.make_tensor, args=(PULLED,)) for _ in range(4)]
     assert all(reference.to_here().numel() == PULLED for reference in references)
     del references
     pairs = [("driver", "worker0"), ("worker0", "driver"), ("worker1", "worker0")]
 
     def nothing_is_held() -> bool:
-        held = [rpc.rpc_sync(name, functions.held_for, args=(peer,)) for name, peer in pairs]
+        held = [rpc.rpc_sync(name, internals.held_for, args=(peer,)) for name, peer in pairs]
         return all(statistics == (0, 0) for statistics in held)
 
     wait_until(nothing_is_held, lambda: "tensors are held that everybody has")
@@ -150,14 +99,14 @@ def test_what_is_sent_is_let_go_of(group: Cluster) -> None:
 
 def test_buffers_return_to_the_pool(group: Cluster) -> None:
     rpc.rpc_sync("worker1", functions.name_here)
-    rpc.rpc_sync("worker1", functions.forbid, args=("driver", "SHM"))
-    before = functions.pool_statistics()
+    rpc.rpc_sync("worker1", internals.forbid, args=("driver", "SHM"))
+    before = internals.pool_statistics()
     received = [
-        rpc.rpc_sync("worker1", functions.make_tensor, args=(2 * PULLED,)) for _ in range(3)
+        rpc.rpc_sync("worker1", internals.make_tensor, args=(2 * PULLED,)) for _ in range(3)
     ]
-    assert functions.pool_statistics().leased_bytes >= before.leased_bytes + 6 * PULLED
+    assert internals.pool_statistics().leased_bytes >= before.leased_bytes + 6 * PULLED
     received.clear()
-    assert functions.pool_statistics().leased_bytes == before.leased_bytes
+    assert internals.pool_statistics().leased_bytes == before.leased_bytes
 
 
 def test_many_threads_send_large_tensors(group: Cluster) -> None:

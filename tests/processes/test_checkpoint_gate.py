@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.checkpoint_model import Pair, saved_numbers, step_half, step_often
-from tests.processes.conftest import raised_by
-from tests.processes.functions import open_gate, wait_until
+from tests.contract.processes.checkpoint_model import Pair, step_half, step_often
+from tests.contract.processes.functions import open_gate, raised_by, wait_until
+from tests.processes.checkpoint_model_internals import saved_numbers
 from torchweft import checkpoint, rpc
 from torchweft.agent.current import current
 from torchweft.errors import CallTimeout

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.contract.processes.functions import wait_until
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import checkpoint_training as training
-from tests.processes.functions import wait_until
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import checkpoint
 from torchweft.errors import WorkerLost
 

@@ -13,12 +13,10 @@ import torch
 import torchweft
 from tests.conformance.shims.fault_plan import Plan
 from tests.conformance.shims.faults import Faults, InjectedFault
-from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import Tracked, wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import Tracked, options, wait_until
 from torchweft import autograd, rpc
-from torchweft.compat.rpc import api
-from torchweft.compat.rpc.references import RRef
+from torchweft.compat.rpc import RRef, api
 from torchweft.errors import CallTimeout, ReferenceGone
 from torchweft.launch import Nursery
 from torchweft.rpc.worker import current_worker

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchweft
 from tests.conformance.shims.remote_module import RemoteModule, _RemoteModule
-from tests.processes.compiled import (
+from tests.contract.processes.compiled import (
     NoForward,
     ScaleInterface,
     call_twice,

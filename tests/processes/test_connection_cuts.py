@@ -13,11 +13,10 @@ import pytest
 import torch
 
 import torchweft
+from tests.contract.processes.functions import options, wait_until
 from tests.internal import overridden
 from tests.processes import cutting
-from tests.processes.conftest import options
 from tests.processes.cutting import CuttingNetwork
-from tests.processes.functions import wait_until
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.launch import Cluster, Nursery
@@ -153,7 +152,7 @@ def test_tensors_of_all_sizes_arrive(over_tcp: Cluster, network: CuttingNetwork)
 
 @pytest.mark.parametrize("network", [(2_000, 40)], indirect=True)
 def test_references_are_released_all_the_same(over_tcp: Cluster, network: CuttingNetwork) -> None:
-    from tests.processes.functions import count_references
+    from tests.remains import count_references
 
     before = {name: rpc.rpc_sync(name, count_references) for name in over_tcp.names}
     for _ in range(30):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import torchweft
+from tests.contract.processes.functions import options
 from tests.internal import overridden
-from tests.processes.conftest import options
 from torchweft import rpc
 from torchweft.launch import Cluster, Nursery
 

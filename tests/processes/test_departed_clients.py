@@ -13,7 +13,7 @@ import pytest
 from benchmarks.endurance import departures
 from benchmarks.endurance.clients import WAYS
 from benchmarks.endurance.samples import Course
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
 from torchweft.agent import agent
 from torchweft.protocol.membership import registration
 from torchweft.runtime import fair_queue

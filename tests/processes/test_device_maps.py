@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.agent.current import current, is_set
 from torchweft.errors import ConfigurationError

@@ -9,12 +9,8 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.embedding_functions import (
-    ORDERED,
-    RULES,
-    train_ordered,
-    train_ordered_alone,
-)
+from tests.contract.processes.embedding_functions import RULES
+from tests.processes.embedding_internals import ORDERED, train_ordered, train_ordered_alone
 from torchweft import rpc
 from torchweft.embedding import ColumnWise, RowWise, Tables, plan_tables
 from torchweft.embedding.plan import Place

@@ -13,10 +13,10 @@ import pytest
 from torch.distributed import HashStore
 
 import torchweft
-from tests.processes import deadlocks
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
-from tests.processes.observers import ANSWER_S, OPEN, group_of, said_by
+from tests.command_line import said_by
+from tests.contract.processes import deadlocks
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import Secret, rpc
 from torchweft.agent.current import current
 from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
@@ -85,7 +85,7 @@ def test_a_barrier_that_one_worker_never_reaches(stuck: Cluster, tmp_path: Path)
     rpc.rpc_async("worker2", deadlocks.read, args=(str(tmp_path / "pipe"),))
     said, graph = explained_when(
         group_of(stuck),
-        "worker0 and worker1 wait, in the end, for\n  worker2: tests.processes.deadlocks.read ",
+        f"worker0 and worker1 wait, in the end, for\n  worker2: {deadlocks.__name__}.read ",
     )
     assert said.count(deadlocks.line_of("comes to the barrier") + "synchronize") == 2
     assert deadlocks.line_of("waits for a writer") + "read" in said
@@ -110,7 +110,7 @@ def test_a_value_that_is_not_made(stuck: Cluster, tmp_path: Path) -> None:
     rpc.rpc_async("worker0", deadlocks.fetch, args=(value,))
     # Whether worker1 waits as well depends on which of both calls it has begun first.
     said, _ = explained_when(
-        group_of(stuck), "in the end, for\n  worker1: tests.processes.deadlocks.read "
+        group_of(stuck), "in the end, for\n  worker1: tests.contract.processes.deadlocks.read "
     )
     assert said.startswith("worker0 ")
     assert deadlocks.line_of("waits for a writer") + "read" in said
@@ -133,7 +133,7 @@ def test_a_map_and_a_stream_whose_function_does_not_return(
     rpc.rpc_async("worker0", function, args=("worker1", str(tmp_path / "pipe")))
     said, _ = explained_when(
         group_of(stuck),
-        f"worker0 waits, in the end, for\n  worker1: tests.processes.deadlocks.{runs} (called by "
+        f"worker0 waits, in the end, for\n  worker1: {deadlocks.__name__}.{runs} (called by "
         "'worker0')",
     )
     assert said.count("in the end") == 1, said
@@ -143,8 +143,12 @@ def test_a_map_and_a_stream_whose_function_does_not_return(
 @pytest.mark.parametrize(
     ("function", "waits", "runs"),
     [
-        (deadlocks.score, "waits for any score", "tests.processes.deadlocks.read"),
-        (deadlocks.follow_several, "waits for any line", "tests.processes.deadlocks.read_lines"),
+        (deadlocks.score, "waits for any score", "tests.contract.processes.deadlocks.read"),
+        (
+            deadlocks.follow_several,
+            "waits for any line",
+            "tests.contract.processes.deadlocks.read_lines",
+        ),
         (deadlocks.run_stages, "waits for its stages", "torchweft.pipeline.host.start"),
     ],
 )
@@ -321,7 +325,7 @@ def test_files_name_the_lines_of_a_barrier_that_one_worker_never_reaches(
     dump(group, folder, *everybody)
     status, said, _ = said_by("explain", str(folder))
     assert status == 0  # The function of worker2 may return at any moment.
-    assert "worker0 and worker1 wait, in the end, for\n  worker2: tests.processes" in said
+    assert "worker0 and worker1 wait, in the end, for\n  worker2: tests.contract.processes" in said
     assert said.count(deadlocks.line_of("comes to the barrier") + "synchronize") == 2
     assert deadlocks.line_of("waits for a writer") + "read" in said
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import false_names
 from tests.processes.false_names import HONEST, LIAR, LIES, RANKS, SERVER
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 
 
 def test_calls_in_the_name_of_another_worker(warm_process: WarmProcess, tmp_path: Path) -> None:

@@ -1,29 +1,25 @@
-"""Failures while a group works: a worker that is killed, a channel that stops working."""
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 
 import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.conftest import options, raised_by
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, raised_by, wait_until
+from tests.contract.processes.test_faults import kill
+from tests.processes import internals
 from torchweft import rpc
 from torchweft.errors import LaunchError, OwnerLost, ShutdownError, WorkerLost
 from torchweft.launch import Nursery
 
 NOTICE_S = 2.0
 """On a busy machine; usually some 20 ms, and 10 s where only silence tells of a loss."""
+
 LARGE_BYTES = 3 << 20
-
-
-def kill(pid: int) -> None:
-    os.kill(pid, signal.SIGKILL)
 
 
 def test_a_killed_worker_is_noticed_at_once(
@@ -42,7 +38,7 @@ def test_a_killed_worker_is_noticed_at_once(
         fetch = rpc.rpc_async("worker0", functions.fetch_content, args=(lost,))
         sending.wait()
         wait_until(
-            lambda: rpc.rpc_sync("worker1", functions.count_at_gate, args=("never",)) == 2,
+            lambda: rpc.rpc_sync("worker1", internals.count_at_gate, args=("never",)) == 2,
             lambda: "the calls did not arrive",
         )
 
@@ -66,7 +62,7 @@ def test_a_killed_worker_is_noticed_at_once(
             assert later.__cause__ is later.__context__ is None  # No frames of Weft are shown.
         assert isinstance(raised_by(lost.rpc_sync().anything), WorkerLost)
 
-        assert functions.held_for("worker1") == (0, 0)
+        assert internals.held_for("worker1") == (0, 0)
         assert rpc.rpc_sync("worker0", functions.bounce, args=(9, ["worker0", "worker2"])) == 9
         assert kept.to_here().content == 3
         del kept
@@ -77,47 +73,6 @@ def test_a_killed_worker_is_noticed_at_once(
         capsys.readouterr()
 
 
-def test_a_worker_killed_while_it_is_waited_for_by_another(
-    nursery: Nursery, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with torchweft.cluster(
-        workers=2, nursery=nursery, rpc_backend_options=options(), check=False
-    ) as group:
-        path = ["worker0", "worker1"]
-        call = rpc.rpc_async(
-            "worker0", functions.call_through, args=(path[1:], os.kill, (os.getpid(), 0))
-        )
-        assert call.wait() is None
-        call = rpc.rpc_async("worker0", functions.add_by, args=("worker1", _Killer(), 1))
-        error = raised_by(call.wait)
-        assert "worker 'worker1' (rank 2) is lost" in str(error)
-        assert isinstance(error, RuntimeError)
-        assert rpc.rpc_sync("worker0", functions.name_here) == "worker0"
-        assert group.names == path
-        capsys.readouterr()
-
-
-class _Killer:
-    """Kills the process that adds a value to it."""
-
-    def __add__(self, other: object) -> None:
-        kill(os.getpid())
-
-
-def test_the_shutdown_of_survivors_names_who_is_lost(
-    nursery: Nursery, capsys: pytest.CaptureFixture[str]
-) -> None:
-    start_s = 0.0
-    with pytest.raises(ShutdownError, match=r"worker 'worker1' \(rank 2\) is lost"):  # noqa: PT012, SIM117
-        with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()) as group:
-            rpc.rpc_sync("worker0", functions.call_through, args=(["worker1"], len, ((),)))
-            kill(group.pids["worker1"])
-            start_s = time.monotonic()
-            rpc.shutdown()
-    assert time.monotonic() - start_s < 3.0
-    assert "shut down without every worker" not in capsys.readouterr().out
-
-
 def test_a_worker_that_dies_during_the_shutdown(
     nursery: Nursery, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,7 +81,7 @@ def test_a_worker_that_dies_during_the_shutdown(
         with torchweft.cluster(workers=2, nursery=nursery, rpc_backend_options=options()):
             reference = rpc.remote("worker1", functions.Tracked)
             rpc.rpc_sync("worker0", functions.keep, args=("kept", reference))
-            rpc.rpc_sync("worker1", functions.die_when_settling)
+            rpc.rpc_sync("worker1", internals.die_when_settling)
             start_s = time.monotonic()
     assert time.monotonic() - start_s < 3.0
     capsys.readouterr()
@@ -139,11 +94,11 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
         for name, peer in [("driver", "worker0"), ("worker0", "driver"), ("worker1", "worker0")]:
             rpc.rpc_sync(name, functions.name_here)
             rpc.rpc_sync(name, rpc.rpc_sync, args=(peer, functions.name_here))
-            rpc.rpc_sync(name, functions.forbid, args=(peer, "SHM", "STRIPED"))
-        if functions.channel_to("worker0") != "CMA":
+            rpc.rpc_sync(name, internals.forbid, args=(peer, "SHM", "STRIPED"))
+        if internals.channel_to("worker0") != "CMA":
             pytest.skip("no process may read another's memory here")
-        rpc.rpc_sync("worker0", functions.break_pulling)
-        sent = functions.make_tensor(LARGE_BYTES)
+        rpc.rpc_sync("worker0", internals.break_pulling)
+        sent = internals.make_tensor(LARGE_BYTES)
         calls = [
             rpc.rpc_async("worker0", functions.identity, args=([sent + number, number, sent],))
             for number in range(6)
@@ -152,12 +107,12 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
             assert same == number
             assert torch.equal(first, sent + number)
             assert torch.equal(third, sent)
-        assert functions.channel_to("worker0") == "STREAM"
-        assert rpc.rpc_sync("worker0", functions.channel_to, args=("driver",)) == "CMA"
+        assert internals.channel_to("worker0") == "STREAM"
+        assert rpc.rpc_sync("worker0", internals.channel_to, args=("driver",)) == "CMA"
         # A tensor that a worker cannot pull may also be the result of its own call.
         path = ["worker1", "worker0", "worker1"]
         assert torch.equal(functions.call_through(path, functions.identity, (sent,)), sent)
-        assert functions.held_for("worker0") == (0, 0)
+        assert internals.held_for("worker0") == (0, 0)
     warnings = [text for text in caplog.messages if "no longer travel by cma" in text]
     assert len(warnings) == 1
     assert "'worker0'" in warnings[0]

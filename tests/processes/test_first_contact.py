@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.processes.functions import add
+from tests.open_workers import OpenWorkers
 from tests.processes import leaving
-from tests.processes.functions import add
-from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.errors import CallTimeout
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract.processes.functions import add, wait_until
+from tests.open_workers import OpenWorkers
 from tests.processes import leaving
-from tests.processes.functions import add, wait_until
-from tests.processes.open_workers import OpenWorkers
 from torchweft import rpc
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.rpc import WorkerState

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import hostility
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 
 ATTEMPTS = 60
 FEW = 12

@@ -19,18 +19,16 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.weft_run import is_running, wait_until_gone
+from tests.contract.processes import functions
+from tests.contract.processes.weft_run import is_running, wait_until_gone
 from torchweft import rpc
 from torchweft.errors import ConfigurationError, HostError, LaunchError
+from torchweft.launch import Host, HostsLauncher, Order, RestartPolicy
 from torchweft.launch.console import BinarySink, Console
-from torchweft.launch.host_connection import Host
 from torchweft.launch.host_link import CommandLink
 from torchweft.launch.hosts import HostNurseries
-from torchweft.launch.hosts_launcher import HostsLauncher
 from torchweft.launch.job import Job, program_job
-from torchweft.launch.launchers import Order
-from torchweft.launch.restarts import WORKER, RestartPolicy
+from torchweft.launch.restarts import WORKER
 from torchweft.launch.worker import WorkerSpec
 from torchweft.scraping import Address
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchweft
-from torchweft import knobs, rpc
+from torchweft import rpc
 from torchweft.errors import HostError, LaunchError, WeftError
 from torchweft.launch import Host, HostsLauncher
 
@@ -58,11 +58,9 @@ def flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.keeps("descriptors")  # The first TCP store of a process leaves a pipe open.
+@pytest.mark.usefixtures("quick_restarts")
 def test_a_worker_of_a_lost_host_comes_back(flag: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with (
-        knobs.RESTART_BACKOFF_S.override(0.05),
-        torchweft.cluster(workers=2, on=Agents(flag), restarts=1) as group,
-    ):
+    with torchweft.cluster(workers=2, on=Agents(flag), restarts=1) as group:
         former = rpc.rpc_sync("worker0", life)
         with pytest.raises(WeftError):
             rpc.rpc_sync("worker1", kill_agent)

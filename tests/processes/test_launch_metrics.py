@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
-from tests.processes.weft_run import LIMIT_S, Start, finish, running
+from tests.contract.processes.weft_run import LIMIT_S, Start, finish, running
 from torchweft import cluster, rpc
 from torchweft.errors import ConfigurationError
 from torchweft.launch import Nursery

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import lies
 from tests.processes.lies import HONEST, LIAR, LIES, VICTIM, WITHOUT_EFFECT
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 
 _WORK_S = 2.5
 

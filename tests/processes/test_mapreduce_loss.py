@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
-from tests.processes import functions
-from tests.processes import mapreduce_functions_m as parts
-from tests.processes.mapreduce_gradients import (
+from tests.contract.processes import functions
+from tests.contract.processes import mapreduce_functions_m as parts
+from tests.contract.processes.mapreduce_gradients import (
     check_gradients,
     map_and_check,
     model_and_inputs,
     on,
 )
+from tests.processes import mapreduce_internals_m as internals
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
 from torchweft.launch import Cluster
@@ -33,14 +34,14 @@ WORKERS = ("worker0", "worker1")
 def kill(group: Cluster, name: str) -> None:
     rpc.rpc_sync(name, functions.identity, args=(None,))  # connected: its death is noticed
     os.kill(group.pids[name], signal.SIGKILL)
-    parts.wait_lost(name)
+    internals.wait_lost(name)
 
 
 @pytest.mark.parametrize("fan_out", [1, 4])
 @pytest.mark.parametrize("victim", ["worker0", "worker1", "worker2"])
 def test_a_worker_is_killed_while_it_runs_a_part(three: Cluster, victim: str, fan_out: int) -> None:
     with knobs.FAN_OUT.override(fan_out):
-        map_and_check(parts.loss_or_die, victim, partitioner=on(*three.names))
+        map_and_check(internals.loss_or_die, victim, partitioner=on(*three.names))
 
 
 class Watching:
@@ -71,7 +72,7 @@ def test_a_worker_is_killed_when_it_has_done_its_part(three: Cluster, is_recorde
     observers.add(watching)
     with torchweft.autograd.context() as context_id, torch.set_grad_enabled(is_recorded):
         loss = mapreduce.remote_sync_call(
-            parts.loss_and_kill,
+            internals.loss_and_kill,
             args=(model, inputs, torch.arange(3), "worker1"),
             partitioner=on("worker0", "worker1", "worker2"),
             reducer=mapreduce.mean_reducer,
@@ -93,11 +94,11 @@ def test_parts_are_not_run_again_unless_that_is_wanted(three: Cluster) -> None:
     model, inputs = model_and_inputs()
     with pytest.raises(WorkerLost) as caught:
         mapreduce.remote_sync_call(
-            parts.loss_or_die, args=(model, inputs, "worker0"), partitioner=cut
+            internals.loss_or_die, args=(model, inputs, "worker0"), partitioner=cut
         )
     assert caught.value.worker == "worker0"
     assert "rerun=True" in caught.value.__notes__[-1]
-    map_and_check(parts.loss_or_die, "worker1", partitioner=cut_rows, rerun=True)
+    map_and_check(internals.loss_or_die, "worker1", partitioner=cut_rows, rerun=True)
 
 
 def cut_rows(model: nn.Module, inputs: Tensor, victim: str) -> list[tuple[Any, Any, Any]]:
@@ -109,7 +110,9 @@ def test_nobody_is_left(three: Cluster) -> None:
     model, inputs = model_and_inputs()
     with pytest.raises(WorkerLost) as caught:
         mapreduce.remote_sync_call(
-            parts.loss_or_die, args=(model, inputs, "worker2"), partitioner=on("worker2")
+            internals.loss_or_die,
+            args=(model, inputs, "worker2"),
+            partitioner=on("worker2"),
         )
     assert caught.value.worker == "worker2"
     assert "no worker is left" in caught.value.__notes__[-1]
@@ -119,7 +122,7 @@ def test_a_part_that_calls_a_lost_worker_fails_itself(three: Cluster) -> None:
     kill(three, "worker2")
     with pytest.raises(WorkerLost) as caught:
         mapreduce.remote_sync_call(
-            parts.call_other,
+            internals.call_other,
             args=(torch.arange(2), "worker2"),
             partitioner=on(*WORKERS),
             timeout=20.0,

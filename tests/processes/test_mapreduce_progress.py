@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 import torchweft
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import options, wait_until
 from tests.processes.mapreduce_functions_d import never_on
 from torchweft import mapreduce
 from torchweft.launch import Nursery

@@ -9,10 +9,18 @@ from typing import Any
 import pytest
 
 import torchweft
-from tests.processes import meta_gradient_functions as functions
-from tests.processes.conftest import options
-from tests.processes.meta_gradient_checks import by_map, check, flat, nothing_kept, single_process
-from tests.processes.meta_gradient_functions import NOBODY, Inner
+from tests.contract.processes import meta_gradient_functions as functions
+from tests.contract.processes.functions import options
+from tests.contract.processes.meta_gradient_checks import (
+    by_map,
+    check,
+    flat,
+    nothing_kept,
+    single_process,
+)
+from tests.contract.processes.meta_gradient_functions import NOBODY
+from tests.processes import meta_gradient_internals as internals
+from tests.processes.meta_gradient_internals import Inner
 from tests.thorough import CHECKED, spread
 from torchweft import knobs, mapreduce
 from torchweft.launch import Cluster, Nursery
@@ -75,7 +83,7 @@ def test_the_inner_error_is_computed_by_another_worker(
     three: Cluster, partitioner: Any, way: str
 ) -> None:
     inner = Inner((), NOBODY)
-    outcome = by_map(way, functions.query_error_by_others, inner, partitioner=partitioner)
+    outcome = by_map(way, internals.query_error_by_others, inner, partitioner=partitioner)
     check(outcome, True, ACROSS)
 
 
@@ -89,5 +97,5 @@ def test_the_inner_error_is_that_of_a_map_over_all(
 ) -> None:
     inner = Inner(None, NOBODY)
     with knobs.FAN_OUT.override(fan_out):
-        outcome = by_map(way, functions.query_error_by_others, inner, partitioner=partitioner)
+        outcome = by_map(way, internals.query_error_by_others, inner, partitioner=partitioner)
     check(outcome, True, ACROSS)

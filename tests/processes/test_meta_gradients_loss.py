@@ -1,9 +1,7 @@
-"""Meta-gradients equal those of a single process, even if workers are killed meanwhile."""
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -11,34 +9,40 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
-import torchweft
-from tests.processes import autograd_functions
-from tests.processes import meta_gradient_functions as functions
-from tests.processes.conftest import options
-from tests.processes.meta_gradient_checks import EXACT, by_map, check, difference, nothing_kept
-from tests.processes.meta_gradient_functions import Death, Doom, Inner
+from tests.contract.processes import autograd_functions
+from tests.contract.processes import meta_gradient_functions as functions
+from tests.contract.processes.meta_gradient_checks import (
+    by_map,
+    check,
+)
+from tests.contract.processes.meta_gradient_functions import Death, Doom
+from tests.contract.processes.test_meta_gradients_loss import (
+    FIRST,
+    SECOND,
+    THIRD,
+    WAYS,
+    WORKERS,
+    each_in_turn,
+    three,
+)
+from tests.processes import meta_gradient_internals as internals
+from tests.processes.meta_gradient_internals import Inner
 from tests.thorough import CHECKED, spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.errors import WorkerLost
-from torchweft.launch import Cluster, Nursery
+from torchweft.launch import Nursery
 from torchweft.mapreduce.observers import observers
 
-WORKERS = FIRST, SECOND, THIRD = ("worker0", "worker1", "worker2")
 ACROSS = 1e-10
 """Tolerance where the inner loop itself calls other workers."""
 
-each_in_turn = mapreduce.dim_partitioner(0, exclusive=True, workers=WORKERS)
 in_chunks = mapreduce.dim_partitioner(0, workers=WORKERS)
+
 caller_and_one = mapreduce.dim_partitioner(0, exclusive=True, workers=("driver", FIRST))
-only_one = mapreduce.dim_partitioner(0, exclusive=True, workers=(FIRST,))
 
-WAYS = ("backward", "grad")
 WAYS_AND_ORDERS = [("backward", True), ("grad", False)]
-
-every_way = pytest.mark.parametrize("way", WAYS)
 
 # For each case: the deaths in order, by worker and point; FAN_OUT; the partitioner.
 CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
@@ -60,18 +64,6 @@ CASES: dict[str, tuple[tuple[tuple[str, str], ...], int, Any]] = {
     "all but the caller, in a part": (((FIRST, "end"),), 4, caller_and_one),
     "all but the caller, backward": (((FIRST, "gradient"),), 4, caller_and_one),
 }
-
-
-@contextlib.contextmanager
-def three(nursery: Nursery, victims: Sequence[str] = ()) -> Iterator[Cluster]:
-    """Three workers; checks that the survivors keep nothing."""
-    with (
-        torchweft.cluster(
-            workers=3, nursery=nursery, rpc_backend_options=options(), check=False
-        ) as group,
-        nothing_kept(group, victims),
-    ):
-        yield group
 
 
 class Losses:
@@ -171,61 +163,6 @@ def test_the_inner_loop_goes_on_with_those_who_are_left(
     doom = Doom(str(tmp_path), (Death(SECOND, point),))
     inner = Inner(workers, doom)
     with three(nursery, [SECOND]):
-        outcome = by_map(way, functions.query_error_by_others, inner, partitioner=each_in_turn)
+        outcome = by_map(way, internals.query_error_by_others, inner, partitioner=each_in_turn)
         assert doom.so_far() == 1
     check(outcome, True, ACROSS)
-
-
-@pytest.mark.parametrize("point", ["begin", "backward", "gradient"])
-def test_it_dies_before_gradients_of_gradients_are_computed(
-    nursery: Nursery, tmp_path: Path, point: str
-) -> None:
-    model, seeds = functions.network(), torch.arange(8)
-    leaves = list(model.parameters())
-    whole = functions.mean_query_error(model, seeds, True)
-    expected = torch.autograd.grad(
-        penalized(whole, torch.autograd.grad(whole, leaves, create_graph=True)), leaves
-    )
-    doom = Doom(str(tmp_path), (Death(SECOND, point),))
-    with three(nursery, [SECOND]):
-        with torchweft.autograd.context() as context_id:
-            error = mapreduce.remote_sync_call(
-                functions.mean_query_error,
-                args=(model, seeds, True, doom),
-                partitioner=each_in_turn,
-                reducer=mapreduce.mean_reducer,
-            )
-            slopes = mapreduce.autograd.grad(context_id, error, leaves, create_graph=True)
-            assert doom.so_far() == 1
-            found = mapreduce.autograd.grad(context_id, penalized(error, slopes), leaves)
-        del error, slopes
-    assert difference(found, expected) <= EXACT
-
-
-def penalized(error: Tensor, slopes: Sequence[Tensor]) -> Tensor:
-    return error + 0.1 * torch.stack([slope.square().sum() for slope in slopes]).sum()
-
-
-@every_way
-def test_nobody_is_left(nursery: Nursery, tmp_path: Path, way: str) -> None:
-    doom = Doom(str(tmp_path), (Death(FIRST, "backward"),))
-    model = functions.network()
-    leaves = list(model.parameters())
-    for leaf in leaves:
-        leaf.grad = torch.ones_like(leaf)
-    with three(nursery, [FIRST]), torchweft.autograd.context() as context_id:
-        error = mapreduce.remote_sync_call(
-            functions.mean_query_error,
-            args=(model, torch.arange(8), True, doom),
-            partitioner=only_one,
-            reducer=mapreduce.mean_reducer,
-        )
-        go_back: dict[str, Any] = {
-            "backward": functools.partial(mapreduce.autograd.backward, context_id, error),
-            "grad": functools.partial(mapreduce.autograd.grad, context_id, error, leaves),
-        }
-        with pytest.raises(WorkerLost, match="worker0") as caught:
-            go_back[way]()
-        assert "no worker is left" in str(vars(caught.value))
-        del error, go_back
-    assert all(leaf.grad is not None and bool((leaf.grad == 1).all()) for leaf in leaves)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
+from tests.contract.processes import meta_gradient_functions as functions
+from tests.contract.processes.functions import options
 from tests.internal import overridden
-from tests.processes import meta_gradient_functions as functions
-from tests.processes.conftest import options
 from tests.thorough import spread
 from torchweft import knobs, mapreduce, rpc
 from torchweft.agent.links import Traffic

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import deadlocks
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
-from tests.processes.observers import ANSWER_S, OPEN, group_of, said_by
+from tests.command_line import said_by
+from tests.contract.processes import deadlocks
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import rpc
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
@@ -159,7 +159,7 @@ def test_an_open_call_is_told_with_its_line(trio: Cluster, tmp_path: Path) -> No
     assert running.place == deadlocks.line_of("waits for a writer") + "read"
     (served,) = found[0].served
     assert (served.key, served.caller, served.has_begun) == (running.serves, "driver", True)
-    assert served.function == "tests.processes.deadlocks.read"
+    assert served.function == "tests.contract.processes.deadlocks.read"
     (tmp_path / "pipe").write_bytes(b"")
     call.wait()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchweft
-from tests.processes.observers import said_by
+from tests.command_line import said_by
 from torchweft import knobs
 from torchweft.launch import Nursery
 from torchweft.observe import group

@@ -10,11 +10,11 @@ import torch
 
 import torchweft
 import torchweft.memory
-from tests.processes import functions, shared_memory
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
-from tests.processes.shared_memory import (
-    checksum,
+from tests.contract.processes import functions, shared_memory
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.shared_memory import checksum
+from tests.processes import internals
+from tests.processes.shared_memory_internals import (
     loans_of,
     meet,
     no_loans,
@@ -38,7 +38,7 @@ def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery, limit: s
         knobs.SHM_LIMIT_BYTES.override(int(limit.partition(",")[0])),
         torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
-        sent = functions.make_tensor(SIZE)
+        sent = internals.make_tensor(SIZE)
         assert torch.equal(rpc.rpc_sync("worker0", functions.identity, args=(sent,)), sent)
         assert "SHM" not in usable_ways("worker0")
         assert "SHM" in rpc.rpc_sync("worker0", usable_ways, args=("driver",))
@@ -53,7 +53,7 @@ def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list
         torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()),
     ):
         meet("worker0")
-        functions.forbid("worker0", *also)
+        internals.forbid("worker0", *also)
         for number in range(8):
             sent = tensor_of(SIZE, number)
             assert rpc.rpc_sync("worker0", shared_memory.keep, args=(sent,)) == number + 1
@@ -90,23 +90,23 @@ def test_what_a_killed_worker_sent_stays(nursery: Nursery) -> None:
     with torchweft.cluster(
         workers=1, nursery=nursery, rpc_backend_options=options(), check=False
     ) as group:
-        received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
+        received = rpc.rpc_sync("worker0", internals.make_tensor, args=(SIZE,))
         assert loans_of("worker0") == 1
         os.kill(group.pids["worker0"], signal.SIGKILL)
         wait_until(
             lambda: current().find("worker0").lost is not None,
             lambda: "the loss went unnoticed",
         )
-        assert torch.equal(received, functions.make_tensor(SIZE))
+        assert torch.equal(received, internals.make_tensor(SIZE))
     received.fill_(4)
     assert checksum(received) == 4 * SIZE
 
 
 def test_what_was_received_outlives_the_group(nursery: Nursery) -> None:
     with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
-        received = rpc.rpc_sync("worker0", functions.make_tensor, args=(SIZE,))
+        received = rpc.rpc_sync("worker0", internals.make_tensor, args=(SIZE,))
         assert loans_of("worker0") == 1
-    assert torch.equal(received, functions.make_tensor(SIZE))
+    assert torch.equal(received, internals.make_tensor(SIZE))
 
 
 def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
@@ -119,6 +119,6 @@ def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
         assert torchweft.memory.shared_empty(1 << 20).numel() == 1 << 20
         shared = torchweft.memory.share(torch.ones(100_000))
         meet("worker0")
-        functions.forbid("worker0", "SHM")
-        rpc.rpc_sync("worker0", functions.fill, args=(shared, 3))
+        internals.forbid("worker0", "SHM")
+        rpc.rpc_sync("worker0", internals.fill, args=(shared, 3))
         assert checksum(shared) == 100_000, "where shared memory is forbidden it travels as a copy"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.open_workers import OpenWorkers
 from tests.processes import leaving
 from tests.processes.leaving import END_LIMIT_S
-from tests.processes.open_workers import OpenWorkers
 from torchweft.errors import ShutdownError
 
 LIMIT_S = 0.3

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.certificates import Authority
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import strange_members, strangers_table
 from tests.processes.bad_members import MEMBERS
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from tests.processes.stranger_groups import (
     FEW_THREADS,
     MEMORY_BYTES,

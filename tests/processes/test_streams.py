@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, wait_until
+from tests.processes import internals
 from tests.processes.streams import (
     FROM,
     STRIPE,
@@ -60,7 +60,7 @@ def test_sizes_around_every_limit(group: Cluster, size_bytes: int) -> None:
     sent = bytes_of(size_bytes)
     there_and_back = functions.call_through(["worker0", "worker1"], functions.identity, (sent,))
     assert torch.equal(there_and_back, sent)
-    fetched = rpc.remote("worker1", functions.make_tensor, args=(size_bytes,)).to_here()
+    fetched = rpc.remote("worker1", internals.make_tensor, args=(size_bytes,)).to_here()
     assert torch.equal(fetched, sent)
 
 
@@ -75,10 +75,10 @@ def test_it_is_this_way_that_they_take(group: Cluster) -> None:
 
 def test_received_tensors_are_writable_and_independent(group: Cluster) -> None:
     sent = bytes_of(4 * FROM)
-    assert rpc.rpc_sync("worker0", functions.fill, args=(sent, 7)) == 7
+    assert rpc.rpc_sync("worker0", internals.fill, args=(sent, 7)) == 7
     assert torch.equal(sent, bytes_of(4 * FROM))
-    first = rpc.rpc_sync("worker0", functions.make_tensor, args=(4 * FROM,))
-    second = rpc.rpc_sync("worker0", functions.make_tensor, args=(4 * FROM,))
+    first = rpc.rpc_sync("worker0", internals.make_tensor, args=(4 * FROM,))
+    second = rpc.rpc_sync("worker0", internals.make_tensor, args=(4 * FROM,))
     first.fill_(9)
     assert torch.equal(second, sent)
 
@@ -105,7 +105,7 @@ def test_many_threads_send_at_once(group: Cluster) -> None:
 
 def test_more_answers_than_may_wait_to_be_sent(group: Cluster) -> None:
     futures = [
-        rpc.rpc_async("worker0", functions.make_tensor, args=(FROM + number,))
+        rpc.rpc_async("worker0", internals.make_tensor, args=(FROM + number,))
         for number in range(100)
     ]
     assert [future.wait().numel() for future in futures] == [FROM + n for n in range(100)]
@@ -121,11 +121,11 @@ def test_two_workers_that_send_to_each_other(group: Cluster) -> None:
 
 def test_memory_returns_on_both_sides(group: Cluster) -> None:
     gc.collect()
-    before = functions.pool_statistics()
-    received = [rpc.rpc_sync("worker0", functions.make_tensor, args=(FROM,)) for _ in range(3)]
-    assert functions.pool_statistics().leased_bytes >= before.leased_bytes + 3 * FROM
+    before = internals.pool_statistics()
+    received = [rpc.rpc_sync("worker0", internals.make_tensor, args=(FROM,)) for _ in range(3)]
+    assert internals.pool_statistics().leased_bytes >= before.leased_bytes + 3 * FROM
     received.clear()
-    assert functions.pool_statistics().leased_bytes == before.leased_bytes
+    assert internals.pool_statistics().leased_bytes == before.leased_bytes
     assert transfers_from("worker0") == 0
     wait_until(lambda: outbox_to("worker0").is_empty, lambda: "something is not written yet")
     assert rpc.rpc_sync("worker0", transfers_from, args=("driver",)) == 0
@@ -134,7 +134,7 @@ def test_memory_returns_on_both_sides(group: Cluster) -> None:
 def test_an_answer_that_comes_too_late_is_dropped(group: Cluster) -> None:
     connect_data("worker0")
     gc.collect()
-    before = functions.pool_statistics().leased_bytes
+    before = internals.pool_statistics().leased_bytes
     future = rpc.rpc_async("worker0", functions.pass_gate, args=("late", bytes_of(8 * FROM)))
     # The caller abandons the call, but the callee does not learn of that in time.
     calls = current().calls
@@ -148,7 +148,7 @@ def test_an_answer_that_comes_too_late_is_dropped(group: Cluster) -> None:
         lambda: (
             arrivals_from("worker0").bytes_received >= received + 8 * FROM
             and transfers_from("worker0") == 0
-            and functions.pool_statistics().leased_bytes == before
+            and internals.pool_statistics().leased_bytes == before
         ),
         lambda: f"{transfers_from('worker0')} transfers that nobody wants are kept",
     )

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes import functions
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, wait_until
+from tests.processes import internals
 from tests.processes.streams import (
     FROM,
     arrivals_from,
@@ -68,7 +68,7 @@ def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
     ) as group:
         connect_data("worker0")
         arrivals = arrivals_from("worker0")
-        before, had_bytes = functions.pool_statistics().leased_bytes, arrivals.bytes_received
+        before, had_bytes = internals.pool_statistics().leased_bytes, arrivals.bytes_received
         future = rpc.rpc_async("worker0", ones, args=(LARGE_BYTES,))
         wait_until(lambda: arrivals.bytes_received > had_bytes, lambda: "nothing came")
         os.kill(group.pids["worker0"], signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_a_sender_that_is_killed_ends_the_wait(nursery: Nursery) -> None:
         assert time.monotonic() - start_s < 5.0
         del future
         wait_until(
-            lambda: gc.collect() >= 0 and functions.pool_statistics().leased_bytes == before,
+            lambda: gc.collect() >= 0 and internals.pool_statistics().leased_bytes == before,
             lambda: "the memory of a tensor that will never be complete is kept",
         )
 

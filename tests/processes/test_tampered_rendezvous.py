@@ -20,8 +20,8 @@ import torch
 from torch.distributed import TCPStore
 
 from tests.another_user import NOBODY, as_nobody
+from tests.open_workers import OpenWorkers, WarmProcess
 from tests.processes import strange_members
-from tests.processes.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc, secret
 from torchweft.errors import ProtocolError, RendezvousError, WorkerLost
 from torchweft.secret import Secret

@@ -16,8 +16,9 @@ from opentelemetry import baggage, trace
 from opentelemetry import context as contexts
 
 import torchweft
-from tests.processes import functions, telemetry
-from tests.processes.conftest import options
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options
+from tests.processes import telemetry
 from tests.processes.telemetry import (
     CLIENT,
     INTERNAL,

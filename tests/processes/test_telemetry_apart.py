@@ -8,8 +8,8 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 pytest.importorskip("opentelemetry.sdk", reason="needs the extra 'otel', and its SDK")
 
 import torchweft
-from tests.processes import functions
-from tests.processes.conftest import options
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options
 from tests.processes.telemetry import CLIENT, here, seen, start, stop_plainly, values
 from torchweft import observe, rpc
 from torchweft.errors import ConfigurationError, ObserveError

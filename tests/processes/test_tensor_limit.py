@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.processes import functions
+from tests.contract.processes import functions
 from torchweft import rpc
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster

@@ -1,4 +1,4 @@
-"""Tensors that stand in their message arrive as they do by tables, wherever they are in a call."""
+"""Tests that read internals; the file of this name in ``tests/contract`` has the others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
+from tests.contract.processes.test_tensors_in_messages import facts, facts_of, tensors
 from torchweft import autograd, rpc
 from torchweft.agent.current import current
 from torchweft.errors import SerializationError
@@ -24,51 +23,8 @@ LARGE = torch.zeros(1 << 16)
 """Beside it, all tensors of a message go by tables."""
 
 
-def facts(value: Any) -> Any:
-    """Returns the properties of the tensors in a value; of other values, themselves."""
-    if isinstance(value, Tensor):
-        return {
-            "class": type(value).__name__,
-            "is parameter": isinstance(value, Parameter),
-            "dtype": str(value.dtype),
-            "graph": [value.requires_grad, value.is_leaf],
-            "shape": list(value.shape),
-            "strides": list(value.stride()),
-            "values": value.detach().tolist(),
-        }
-    if isinstance(value, dict):
-        return {key: facts(each) for key, each in value.items()}
-    return [facts(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def facts_of(*args: Any, **kwargs: Any) -> Any:
-    return facts([*args, kwargs])
-
-
 def back(*args: Any, **kwargs: Any) -> Any:
     return [*args, *kwargs.values()]
-
-
-def tensors() -> dict[str, Tensor]:
-    leaf = torch.ones(2, requires_grad=True)
-    table = torch.arange(12.0).reshape(3, 4)
-    return {
-        "plain": torch.arange(3),
-        "number": torch.tensor(2.5, dtype=torch.float64),
-        "empty": torch.empty(0, 3),
-        "bytes": torch.arange(4, dtype=torch.uint8),
-        "transposed": table.t(),
-        "strided": table.clone()[:, ::2],
-        "expanded": torch.ones(1, 3).expand(4, 3),
-        "complex": torch.ones(2, dtype=torch.complex64) * 1j,
-        "bfloat16": torch.ones(2, dtype=torch.bfloat16),
-        "leaf": leaf,
-        "computed": leaf * 2,
-        "computed and strided": (leaf * 3).expand(2, 2).t(),
-        "parameter": Parameter(torch.ones(2, 3).t()),
-        "frozen parameter": Parameter(torch.ones(2), requires_grad=False),
-        "integer parameter": Parameter(torch.ones(2, dtype=torch.int32), requires_grad=False),
-    }
 
 
 WAYS: dict[str, Callable[[dict[str, Tensor]], tuple[tuple[Any, ...], dict[str, Any]]]] = {
@@ -78,6 +34,7 @@ WAYS: dict[str, Callable[[dict[str, Tensor]], tuple[tuple[Any, ...], dict[str, A
     "in a dict": lambda given: ((1, {"all": given, "text": "x"}), {}),
     "among others": lambda given: ((None, given["plain"], "text", given["leaf"], 2.5), {}),
 }
+
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "outside": contextlib.nullcontext,
     "no grad": torch.no_grad,
@@ -132,15 +89,6 @@ def picked(found: Any) -> Any:
     return [picked(each) for each in found] if isinstance(found, list) else found
 
 
-def test_each_is_what_was_sent(group: Cluster) -> None:
-    for name, tensor in tensors().items():
-        [found, _] = rpc.rpc_sync("worker0", facts_of, (tensor.detach(),))
-        assert found == facts(tensor.detach()), name
-        [found, _] = rpc.rpc_sync("worker0", facts_of, (tensor,))
-        assert found["is parameter"] == isinstance(tensor, Parameter), name
-        assert found["graph"][0] == tensor.requires_grad, name
-
-
 def test_views_and_one_tensor_in_two_places_stay_what_they_are(
     group: Cluster, was_inline: Callable[[], bool]
 ) -> None:
@@ -156,16 +104,6 @@ def test_views_and_one_tensor_in_two_places_stay_what_they_are(
     leaf, same = rpc.rpc_sync("worker0", back, (leaf := torch.ones(2, requires_grad=True), leaf))
     assert leaf is same
     assert other == 1
-
-
-def test_the_callee_may_change_them(group: Cluster) -> None:
-    for tensor in (torch.ones(3), torch.ones(2, 3).t()):
-        assert rpc.rpc_sync("worker0", add_one, (tensor,)).tolist() == (tensor + 1).tolist()
-        assert bool((tensor == 1).all())
-
-
-def add_one(tensor: Tensor) -> Tensor:
-    return tensor.add_(1)
 
 
 def test_more_than_the_limit_are_refused_on_either_side(
@@ -184,13 +122,3 @@ def test_more_than_the_limit_are_refused_on_either_side(
 
 def many_ones(count: int) -> list[Tensor]:
     return [torch.ones(1) for _ in range(count)]
-
-
-@pytest.mark.parametrize("count", [2, 1 << 15])
-def test_a_tensor_with_a_tangent_is_refused(group: Cluster, count: int) -> None:
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(torch.ones(count), torch.ones(count))
-        for function in (torch.sin, lambda tensor: tensor):
-            with pytest.raises(SerializationError, match="has a tangent"):
-                rpc.rpc_sync("worker0", function, args=(dual,))
-        assert rpc.rpc_sync("worker0", torch.sin, args=(torch.zeros(count),)).sum() == 0

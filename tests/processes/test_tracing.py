@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import torchweft
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import options, wait_until
 from tests.processes.telemetry import count_calls, stop_counting
 from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 import torchweft
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import options, wait_until
 from tests.processes.test_tracing import double, is_plain
 from tests.trace_reader import read_trace
 from torchweft import rpc

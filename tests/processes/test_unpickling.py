@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.contract.processes import functions
 from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import load
-from tests.processes import functions, unpickling
+from tests.processes import unpickling
 from tests.thorough import share
 from torchweft import rpc
 from torchweft.agent.current import current

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from tests.processes import shared_memory
-from tests.processes.functions import wait_until
+from tests.contract.processes.functions import wait_until
+from tests.processes import shared_memory_internals
 from tests.processes.weights_functions import LIMIT_S, SIZE, Model, Sampler, Trainer
 from torchweft import rpc
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError
@@ -51,13 +51,13 @@ def test_a_version_in_use_is_not_overwritten_and_memory_is_bounded(group: Cluste
     samplers = rpc.actors(WORKERS, Sampler, trainer.reference())
     trainer.train()
     assert samplers.rpc_sync(Sampler.update, LIMIT_S) == [1, 1]
-    before = shared_memory.statistics().resident_bytes
+    before = shared_memory_internals.statistics().resident_bytes
     assert trainer.train(30) == 31
     assert samplers.rpc_sync(Sampler.check) == [1, 1], "while 30 versions were written"
     assert [taken[-1] for taken in samplers.rpc_sync(Sampler.update_to, 31)] == [31, 31]
     size_bytes = trainer.publisher._layout.size_bytes
     # The newest; two of each sampler, and one that is being written.
-    grown = shared_memory.statistics().resident_bytes - before
+    grown = shared_memory_internals.statistics().resident_bytes - before
     assert grown <= 5 * 2 * size_bytes
     assert all(each.versions <= 4 for each in samplers.rpc_sync(Sampler.statistics))
     samplers.rpc_sync(Sampler.close)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.processes import functions
-from tests.processes.functions import wait_until
+from tests.contract.processes import functions
+from tests.contract.processes.functions import wait_until
 from tests.processes.weights_functions import LIMIT_S, Model, Sampler, Trainer
 from torchweft import rpc
 from torchweft.agent.current import current

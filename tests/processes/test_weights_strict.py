@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import torchweft
-from tests.processes.conftest import options
-from tests.processes.functions import wait_until
-from tests.processes.rl_functions import LIMIT_S, make_walk, small_walk_policy
+from tests.contract.processes.functions import options, wait_until
+from tests.contract.processes.rl_functions import LIMIT_S, make_walk, small_walk_policy
 from torchweft import knobs, rl, rpc, weights
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.launch import Nursery

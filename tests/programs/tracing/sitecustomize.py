@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from torchweft.launch.local_cluster import Cluster
+from torchweft.launch import Cluster
 
 _SERVICE = "torchweft.rpc.tracing.service."
 _LIMIT = 1_000_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conformance.cases import CaseName, Outcome, Result, Verdict
+from tests.contract.conformance.cases import CaseName, Outcome, Result, Verdict
 
 NOWHERE = Path("nowhere")
 

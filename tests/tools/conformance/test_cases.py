@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.cases import CaseName, Outcome, Result, select, verdicts_of
+from tests.contract.conformance.cases import CaseName, Outcome, Result, select, verdicts_of
 from tests.tools.conformance.results import NOWHERE, case, verdict
 
 

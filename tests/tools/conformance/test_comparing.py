@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance.cases import CaseName, Outcome
-from tests.conformance.comparing import Comparison, compare, longest_first, updated
-from tests.conformance.lists import Baseline, Expected
+from tests.contract.conformance.cases import CaseName, Outcome
+from tests.contract.conformance.comparing import Comparison, compare, longest_first, updated
+from tests.contract.conformance.lists import Baseline, Expected
 from tests.tools.conformance.results import case, verdict
 
 ADD, SUB = case("test_add"), case("test_sub")

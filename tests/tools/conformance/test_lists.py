@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.lists import Baseline, Expected, read_categories, read_sample
+from tests.contract.conformance.lists import Baseline, Expected, read_categories, read_sample
 from tests.tools.conformance.results import case
 
 

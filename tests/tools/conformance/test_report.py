@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.conformance.lists import Baseline, Expected, read_categories
-from tests.conformance.report import BEGIN, COMMAND, END, PAGE, replaced, text_of
+from tests.contract.conformance.lists import Baseline, Expected, read_categories
+from tests.contract.conformance.report import BEGIN, COMMAND, END, PAGE, replaced, text_of
 from tests.tools.conformance.results import case
 
 
@@ -42,7 +42,9 @@ def test_only_the_part_between_the_marks_is_replaced() -> None:
 def test_page_says_what_the_lists_say() -> None:
     page = PAGE.read_text()
     now = replaced(page, text_of(Baseline.read(), read_categories()))
-    assert page == now, f"docs/migration.md is behind tests/conformance/expected.csv: {COMMAND}"
+    assert page == now, (
+        f"docs/migration.md is behind tests/contract/conformance/expected.csv: {COMMAND}"
+    )
 
 
 def test_page_explains_every_difference() -> None:

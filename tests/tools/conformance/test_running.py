@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance import running
-from tests.conformance.cases import CaseName, Result
-from tests.conformance.running import Runner
-from tests.conformance.table import last_lines
+from tests.contract.conformance import running
+from tests.contract.conformance.cases import CaseName, Result
+from tests.contract.conformance.running import Runner
+from tests.contract.conformance.table import last_lines
 from tests.tools.conformance import sample_case
 
 # Forking warns because pytest-xdist has a thread; the child runs only a few lines.

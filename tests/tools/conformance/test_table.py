@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.conformance.cases import CaseName
-from tests.conformance.comparing import Comparison
-from tests.conformance.table import (
+from tests.contract.conformance.cases import CaseName
+from tests.contract.conformance.comparing import Comparison
+from tests.contract.conformance.table import (
     count,
     findings,
     format_table,

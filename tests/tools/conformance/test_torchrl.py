@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance import torchrl
-from tests.conformance.torchrl import Ended, differing_versions, is_wrong, read, report, selection
+from tests.contract.conformance import torchrl
+from tests.contract.conformance.torchrl import (
+    Ended,
+    differing_versions,
+    is_wrong,
+    read,
+    report,
+    selection,
+)
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="test_rb" name="test_funcs[add]" time="1.5"/>

@@ -1,4 +1,4 @@
-"""Tests that need no group; others are in ``tests/processes/test_compat_autograd.py``."""
+"""Tests that need no group; others are in ``tests/contract/processes/test_compat_autograd.py``."""
 
 from __future__ import annotations
 

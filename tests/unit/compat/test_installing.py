@@ -1,4 +1,4 @@
-"""Tests in this process; ``tests/end_to_end/test_compat_install.py`` starts processes."""
+"""Tests in this process; ``tests/contract/end_to_end/test_compat_install.py`` starts processes."""
 
 from __future__ import annotations
 

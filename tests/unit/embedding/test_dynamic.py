@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from tests.dynamic_ids import server_by_definition
+from tests.dynamic_ids_alone import server_by_definition
 from tests.thorough import examples
 from torchweft.embedding import (
     SGD,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.observers import said_by
+from tests.command_line import said_by
 from tests.unit.protocol.observing.reports import calling, member, report, thread
 from torchweft.errors import GroupNotFound
 from torchweft.observe.files import read_folder

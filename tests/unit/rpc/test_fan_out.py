@@ -1,4 +1,4 @@
-"""Futures in order of completion; ``tests/processes`` covers calls to several workers."""
+"""Futures in order of completion; ``tests/contract/processes`` covers calls to several workers."""
 
 from __future__ import annotations
 

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from tests.conformance.shims import scriptable
 from tests.conformance.shims.scriptable import Signature, read_signature, stand_in
-from tests.processes.compiled import NoForward, ScaleInterface, WithClass, call_twice, overlap
+from tests.contract.processes.compiled import (
+    NoForward,
+    ScaleInterface,
+    WithClass,
+    call_twice,
+    overlap,
+)
 from torchweft.errors import ArgumentTypeError, ReferenceGone
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:`torch\.jit\.:DeprecationWarning")

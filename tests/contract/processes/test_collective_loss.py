@@ -1,0 +1,92 @@
+"""``barrier`` and ``all_gather`` when a worker dies, or leaves, before it has come."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+import torchweft
+from tests.contract.processes import functions
+from tests.contract.processes.functions import options, raised_by, wait_until
+from tests.remains import count_gatherings
+from torchweft import rpc
+from torchweft.errors import NotInitialized, WorkerLost
+from torchweft.launch import Nursery
+
+WORKERS = ["worker0", "worker1"]
+NOTICE_S = 5.0
+"""A worker's end is noticed at once; the limit allows for busy machines."""
+
+
+def test_a_lost_worker_is_not_waited_for(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torchweft.cluster(
+        workers=3, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        some = ["worker0", "worker1", "worker2"]
+        waiting = [
+            rpc.rpc_async(name, rpc.barrier, args=(workers, 0))
+            for workers in (some, None)
+            for name in ("worker0", "worker1")
+        ]
+        wait_until(
+            lambda: rpc.rpc_sync("worker0", count_gatherings) == 2 and count_gatherings() == 1,
+            lambda: "they did not come",
+        )
+        os.kill(group.pids["worker2"], signal.SIGKILL)
+        start_s = time.monotonic()
+        for call in waiting:
+            error = raised_by(call.wait)
+            assert isinstance(error, WorkerLost)
+            assert error.worker == "worker2"
+        # Later gatherings raise the loss; those without the lost worker succeed.
+        for again in (rpc.barrier, lambda: rpc.all_gather(1)):
+            assert isinstance(raised_by(again), WorkerLost)
+        assert time.monotonic() - start_s < NOTICE_S
+        left = rpc.rpc_async("worker0", rpc.all_gather, args=(0, ["worker0", "worker1"]))
+        rpc.rpc_sync("worker1", rpc.barrier, args=(["worker1"],))
+        assert rpc.rpc_sync("worker1", rpc.all_gather, args=(1, ["worker0", "worker1"])) == {
+            "worker0": 0,
+            "worker1": 1,
+        }
+        left.wait()
+        capsys.readouterr()
+
+
+def test_a_lost_leader_is_not_waited_for(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with torchweft.cluster(
+        workers=2, nursery=nursery, rpc_backend_options=options(), check=False
+    ) as group:
+        waiting = rpc.rpc_async("worker1", rpc.barrier, args=(WORKERS, 0))
+        wait_until(
+            lambda: rpc.rpc_sync("worker0", count_gatherings) == 1, lambda: "it did not come"
+        )
+        os.kill(group.pids["worker0"], signal.SIGKILL)
+        error = raised_by(waiting.wait)
+        assert isinstance(error, WorkerLost)
+        assert error.worker == "worker0"
+        capsys.readouterr()
+
+
+def test_leaving_at_once_fails_who_waits(
+    nursery: Nursery, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors: list[BaseException] = []
+    with pytest.raises(KeyError, match="over"):  # noqa: PT012, SIM117
+        with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
+            rpc.rpc_sync("worker0", functions.name_here)
+            thread = threading.Thread(target=lambda: errors.append(raised_by(rpc.barrier)))
+            thread.start()
+            wait_until(lambda: count_gatherings() == 1, lambda: "it did not begin")
+            rpc.shutdown(graceful=False)
+            thread.join()
+            raise KeyError("over")
+    assert isinstance(errors[0], NotInitialized)
+    capsys.readouterr()

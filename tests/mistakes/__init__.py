@@ -1,4 +1,0 @@
-"""Mistakes that people make with Weft, as programs, and the message that each one leads to.
-
-``python -m tests.mistakes --write`` runs all of them and writes ``docs/errors.md``.
-"""

@@ -1,0 +1,84 @@
+"""Functions that read internals; ``functions.py`` in the contract has the others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import time
+
+import torch
+
+from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
+from torchweft.agent.current import current
+from torchweft.channel.buffers import HeldStatistics
+from torchweft.channel.cma import PullError
+from torchweft.channel.memory import PoolStatistics
+from torchweft.channel.table import ChannelKind
+from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
+from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.worker import current_worker
+
+
+def count_at_gate(name: str) -> int:
+    with _gates_lock:
+        return len(_gates[name].waiting)
+
+
+def fill(tensor: torch.Tensor, value: float) -> float:
+    tensor.fill_(value)
+    return float(tensor.flatten()[0])
+
+
+def make_tensor(size_bytes: int) -> torch.Tensor:
+    return torch.arange(size_bytes, dtype=torch.int64).to(torch.uint8)
+
+
+def keep_tensor(name: str, size_bytes: int) -> None:
+    _kept[name] = make_tensor(size_bytes)
+
+
+def held_for(peer: str) -> HeldStatistics:
+    """Returns how much memory this worker holds until a peer has pulled it."""
+    return current().find(peer).held.statistics()
+
+
+def pool_statistics() -> PoolStatistics:
+    gc.collect()
+    if IS_FREE_THREADED:
+        time.sleep(2 * LONGEST_WAIT_S)  # Threads that sleep release memory when they wake up.
+    return current().pool.statistics()
+
+
+def channel_to(peer: str) -> str:
+    return current().find(peer).channels.channel_for(1 << 24).name
+
+
+def forbid(peer: str, *kinds: str) -> None:
+    """Stops this worker from sending tensors to a peer over the given channels."""
+    for kind in kinds:
+        current().find(peer).channels.disable(ChannelKind[kind], "forbidden by a test")
+
+
+def break_pulling() -> None:
+    """Makes every read of another process's memory by this worker fail."""
+
+    def refuse(pid: int, address: int, into: memoryview) -> None:
+        raise PullError(1, "not permitted any more", pid, address, len(into))
+
+    puller = current_worker().tensor_messages._copier
+    puller.pull = refuse  # type: ignore[method-assign]
+
+
+def die_when_settling() -> None:
+    """Makes this worker die when the group's shutdown is almost complete."""
+
+    def die(leaving: Leaving, *_: object) -> None:
+        os._exit(7)
+
+    Leaving._settle = die  # type: ignore[method-assign]
+
+
+async def block_event_loop() -> None:
+    await asyncio.sleep(0)
+    pass_gate("loop").wait()
