@@ -168,6 +168,7 @@ class Engine:
             local.exchange = partial(self._exchange_leading, led, others)
             try:
                 self._lead(led, others)
+                local.finish_hooks()
             except BaseException as error:
                 self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
                 raise

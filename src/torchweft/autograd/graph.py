@@ -20,7 +20,8 @@ from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_m
 from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
 from torchweft.autograd.gated_run import GatedRun, PassEnded
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.local_engine import with_leaf_hooks
+from torchweft.autograd.multi_grad_hooks import Gathering, gathered_by
+from torchweft.autograd.node_hooks import with_leaf_hooks
 from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.autograd.sharded import check_unsharded
@@ -87,7 +88,7 @@ class LocalPass:
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         sink = add_to_grad if mode.into_grad else self._gradients.add_all
-        self._sink = with_leaf_hooks(sink, self._nodes_of_leaves)
+        self._sink = with_leaf_hooks(sink, self._nodes_of_leaves, mode.create_graph)
         if input_gradients is not None:
             self._ends = input_gradients.ends
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
@@ -100,6 +101,7 @@ class LocalPass:
         self._is_of_higher_order = context.is_differentiated_twice
         if mode.create_graph:
             context.is_differentiated_twice = True
+        self._gathering = Gathering()
         self._reached_of: dict[int, Reached] | None = None
         self._alone: dict[int, bool] = {}
         """Live sends that are a component of their own, and whether their gradients have come."""
@@ -230,11 +232,14 @@ class LocalPass:
             messages since the last call.
         """
         self._progress, self._outgoing = Progress(), []
-        if self._mode.create_graph:
-            with _recorded_in(self._context.id):
+        with gathered_by(self._gathering):
+            if self._mode.create_graph:
+                with _recorded_in(self._context.id):
+                    self._run()
+            else:
                 self._run()
-        else:
-            self._run()
+        if self._gathering.is_waiting:
+            self._finish_hooks(self._may_run)
         if self._averaging is not None:
             self._hold_back(self._averaging)
         return self._outgoing, self._progress
@@ -336,6 +341,25 @@ class LocalPass:
         """Has DDP average gradients. Blocks until the passes of other ranks do so as well."""
         assert self._averaging is not None
         return self._averaging.run()
+
+    def _may_run(self, node: Node) -> bool:
+        """Returns whether a node of the graph has yet to run, for all that is known here."""
+        reached = None if self._graph is None else self._graph.component_at(node)
+        if reached is None:
+            return False
+        numbers = [send.message_id for send in reached.sends]
+        component = self._component_of.get(numbers[0])
+        if component is not None:
+            return not component.is_finished
+        return not (self._is_settled or all(map(self._alone.get, numbers)))
+
+    def finish_hooks(self) -> None:
+        """Calls the hooks of several tensors that still wait: nothing more will run."""
+        self._finish_hooks(lambda _: False)
+
+    def _finish_hooks(self, may_run: Callable[[Node], bool]) -> None:
+        with torch.set_grad_enabled(self._mode.create_graph):
+            self._gathering.finish(may_run)
 
     def close(self) -> None:
         """Ends the pass, done or not, and frees its memory."""
