@@ -136,7 +136,8 @@ class _Asking(nn.Module):
 
 
 @_traces.error(
-    "`torch.export`, `make_fx`, `torch.jit.trace` and `torch.fx.symbolic_trace` of code with a call",
+    "`torch.export`, `make_fx`, `torch.jit.trace` and `torch.fx.symbolic_trace` of code with a "
+    "call",
     "all are refused",
 )
 def _(side: Side) -> Any:

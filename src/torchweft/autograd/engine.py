@@ -25,7 +25,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
-from torchweft.autograd import plain_passes
+from torchweft.autograd import absent_gradients, plain_passes
 from torchweft.autograd.codec import (
     CONTEXT_AT,
     PassMode,
@@ -115,6 +115,7 @@ class Engine:
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
         plain_passes.watch(self)
+        absent_gradients.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True, check=self._check_message)

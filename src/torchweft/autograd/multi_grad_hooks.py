@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd import graph
 from torch.autograd.graph import Node
 
+from torchweft.autograd.replacing import replace
+
 _native: Any = torch._C
 _KEY = "torchweft pass"
 _register: Callable[..., Any] = graph.register_multi_grad_hook
@@ -109,7 +111,7 @@ def _take(hook: _Hook, place: int, of_torch: Callable[[Tensor], None], gradient:
         gathering.take(hook, place, gradient)
 
 
-graph.register_multi_grad_hook = _register_for_passes
+replace(_register, _register_for_passes, "register_multi_grad_hook")
 
 
 def _current() -> Gathering | None:

@@ -131,7 +131,8 @@ class Pipe(Closing):
         self._moved = Moved(
             "the workers of a pipeline have copies of its weights: step the optimizer that "
             "pipe.optimizer(torch.optim.SGD, lr=...) returns (an asynchronous schedule takes "
-            "Pipe(..., optimizer=)), and read the weights by pipe.state_dict()"
+            "Pipe(..., optimizer=)), clip gradients by pipe.clip_grad_norm_(max_norm), and read "
+            "the weights by pipe.state_dict()"
         )
         self._deployment = self._deploy(stages, workers, schedule, wiring, ties, example)
 

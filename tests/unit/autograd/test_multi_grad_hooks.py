@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import graph
+from torch.autograd.graph import register_multi_grad_hook
 
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
@@ -24,7 +24,7 @@ def leaf() -> Tensor:
 def test_separate_parts_of_a_pass_call_it_once() -> None:
     parts = [leaf() * 2, leaf() * 3]
     seen: list[Any] = []
-    graph.register_multi_grad_hook(parts, lambda found: seen.append(gradient_bits(found)))
+    register_multi_grad_hook(parts, lambda found: seen.append(gradient_bits(found)))
     context = Context(1, 0)
     numbers = [context.record_send([part], 1) for part in parts]
     local = LocalPass(context)
@@ -41,9 +41,7 @@ def test_it_waits_for_a_message_that_may_still_be_live_until_that_is_settled() -
     for settles in (True, False):
         parts = [leaf() * 2, leaf() * 3]
         seen: list[Any] = []
-        graph.register_multi_grad_hook(
-            parts, lambda found, to=seen: to.append(gradient_bits(found))
-        )
+        register_multi_grad_hook(parts, lambda found, to=seen: to.append(gradient_bits(found)))
         context = Context(1, 0)
         number, _ = [context.record_send([part], 1) for part in parts]
         local = LocalPass(context)
@@ -61,7 +59,7 @@ def test_it_waits_for_a_message_that_may_still_be_live_until_that_is_settled() -
 def test_a_tensor_that_nothing_was_computed_from_is_not_waited_for() -> None:
     parts = [leaf() * 2, leaf() * 3]
     seen: list[Any] = []
-    graph.register_multi_grad_hook(parts, lambda found: seen.append(gradient_bits(found)))
+    register_multi_grad_hook(parts, lambda found: seen.append(gradient_bits(found)))
     context = Context(1, 0)
     number = context.record_send([parts[0]], 1)
     local = LocalPass(context)
@@ -73,7 +71,7 @@ def test_a_tensor_that_nothing_was_computed_from_is_not_waited_for() -> None:
 def test_the_first_gradient_of_a_pass_calls_it_in_the_mode_any() -> None:
     parts = [leaf() * 2, leaf() * 3]
     seen: list[Tensor] = []
-    handle = graph.register_multi_grad_hook(parts, seen.append, mode="any")
+    handle = register_multi_grad_hook(parts, seen.append, mode="any")
     for _ in range(2):
         context = Context(1, 0)
         local = LocalPass(context, PassMode(retain_graph=True))
