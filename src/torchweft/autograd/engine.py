@@ -235,13 +235,9 @@ class Engine:
             if self.contexts.find(context_id) is not None:
                 return  # ``told_by`` has no say in it.
             passes = self._passes_of.pop(context_id, ())
-            keys = [*((each, context_id) for each in passes), *self._abandoned()]
-            states = [self._states.pop(key, None) for key in keys]
-            for pass_id, _ in keys:
-                self._led.pop(pass_id, None)
+            states = self._take_out([*((each, context_id) for each in passes), *self._abandoned()])
         for state in states:
-            if state is not None:
-                state.close()
+            state.close()
         self.contexts.notified(context_id)
 
     def release_later(self, context_id: int) -> None:
@@ -249,9 +245,27 @@ class Engine:
         self._left.append(context_id)
         self._release_soon()
 
+    def _leading_ended(self, _: object) -> None:
+        """Notes the end of a function that led a pass; it may have been interrupted before."""
+        if self._led:
+            self._release_soon()
+
     def _abandoned(self) -> list[tuple[int, int]]:
         """Returns the led passes whose threads were interrupted before they had removed them."""
-        return [led.key for led in self._led.values() if led.leading() is None]
+        return [led.key for led in list(self._led.values()) if led.leading() is None]
+
+    def _close_abandoned(self, _: object, __: object) -> None:
+        with self._lock:
+            states = self._take_out(self._abandoned())
+        for state in states:
+            state.close()
+
+    def _take_out(self, keys: Sequence[tuple[int, int]]) -> list[PassState]:
+        """Removes passes, whose parts the caller must close; it has the lock."""
+        states = [self._states.pop(key, None) for key in keys]
+        for pass_id, _ in keys:
+            self._led.pop(pass_id, None)
+        return [state for state in states if state is not None]
 
     def _post(self, worker: int, kind: Kind, *numbers: int) -> None:
         """Sends numbers to a worker that is there; a failure concerns that worker alone."""
@@ -323,7 +337,7 @@ class Engine:
             name = PassName(context_id, pass_id, oldest_id, mode)
             local.pass_id = pass_id
             led = LedPassState(self._me, name, local, self._timeout_s)
-            led.leading = ref(leading)
+            led.leading = ref(leading, self._leading_ended)
             self._led[pass_id] = self._states[led.key] = led
             return led
 
@@ -684,6 +698,8 @@ class Engine:
         while self._left:
             # A task, since freeing a graph may run any code and take long.
             self._agent.reactor.submit_task(self._release_left, self._left.popleft())
+        if self._abandoned():
+            self._agent.reactor.submit_task(self._close_abandoned, None)
         return self._release_due_s
 
     def _release_left(self, context_id: int, _: object) -> None:

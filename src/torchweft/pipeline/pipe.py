@@ -20,6 +20,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.moved import Moved
 from torchweft.pipeline import host, moving, stepping, stream_host, weights
+from torchweft.pipeline.batches import TrainingBatches
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
@@ -126,6 +127,7 @@ class Pipe(Closing):
         self._mode: bool | None = None
         self._is_recorded = self._is_running = False
         self._dropping = Dropping()
+        self._batches, self._targets = TrainingBatches("the batch"), TrainingBatches("the target")
         self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
         self._optimizer: PipeOptimizer | None = None
         self._moved = Moved(
@@ -186,8 +188,8 @@ class Pipe(Closing):
             The loss, a tensor without dimensions: the mean or the sum over the micro-batches.
 
         Raises:
-            ConfigurationError: The batch cannot be cut evenly, the pipeline has no loss, or its
-                schedule is asynchronous.
+            ConfigurationError: The batch cannot be cut evenly, a tensor of it requires grad, the
+                pipeline has no loss, or its schedule is asynchronous.
             PipelineError: A stage failed; names it. The cause is its error.
             NotFinite: With ``check_finite``, values became NaN or infinite.
             WorkerLost: A worker was lost; the pipeline cannot go on.
@@ -196,6 +198,8 @@ class Pipe(Closing):
         self._check_synchronous("step")
         self._check_idle()
         self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
+        self._batches.check(batch)
+        self._targets.check(target)
         zero_grad = self._dropping.take()
         try:
             losses = self._deployment.run_once(True, zero_grad, batch, target)
