@@ -689,7 +689,7 @@ class Engine:
 
     def tick(self, now_s: float) -> float:
         """Tells senders which of their messages are unreachable here; a job of the timers."""
-        if self._release_due_s > now_s:
+        if self._release_due_s > now_s and not (self._release_due_s == math.inf and self._has_due):
             return self._release_due_s
         # Reset first: a message that becomes unreachable concurrently must schedule another tick.
         self._release_due_s = math.inf
@@ -701,6 +701,11 @@ class Engine:
         if self._abandoned():
             self._agent.reactor.submit_task(self._close_abandoned, None)
         return self._release_due_s
+
+    @property
+    def _has_due(self) -> bool:
+        """Whether there is something for ``tick``: a finalizer that asks may be interrupted."""
+        return bool(self.outside.has_ended or self._left or self._abandoned())
 
     def _release_left(self, context_id: int, _: object) -> None:
         self.release(context_id)
