@@ -16,6 +16,7 @@ from tests.processes import (  # noqa: F401 (their import fills the table)
     ways_autograd,
     ways_methods,
     ways_modules,
+    ways_optim,
 )
 from tests.processes.ways_table import (
     DIFFERS,

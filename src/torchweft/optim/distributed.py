@@ -44,7 +44,7 @@ from torchweft.serialize.tracebacks import without_own_frames
 
 
 @has_callable_methods
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(states.Unscalable, Optimizer):
     """Steps parameters of any workers with the gradients of a distributed autograd context.
 
     On every worker that owns some of the parameters it makes an ``optimizer_class`` over them.

@@ -68,7 +68,7 @@ class PipeWeight:
         return f"PipeWeight({self.name!r}, {self.shape})"
 
 
-class PipeOptimizer(Optimizer):
+class PipeOptimizer(states.Unscalable, Optimizer):
     """The optimizers of a pipeline's workers, one for the weights of each; ``Pipe.optimizer``.
 
     ``param_groups`` has the groups of all workers, joined: a group of the pipeline is the groups of
