@@ -206,6 +206,16 @@ def test_a_trainer_that_does_not_clip_is_told() -> None:
     on_all(functions.close_model)
 
 
+@pytest.mark.usefixtures("workers")
+def test_clipping_without_the_rows_on_servers_is_told_once() -> None:
+    open_on(SERVERS)
+    for told in on_all(functions.clip_dense_part, 0):
+        (text,) = told
+        assert text.startswith("clip_grad_norm_ leaves out gradients that are elsewhere")
+        assert "clip_grad_norm_(max_norm)" in text
+    on_all(functions.close_model)
+
+
 def errors_of(*arguments: dict[str, Any], seeds: tuple[int, int] = (0, 0)) -> list[Any]:
     given = arguments if len(arguments) > 1 else arguments * 2
     calls = [

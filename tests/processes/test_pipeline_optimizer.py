@@ -423,6 +423,11 @@ def test_an_optimizer_of_the_parameters_that_the_driver_has_is_refused() -> None
         for each in (before, after):
             with pytest.raises(ConfigurationError, match=r"are trained elsewhere.*pipe\.optimizer"):
                 each.step()
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with pytest.raises(
+                ConfigurationError, match=r"trained elsewhere.*pipe\.clip_grad_norm_"
+            ):
+                clip(model.parameters(), 1.0)
         other = nn.Linear(2, 2)
         torch.optim.SGD(other.parameters(), lr=0.1).step()
         inputs, target = batch(0)

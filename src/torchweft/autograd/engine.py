@@ -44,7 +44,8 @@ from torchweft.autograd.local_engine import OF_TORCH, operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState, Unreachable
-from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
+from torchweft.autograd.pass_waits import PassWaits
+from torchweft.errors import AutogradError, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
@@ -62,7 +63,7 @@ from torchweft.protocol.backward import (
 from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime import device_streams, interrupts
-from torchweft.runtime.reports import OpenWait, log_exception, names_of
+from torchweft.runtime.reports import OpenWait, log_exception
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
@@ -98,6 +99,7 @@ class Engine:
         self._timer = agent.timers.add(self.tick)
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
+        self._waits = PassWaits(agent, self._timeout_s)
         self._agent = agent
         self.envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
         self._listener = Listener(agent)
@@ -291,37 +293,7 @@ class Engine:
         """Returns the passes in which this worker waits for other workers."""
         with self._lock:
             states = list(self._states.values())
-        return [
-            OpenWait(
-                ("backward", state.pass_id), state.waits_since_s, partial(self._wait_of, state)
-            )
-            for state in states
-            if self._awaited_in(state)
-        ]
-
-    def _awaited_in(self, state: PassState) -> set[int]:
-        if isinstance(state, LedPassState):
-            return state.driver.awaited_workers() - {self._me}
-        return set() if state.awaited is None else {state.awaited}
-
-    def _names_awaited(self, state: PassState) -> tuple[str, ...]:
-        return tuple([self._agent.peers[each].name for each in sorted(self._awaited_in(state))])
-
-    def _wait_of(self, state: PassState) -> str:
-        return f"in a backward pass for {names_of(self._names_awaited(state))}"
-
-    def _timeout_error(self, state: PassState) -> BackwardTimeout:
-        missing = self._names_awaited(state)
-        whom = "another thread of this worker"
-        if missing:
-            whom = f"{names_of(missing)}, or for workers that were called from there,"
-        return BackwardTimeout(
-            f"a backward pass has waited {self._timeout_s:g} s (WEFT_BACKWARD_TIMEOUT_S) for "
-            f"{whom} and has ended; raise the variable if a pass may take longer",
-            worker=missing[0] if missing else "",
-            operation="waiting for the pass",
-            missing=missing,
-        )
+        return self._waits.open_in(states)
 
     # Leading
 
@@ -405,7 +377,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise NotInitialized("this worker shut down before a backward pass had ended")
                 if time.monotonic() > led.deadline_s():
-                    raise self._timeout_error(led)
+                    raise self._waits.timeout_error(led)
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()
@@ -527,7 +499,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise PassEnded
                 if time.monotonic() > state.waits_since_s + self._timeout_s:
-                    raise self._timeout_error(state)
+                    raise self._waits.timeout_error(state)
         finally:
             state.awaited = None
             if is_counted:
