@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from torchweft.autograd import multi_grad_hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.component import Answer, Component, not_due, note_reached, run_alone
 from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
 from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
 from torchweft.autograd.gated_run import GatedRun, PassEnded
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.multi_grad_hooks import Gathering, gathered_by
+from torchweft.autograd.multi_grad_hooks import Gathering
 from torchweft.autograd.node_hooks import with_leaf_hooks
 from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
@@ -62,6 +63,7 @@ class LocalPass:
     _progress: Progress
     exchange: Callable[[int, list[Outgoing], Progress], object]
     _graph: SentGraph | None = None
+    _gathering: Gathering | None = None
     _gated: GatedRun | None = None
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
@@ -101,7 +103,6 @@ class LocalPass:
         self._is_of_higher_order = context.is_differentiated_twice
         if mode.create_graph:
             context.is_differentiated_twice = True
-        self._gathering = Gathering()
         self._reached_of: dict[int, Reached] | None = None
         self._alone: dict[int, bool] = {}
         """Live sends that are a component of their own, and whether their gradients have come."""
@@ -232,17 +233,23 @@ class LocalPass:
             messages since the last call.
         """
         self._progress, self._outgoing = Progress(), []
-        with gathered_by(self._gathering):
-            if self._mode.create_graph:
-                with _recorded_in(self._context.id):
-                    self._run()
-            else:
-                self._run()
-        if self._gathering.is_waiting:
+        if multi_grad_hooks.are_registered():
+            self._gathering = self._gathering or Gathering()
+            with multi_grad_hooks.gathered_by(self._gathering):
+                self._run_in_mode()
             self._finish_hooks(self._may_run)
+        else:
+            self._run_in_mode()
         if self._averaging is not None:
             self._hold_back(self._averaging)
         return self._outgoing, self._progress
+
+    def _run_in_mode(self) -> None:
+        if self._mode.create_graph:
+            with _recorded_in(self._context.id):
+                self._run()
+        else:
+            self._run()
 
     def _hold_back(self, averaging: Averaging) -> None:
         live = self._alone.keys() | self._component_of.keys()
@@ -358,8 +365,9 @@ class LocalPass:
         self._finish_hooks(lambda _: False)
 
     def _finish_hooks(self, may_run: Callable[[Node], bool]) -> None:
-        with torch.set_grad_enabled(self._mode.create_graph):
-            self._gathering.finish(may_run)
+        if self._gathering is not None and self._gathering.is_waiting:
+            with torch.set_grad_enabled(self._mode.create_graph):
+                self._gathering.finish(may_run)
 
     def close(self) -> None:
         """Ends the pass, done or not, and frees its memory."""

@@ -114,6 +114,11 @@ def _take(hook: _Hook, place: int, of_torch: Callable[[Tensor], None], gradient:
 replace(_register, _register_for_passes, "register_multi_grad_hook")
 
 
+def are_registered() -> bool:
+    """Returns whether the program has registered such a hook in this process."""
+    return _is_any_registered
+
+
 def _current() -> Gathering | None:
     found: Gathering | None = (
         _native._get_obj_in_tls(_KEY) if _native._is_key_in_tls(_KEY) else None
@@ -124,9 +129,6 @@ def _current() -> Gathering | None:
 @contextlib.contextmanager
 def gathered_by(gathering: Gathering | None) -> Iterator[None]:
     """Has a pass take the gradients within a ``with`` block; None for torch's own passes."""
-    if not _is_any_registered:
-        yield
-        return
     before = _current()
     _native._stash_obj_in_tls(_KEY, gathering)
     try:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.contexts import Contexts, SendRecord
-from torchweft.autograd.multi_grad_hooks import gathered_by
+from torchweft.autograd.multi_grad_hooks import are_registered, gathered_by
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.errors import AutogradError
 
@@ -73,6 +73,8 @@ class _Watching(_Engine):  # type: ignore[misc]
         if inputs:
             _check(roots, inputs)
         begin = super().run_backward
+        if not are_registered():
+            return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
         with gathered_by(None):  # It may begin in a hook of a pass of Weft.
             return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
 
