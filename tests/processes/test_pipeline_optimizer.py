@@ -489,7 +489,7 @@ def test_a_tensor_that_would_lose_its_gradient_or_is_probably_no_sample_is_told_
     with Pipe(stages, WORKERS, Schedule1F1B(4), masked_loss) as pipe:
         for trained in (mask.clone().requires_grad_(), torch.nn.Buffer(mask)):
             with pytest.raises(ConfigurationError, match=r"batch\[1\] (requires|is a buffer)"):
-                pipe.step((drawn(), trained), (drawn(), factors))
+                pipe.step((drawn(), trained), (drawn(), factors.clone()))
         with pytest.raises(ConfigurationError, match=r"the target\[1\] requires grad"):
             pipe.step((drawn(), mask), (drawn(), broadcast(factors.clone().requires_grad_())))
         square = mask[None].expand(4, 4, 4).contiguous()

@@ -165,7 +165,7 @@ class HybridModel(nn.Module):
         self._turns: Turns | None = None
         self.tables: Tables | None = None
         self._moved = Moved(
-            "rows of tables are on servers: make the optimizer by HybridModel.optimizer(rows, "
+            "rows are on servers: make the optimizer by HybridModel.optimizer(rows, "
             "dense), and clip gradients by its clip_grad_norm_(max_norm)"
         )
         moved = self._to_servers(tables, timeout=timeout, cache=cache, **options)

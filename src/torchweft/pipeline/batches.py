@@ -54,28 +54,17 @@ class TrainingBatches:
         self._earlier: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._has_warned = False
 
-    def check(self, batch: Any) -> None:
-        """Looks at the next one; warns once of a tensor that is cut and probably whole.
-
-        Raises:
-            ConfigurationError: A tensor requires grad, or belongs to a module.
-        """
-        check_untrained(batch, self._name)
-        if not self._has_warned:
-            self._warn_of_same(
-                {
-                    _pytree.keystr(path): leaf
-                    for path, leaf in _pytree.tree_flatten_with_path(batch)[0]
-                    if isinstance(leaf, Tensor) and leaf.dim()
-                }
-            )
-
-    def _warn_of_same(self, tensors: dict[str, Tensor]) -> None:
-        """Warns of a tensor that was the same in the step before, beside one that was not."""
-        earlier, self._earlier = (
-            self._earlier,
-            {path: (weakref.ref(each), each._version) for path, each in tensors.items()},
-        )
+    def warn_of_same(self, batch: Any) -> None:
+        """Warns once of a tensor that was the same in the step before, beside one that was not."""
+        if self._has_warned:
+            return
+        tensors = {
+            _pytree.keystr(path): leaf
+            for path, leaf in _pytree.tree_flatten_with_path(batch)[0]
+            if isinstance(leaf, Tensor) and leaf.dim()
+        }
+        earlier = self._earlier
+        self._earlier = {path: (weakref.ref(each), each._version) for path, each in tensors.items()}
         same = [path for path, each in tensors.items() if _is_same(earlier.get(path), each)]
         if not same or len(same) == len(tensors) or earlier.keys() != tensors.keys():
             return
@@ -86,7 +75,7 @@ class TrainingBatches:
             "before, and was cut into micro-batches like the others. If its rows are not those of "
             "samples, mark it: torchweft.pipeline.broadcast(tensor). If they are, pass a copy",
             RuntimeWarning,
-            stacklevel=4,  # Outside of Pipe.step.
+            stacklevel=3,  # Outside of Pipe.step.
         )
 
 

@@ -20,7 +20,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.moved import Moved
 from torchweft.pipeline import host, moving, stepping, stream_host, weights
-from torchweft.pipeline.batches import TrainingBatches
+from torchweft.pipeline.batches import TrainingBatches, check_untrained
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
@@ -194,12 +194,18 @@ class Pipe(Closing):
             NotFinite: With ``check_finite``, values became NaN or infinite.
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
+        self._batches.warn_of_same(batch)
+        self._targets.warn_of_same(target)
+        return self.step_as_given(batch, target)
+
+    def step_as_given(self, batch: Any, target: Any) -> Tensor:
+        """Does what ``step`` does, and does not look for tensors that are no samples."""
         self._check_loss()
         self._check_synchronous("step")
         self._check_idle()
+        check_untrained(batch, "the batch")
+        check_untrained(target, "the target")
         self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
-        self._batches.check(batch)
-        self._targets.check(target)
         zero_grad = self._dropping.take()
         try:
             losses = self._deployment.run_once(True, zero_grad, batch, target)
