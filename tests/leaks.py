@@ -20,10 +20,7 @@ _SHARED_MEMORY = ("torch", "psm_")
 """How the names begin that PyTorch, Weft and Python's ``shared_memory`` give."""
 KINDS = ("threads", "processes", "descriptors", "shared memory", "settings")
 
-SETTINGS = (
-    ("torchweft.autograd.graph", "_sends_zeros"),
-    ("torchweft.autograd.local_engine", "_calls_leaf_hooks"),
-)
+SETTINGS = (("torchweft.autograd.graph", "_sends_zeros"),)
 """Switches of the whole process, which ``torchweft.compat`` turns on: they change later passes."""
 
 State = Mapping[str, Mapping[object, str]]

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from torchweft.autograd import node_hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import ReceiveRecord
 from torchweft.autograd.gates import Opening
@@ -256,7 +257,7 @@ class Component:
         for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
         borrowed = [*gradients, *[each for each in for_messages if each is not None]]
         self._sink(pairs_of(variables, for_leaves), borrowed)
-        answers, without = answers_of(receives, for_messages)
+        answers, without = answers_of(receives, for_messages, self.mode.create_graph)
         if without:
             mark_used(answers, without, receives, self.live_receives)
         return list(answers.values())
@@ -363,19 +364,24 @@ def pairs_of(
 
 
 def answers_of(
-    receives: Mapping[Node, ReceiveRecord], gradients: Iterable[Tensor | None]
+    receives: Mapping[Node, ReceiveRecord],
+    gradients: Iterable[Tensor | None],
+    create_graph: bool,
 ) -> tuple[dict[int, Answer], list[Node]]:
     """Returns the gradients of messages by their numbers, and the placeholders without a gradient.
 
     Args:
         receives: The messages by their placeholders.
         gradients: The gradient at each placeholder, if any.
+        create_graph: Whether the pass is recorded.
     """
     answers: dict[int, Answer] = {}
     without: list[Node] = []
     for (node, receive), gradient in zip(receives.items(), gradients, strict=True):
         if gradient is None:
             without.append(node)
+        else:
+            gradient = node_hooks.at_received(node, gradient, create_graph)
         if len(receive.nodes) == 1:
             answers[receive.message_id] = (receive, [gradient])
             continue
@@ -452,7 +458,7 @@ def run_alone(
         sink(pairs_of(variables, for_leaves), borrowed)
     if not receives:
         return ()
-    answers, without = answers_of(receives, captured)
+    answers, without = answers_of(receives, captured, mode.create_graph)
     if without:
         used = receives if is_whole else receives_behind(edges, ends, set())
         mark_used(answers, without, receives, used)

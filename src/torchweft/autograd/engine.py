@@ -25,7 +25,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.agent.waiting import Spins, Wanted, kinds_of
-from torchweft.autograd import plain_passes
+from torchweft.autograd import absent_gradients, plain_passes
 from torchweft.autograd.codec import (
     CONTEXT_AT,
     PassMode,
@@ -43,7 +43,8 @@ from torchweft.autograd.local_engine import OF_TORCH, operation_of
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
 from torchweft.autograd.pass_state import LOST, LedPassState, PassState, Unreachable
-from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
+from torchweft.autograd.pass_waits import PassWaits
+from torchweft.errors import AutogradError, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol import backward as protocol
@@ -62,7 +63,7 @@ from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
 from torchweft.runtime import device_streams
 from torchweft.runtime.interrupts import is_of_handler
-from torchweft.runtime.reports import OpenWait, log_exception, names_of
+from torchweft.runtime.reports import OpenWait, log_exception
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
@@ -99,6 +100,7 @@ class Engine:
         self._timer = agent.timers.add(self.tick)
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
+        self._waits = PassWaits(agent, self._timeout_s)
         self._agent = agent
         self.envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
         self.pass_type: type[LocalPass] = LocalPass
@@ -115,6 +117,7 @@ class Engine:
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
         plain_passes.watch(self)
+        absent_gradients.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True, check=self._check_message)
@@ -168,6 +171,7 @@ class Engine:
             local.exchange = partial(self._exchange_leading, led, others)
             try:
                 self._lead(led, others)
+                local.finish_hooks()
             except BaseException as error:
                 self._send_all(led, self._follow_up(led, led.driver.cancel(error)))
                 raise
@@ -233,13 +237,9 @@ class Engine:
             if self.contexts.find(context_id) is not None:
                 return  # ``told_by`` has no say in it.
             passes = self._passes_of.pop(context_id, ())
-            keys = [*((each, context_id) for each in passes), *self._abandoned()]
-            states = [self._states.pop(key, None) for key in keys]
-            for pass_id, _ in keys:
-                self._led.pop(pass_id, None)
+            states = self._take_out([*((each, context_id) for each in passes), *self._abandoned()])
         for state in states:
-            if state is not None:
-                state.close()
+            state.close()
         self.contexts.notified(context_id)
 
     def release_later(self, context_id: int) -> None:
@@ -247,9 +247,27 @@ class Engine:
         self._left.append(context_id)
         self._release_soon()
 
+    def _leading_ended(self, _: object) -> None:
+        """Notes the end of a function that led a pass; it may have been interrupted before."""
+        if self._led:
+            self._release_soon()
+
     def _abandoned(self) -> list[tuple[int, int]]:
         """Returns the led passes whose threads were interrupted before they had removed them."""
-        return [led.key for led in self._led.values() if led.leading() is None]
+        return [led.key for led in list(self._led.values()) if led.leading() is None]
+
+    def _close_abandoned(self, _: object, __: object) -> None:
+        with self._lock:
+            states = self._take_out(self._abandoned())
+        for state in states:
+            state.close()
+
+    def _take_out(self, keys: Sequence[tuple[int, int]]) -> list[PassState]:
+        """Removes passes, whose parts the caller must close; it has the lock."""
+        states = [self._states.pop(key, None) for key in keys]
+        for pass_id, _ in keys:
+            self._led.pop(pass_id, None)
+        return [state for state in states if state is not None]
 
     def _post(self, worker: int, kind: Kind, *numbers: int) -> None:
         """Sends numbers to a worker that is there; a failure concerns that worker alone."""
@@ -275,37 +293,7 @@ class Engine:
         """Returns the passes in which this worker waits for other workers."""
         with self._lock:
             states = list(self._states.values())
-        return [
-            OpenWait(
-                ("backward", state.pass_id), state.waits_since_s, partial(self._wait_of, state)
-            )
-            for state in states
-            if self._awaited_in(state)
-        ]
-
-    def _awaited_in(self, state: PassState) -> set[int]:
-        if isinstance(state, LedPassState):
-            return state.driver.awaited_workers() - {self._me}
-        return set() if state.awaited is None else {state.awaited}
-
-    def _names_awaited(self, state: PassState) -> tuple[str, ...]:
-        return tuple([self._agent.peers[each].name for each in sorted(self._awaited_in(state))])
-
-    def _wait_of(self, state: PassState) -> str:
-        return f"in a backward pass for {names_of(self._names_awaited(state))}"
-
-    def _timeout_error(self, state: PassState) -> BackwardTimeout:
-        missing = self._names_awaited(state)
-        whom = "another thread of this worker"
-        if missing:
-            whom = f"{names_of(missing)}, or for workers that were called from there,"
-        return BackwardTimeout(
-            f"a backward pass has waited {self._timeout_s:g} s (WEFT_BACKWARD_TIMEOUT_S) for "
-            f"{whom} and has ended; raise the variable if a pass may take longer",
-            worker=missing[0] if missing else "",
-            operation="waiting for the pass",
-            missing=missing,
-        )
+        return self._waits.open_in(states)
 
     # Leading
 
@@ -321,7 +309,7 @@ class Engine:
             name = PassName(context_id, pass_id, oldest_id, mode)
             local.pass_id = pass_id
             led = LedPassState(self._me, name, local, self._timeout_s)
-            led.leading = ref(leading)
+            led.leading = ref(leading, self._leading_ended)
             self._led[pass_id] = self._states[led.key] = led
             return led
 
@@ -392,7 +380,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise NotInitialized("this worker shut down before a backward pass had ended")
                 if time.monotonic() > led.deadline_s():
-                    raise self._timeout_error(led)
+                    raise self._waits.timeout_error(led)
         finally:
             if is_counted:
                 self._agent.reactor.end_wait()
@@ -514,7 +502,7 @@ class Engine:
                 if self._agent.reactor.is_closing:
                     raise PassEnded
                 if time.monotonic() > state.waits_since_s + self._timeout_s:
-                    raise self._timeout_error(state)
+                    raise self._waits.timeout_error(state)
         finally:
             state.awaited = None
             if is_counted:
@@ -678,7 +666,7 @@ class Engine:
 
     def tick(self, now_s: float) -> float:
         """Tells senders which of their messages are unreachable here; a job of the timers."""
-        if self._release_due_s > now_s:
+        if self._release_due_s > now_s and not (self._release_due_s == math.inf and self._has_due):
             return self._release_due_s
         # Reset first: a message that becomes unreachable concurrently must schedule another tick.
         self._release_due_s = math.inf
@@ -687,7 +675,14 @@ class Engine:
         while self._left:
             # A task, since freeing a graph may run any code and take long.
             self._agent.reactor.submit_task(self._release_left, self._left.popleft())
+        if self._abandoned():
+            self._agent.reactor.submit_task(self._close_abandoned, None)
         return self._release_due_s
+
+    @property
+    def _has_due(self) -> bool:
+        """Whether there is something for ``tick``: a finalizer that asks may be interrupted."""
+        return bool(self.outside.has_ended or self._left or self._abandoned())
 
     def _release_left(self, context_id: int, _: object) -> None:
         self.release(context_id)

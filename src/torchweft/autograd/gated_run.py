@@ -17,6 +17,7 @@ from functools import partial
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
+from torchweft.autograd import node_hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.component import Answer, Component, pairs_of
 from torchweft.autograd.contexts import ReceiveRecord
@@ -150,15 +151,18 @@ class GatedRun:
         probes: list[Probe] = []
         for node, receive in self._receives.items():
             at = 0 if len(receive.nodes) == 1 else receive.nodes.index(node)
-            probes.append(Probe(node, partial(self._take, receive, at)))
+            probes.append(Probe(node, partial(self._take, node, receive, at)))
         return probes
 
-    def _take(self, receive: ReceiveRecord, at: int, gradient: Tensor | None) -> None:
+    def _take(self, node: Node, receive: ReceiveRecord, at: int, gradient: Tensor | None) -> None:
         if get_ident() != self._thread:
             return  # Another pass runs the same graph.
         number = receive.message_id
         found = self._gradients.setdefault(number, [None] * len(receive.nodes))
-        found[at] = UNDEFINED if gradient is None else gradient
+        create_graph = self._mode.create_graph
+        found[at] = (
+            UNDEFINED if gradient is None else node_hooks.at_received(node, gradient, create_graph)
+        )
         self._missing[number] -= 1
         if not self._missing[number]:
             self._answers.append((receive, self._gradients.pop(number)))

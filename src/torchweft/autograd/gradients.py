@@ -163,6 +163,15 @@ class Gradients:
                     self._sums[tensor] = sum_of(previous, gradient)
                     self._made_here.add(tensor)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a gradient."""
+        return bool(self._sums)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Returns whether a tensor has a gradient."""
+        return tensor in self._sums
+
     def snapshot(self) -> dict[Tensor, Tensor]:
         """Returns the sums so far; later additions do not change the returned tensors."""
         with self._lock, self._order:

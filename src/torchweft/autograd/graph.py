@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from torchweft.autograd import multi_grad_hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.component import Answer, Component, not_due, note_reached, run_alone
 from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
 from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
 from torchweft.autograd.gated_run import GatedRun, PassEnded
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.local_engine import with_leaf_hooks
+from torchweft.autograd.multi_grad_hooks import Gathering
+from torchweft.autograd.node_hooks import with_leaf_hooks
 from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.autograd.sharded import check_unsharded
@@ -61,6 +63,7 @@ class LocalPass:
     _progress: Progress
     exchange: Callable[[int, list[Outgoing], Progress], object]
     _graph: SentGraph | None = None
+    _gathering: Gathering | None = None
     _gated: GatedRun | None = None
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
@@ -87,7 +90,7 @@ class LocalPass:
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
         sink = add_to_grad if mode.into_grad else self._gradients.add_all
-        self._sink = with_leaf_hooks(sink, self._nodes_of_leaves)
+        self._sink = with_leaf_hooks(sink, self._nodes_of_leaves, mode.create_graph)
         if input_gradients is not None:
             self._ends = input_gradients.ends
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
@@ -230,14 +233,23 @@ class LocalPass:
             messages since the last call.
         """
         self._progress, self._outgoing = Progress(), []
+        if multi_grad_hooks.are_registered():
+            self._gathering = self._gathering or Gathering()
+            with multi_grad_hooks.gathered_by(self._gathering):
+                self._run_in_mode()
+            self._finish_hooks(self._may_run)
+        else:
+            self._run_in_mode()
+        if self._averaging is not None:
+            self._hold_back(self._averaging)
+        return self._outgoing, self._progress
+
+    def _run_in_mode(self) -> None:
         if self._mode.create_graph:
             with _recorded_in(self._context.id):
                 self._run()
         else:
             self._run()
-        if self._averaging is not None:
-            self._hold_back(self._averaging)
-        return self._outgoing, self._progress
 
     def _hold_back(self, averaging: Averaging) -> None:
         live = self._alone.keys() | self._component_of.keys()
@@ -336,6 +348,26 @@ class LocalPass:
         """Has DDP average gradients. Blocks until the passes of other ranks do so as well."""
         assert self._averaging is not None
         return self._averaging.run()
+
+    def _may_run(self, node: Node) -> bool:
+        """Returns whether a node of the graph has yet to run, for all that is known here."""
+        reached = None if self._graph is None else self._graph.component_at(node)
+        if reached is None:
+            return False
+        numbers = [send.message_id for send in reached.sends]
+        component = self._component_of.get(numbers[0])
+        if component is not None:
+            return not component.is_finished
+        return not (self._is_settled or all(map(self._alone.get, numbers)))
+
+    def finish_hooks(self) -> None:
+        """Calls the hooks of several tensors that still wait: nothing more will run."""
+        self._finish_hooks(lambda _: False)
+
+    def _finish_hooks(self, may_run: Callable[[Node], bool]) -> None:
+        if self._gathering is not None and self._gathering.is_waiting:
+            with torch.set_grad_enabled(self._mode.create_graph):
+                self._gathering.finish(may_run)
 
     def close(self) -> None:
         """Ends the pass, done or not, and frees its memory."""

@@ -1,4 +1,4 @@
-"""The calls that Weft makes to torch's autograd engine, and to hooks that the engine leaves out."""
+"""The calls that Weft makes to torch's autograd engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchweft.autograd.gates import Opening
-from torchweft.autograd.gradients import Sink
 from torchweft.errors import WeftError
 
 # torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
@@ -141,82 +140,6 @@ def _without_gradients(nodes: Iterable[Node]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def hooks_of(register: Callable[[Callable[..., Any]], Any]) -> list[Callable[..., Any]]:
-    """Returns the hooks that were added by ``register``, a method of a node, in order."""
-    # torch gives access to the hooks of a node only through a new handle.
-    handle = register(_nothing)
-    hooks = handle.hooks_dict_ref()
-    del hooks[handle.id]
-    return list(hooks.values()) if hooks else []
-
-
-def _nothing(*_: Any) -> None:
-    """A hook without effect."""
-
-
-# Hooks that a program put on the node that accumulates the gradient of a leaf. A backward pass in a
-# context asks for gradients and runs no such node, so Weft must call these hooks. torch reveals a
-# node's hooks only when another hook is registered, which takes longer than all other work for a
-# leaf. So this is off by default. Hooks of tensors differ: torch's engine always calls them.
-
-_calls_leaf_hooks = False
-
-
-def enable_leaf_hooks(enabled: bool = True) -> None:
-    """Sets whether passes that begin later call the hooks of accumulating nodes."""
-    global _calls_leaf_hooks
-    _calls_leaf_hooks = enabled
-
-
-def has_leaf_hooks(node: Node) -> bool:
-    """Returns whether to call hooks of ``node``, which accumulates the gradient of a leaf."""
-    return _calls_leaf_hooks and bool(hooks_of(node.register_hook))
-
-
-def with_leaf_hooks(sink: Sink, nodes_of_leaves: Callable[[], Mapping[int, Node]]) -> Sink:
-    """Returns ``sink``, extended by calling the hooks of accumulating nodes if enabled.
-
-    Args:
-        sink: Takes the gradients of leaves.
-        nodes_of_leaves: Returns known accumulating nodes, by the ``id`` of their leaf.
-    """
-    if not _calls_leaf_hooks:
-        return sink
-
-    def add_and_call(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
-        pairs = list(pairs)
-        sink(pairs, borrowed)
-        nodes = nodes_of_leaves()
-        with torch.no_grad():
-            for leaf, gradient in pairs:
-                node = nodes.get(id(leaf)) or _accumulating(leaf)
-                for hook in hooks_of(node.register_hook):
-                    hook((), (gradient,))
-
-    return add_and_call
-
-
-class _Use(torch.autograd.Function):
-    """Uses a tensor of any layout, without memory or work."""
-
-    @staticmethod
-    def forward(ctx: object, tensor: Tensor) -> Tensor:
-        return torch.empty(0)
-
-
-_use: Callable[[Tensor], Tensor] = _Use.apply
-
-
-def _accumulating(leaf: Tensor) -> Node:
-    """Returns the node that accumulates the gradient of a leaf, of any layout."""
-    with torch.enable_grad():
-        made = leaf.view_as(leaf) if leaf.layout is torch.strided else _use(leaf)
-    assert made.grad_fn is not None
-    node = made.grad_fn.next_functions[0][0]
-    assert node is not None
-    return node
 
 
 OF_TORCH = "an operation of torch"

@@ -7,7 +7,8 @@ reports the end of its receive record, or is lost. Any pass may go through these
 context or not.
 
 Rules of the file: nothing here keeps a received tensor or its graph alive. A graph may be freed in
-any thread, under any lock; so its finalizer only enqueues.
+any thread, under any lock; so its finalizer only enqueues. It is a function of C: Python ignores an
+interrupt that ends a finalizer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import functools
 import threading
 import warnings
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -47,7 +49,7 @@ _NEITHER = (None, 0)
 class _Message:
     """A received message. Only the nodes of its tensors keep it alive."""
 
-    __slots__ = ("from_worker", "is_back", "message_id", "metas", "records")
+    __slots__ = ("__weakref__", "from_worker", "is_back", "message_id", "metas", "records")
 
     def __init__(
         self,
@@ -63,8 +65,15 @@ class _Message:
         self.metas = metas
         self.records = records
 
-    def __del__(self) -> None:
-        self.records.give_back(self.from_worker, self.message_id)
+
+class _End(weakref.ref[_Message]):
+    """Is put into a queue when a message has become unreachable."""
+
+    __slots__ = ("is_back", "place")
+
+    is_back: bool
+    place: tuple[int, int]
+    """The sender and the number of the message."""
 
 
 def _notes_of(node: Node) -> dict[str, Any]:
@@ -85,9 +94,9 @@ class OutsideRecords:
         self._counter = shared_count(1) if counter is None else counter
         self._lock = threading.RLock()
         self._sends: dict[int, SendRecord] = {}
-        self._ended: deque[tuple[int, int]] = deque()
-        self._received: dict[int, bool] = {}
-        """By number, whether the tensors of a received message were placed as an answer's."""
+        self._ended: deque[_End | tuple[int, int]] = deque()
+        self._received: dict[int, tuple[_End, object]] = {}
+        """By the number of a received message, what notices its end, and what tells of that."""
         self.on_ended: Callable[[], None] | None = None
         """Called, perhaps by a finalizer, when ``take_ended`` has new messages to return."""
 
@@ -130,21 +139,33 @@ class OutsideRecords:
             is_back: Whether the tensors were placed as those of an answer.
         """
         message = _Message(message_id, from_worker, metas_of(tensors), self, is_back)
-        self._received[message_id] = is_back
+        # In steps of C: the caller gives the message back if it is interrupted before the last.
+        end = _End(message, self._ended.append)
+        end.place, end.is_back = (from_worker, message_id), is_back
+        self._received[message_id] = end, weakref.ref(message, self._tell)
         for place, node in enumerate(nodes):
             _notes_of(node)[_KEY] = (message, place)
 
     def give_back(self, from_worker: int, message_id: int) -> None:
         """Notes that a received message is unreachable here. Finalizers may call it."""
         self._ended.append((from_worker, message_id))
+        self._tell(None)
+
+    def _tell(self, _: object) -> None:
         if self.on_ended is not None:
             self.on_ended()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``take_ended`` has messages to return."""
+        return bool(self._ended)
 
     def take_ended(self) -> dict[int, list[int]]:
         """Removes and returns the messages that became unreachable here, by sender."""
         ended: defaultdict[int, list[int]] = defaultdict(list)
         for _ in range(len(self._ended)):
-            from_worker, message_id = self._ended.popleft()
+            end = self._ended.popleft()
+            from_worker, message_id = end if isinstance(end, tuple) else end.place
             ended[from_worker].append(message_id)
             self._received.pop(message_id, None)
         return ended
@@ -171,7 +192,8 @@ class OutsideRecords:
 
     def is_back(self, message_id: int) -> bool:
         """Returns whether the tensors of a received message were placed as those of an answer."""
-        return self._received.get(message_id, False)
+        received = self._received.get(message_id)
+        return received is not None and received[0].is_back
 
     def sends(self) -> list[SendRecord]:
         """Returns the records of all sent messages that may still be used."""

@@ -28,6 +28,7 @@ from torchweft.protocol.backward import (
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.interrupts import Flag
+from torchweft.runtime.reports import log_exception
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
@@ -117,7 +118,15 @@ class PassState:
         if self._signal is not None:
             self._signal.set()
         if self.local is not None:
+            if not self.machine.is_over:
+                self._finish_hooks(self.local)
             self.local.close()
+
+    def _finish_hooks(self, local: LocalPass) -> None:
+        try:
+            local.finish_hooks()
+        except Exception:
+            log_exception("a hook of several tensors raised after the pass")
 
     def apply(self, message: Gradients | Discover | Settled) -> None:
         """Delivers a message to the pass on this worker."""
@@ -160,6 +169,9 @@ class LedPassState(PassState):
         self.local = local
         self.driver = Driver(worker)
         self._timeout_s = timeout_s
+
+    def _finish_hooks(self, local: LocalPass) -> None:
+        """Does nothing: the leading thread does so, unless it is interrupted."""
 
     @property
     def is_under_way(self) -> bool:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.autograd.contexts import Contexts, SendRecord
+from torchweft.autograd.multi_grad_hooks import are_registered, gathered_by
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.errors import AutogradError
 
@@ -72,7 +73,10 @@ class _Watching(_Engine):  # type: ignore[misc]
         if inputs:
             _check(roots, inputs)
         begin = super().run_backward
-        return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
+        if not are_registered():
+            return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
+        with gathered_by(None):  # It may begin in a hook of a pass of Weft.
+            return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
 
 
 def _check(roots: Sequence[Any], inputs: Sequence[Any]) -> None:

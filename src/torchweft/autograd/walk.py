@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchweft.autograd.contexts import ReceiveRecord, SendRecord
-from torchweft.autograd.local_engine import edges_at, has_leaf_hooks
+from torchweft.autograd.local_engine import edges_at
+from torchweft.autograd.node_hooks import has_leaf_hooks
 
 Next = tuple[Node | None, int]
 Place = tuple[Node, int]
@@ -186,6 +187,10 @@ class SentGraph:
                     whole.leaves.update(reached.leaves)
                     whole.receives.update(reached.receives)
         return self._reached_of
+
+    def component_at(self, node: Node) -> Reached | None:
+        """Returns the component that a node belongs to, if any; valid after ``components``."""
+        return self._reached_of.get(self._visitor.get(node, _NO_SEND))
 
     def forget(self, message_ids: Collection[int]) -> None:
         """Lets go of all that walks from certain sends, a whole component, were first to visit."""

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.current import current
@@ -25,7 +26,7 @@ from torchweft.agent.peers import Peer
 from torchweft.checkpoint import kinds
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE, HostCopier
-from torchweft.errors import CheckpointError
+from torchweft.errors import ArgumentTypeError, CheckpointError
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
 
 Content = dict[str, Any]
@@ -124,6 +125,11 @@ def describe(owned: Owned) -> Described:
     described: Described = {}
     for path, optimizer in owned.optimizers.items():
         parameters = optimizer.parameters()
+        if any(map(is_lazy, parameters.values())):
+            raise ArgumentTypeError(
+                f"{path} steps a parameter of a lazy module, which has no shape yet; call the "
+                "module once before the optimizer's state is saved or restored"
+            )
         names = parameter_names(values, parameters)
         described[path] = {
             number: (names[number], tuple(parameter.shape))

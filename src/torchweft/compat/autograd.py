@@ -12,7 +12,6 @@ from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import Context, current_id, set_current_id
 from torchweft.autograd.engine import current_engine
 from torchweft.autograd.graph import enable_zeros
-from torchweft.autograd.local_engine import enable_leaf_hooks
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.ids import WORKER_SHIFT, scoped_id
 
@@ -67,8 +66,6 @@ def _init(worker_id: int) -> None:
         raise AutogradError(
             f"autograd is already initialized, as that of worker {current_engine().contexts.worker}"
         )
-    # Programs may have put hooks on the nodes that accumulate the gradients of their parameters.
-    enable_leaf_hooks()
     enable_zeros()
 
 

@@ -164,7 +164,6 @@ def uninstall() -> None:
         return
     from torchweft.agent import current
     from torchweft.autograd.graph import enable_zeros
-    from torchweft.autograd.local_engine import enable_leaf_hooks
     from torchweft.compat import waiting
 
     with _lock:
@@ -176,7 +175,6 @@ def uninstall() -> None:
                 f"{current.current().info.name!r}: call rpc.shutdown() first"
             )
         waiting.uninstall()
-        enable_leaf_hooks(False)
         enable_zeros(False)
         _put_back()
     # PyTorch modules in NAMES that were first loaded meanwhile need PyTorch's names as well.

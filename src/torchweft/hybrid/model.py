@@ -165,7 +165,8 @@ class HybridModel(nn.Module):
         self._turns: Turns | None = None
         self.tables: Tables | None = None
         self._moved = Moved(
-            "their rows are on servers: make the optimizer by HybridModel.optimizer(rows, dense)"
+            "rows are on servers: make the optimizer by HybridModel.optimizer(rows, "
+            "dense), and clip gradients by its clip_grad_norm_(max_norm)"
         )
         moved = self._to_servers(tables, timeout=timeout, cache=cache, **options)
         table_of = {id(each.table): each.name for each in moved}
@@ -179,6 +180,8 @@ class HybridModel(nn.Module):
         self._module = [module]  # in a list: it is registered below, as it is called
         self._copies = self._keep(module, tables, moved)
         self._dense = _dense_parameters(module, self._copies)
+        if moved:
+            self._moved.add_beside(self._dense.values())
         self.called = module
         self._replicas: list[Any] = []
         if len(names) > 1:

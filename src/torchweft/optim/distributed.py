@@ -28,6 +28,7 @@ from torchweft.optim.groups import (
     changed_options,
     check_distinct,
     check_fits,
+    check_members,
     copied_options,
     misfit,
     read_group,
@@ -43,7 +44,7 @@ from torchweft.serialize.tracebacks import without_own_frames
 
 
 @has_callable_methods
-class DistributedOptimizer(Optimizer):
+class DistributedOptimizer(states.Unscalable, Optimizer):
     """Steps parameters of any workers with the gradients of a distributed autograd context.
 
     On every worker that owns some of the parameters it makes an ``optimizer_class`` over them.
@@ -96,6 +97,7 @@ class DistributedOptimizer(Optimizer):
         self._recipe = (optimizer_class, args, kwargs)
         self._locals: dict[int, RRef[local.LocalOptimizer]] = {}
         self._described: dict[int, tuple[tuple[int, ...] | None, str]] = {}
+        self._members: list[tuple[RRef[Any], ...]] = []  # the parameters of each group
         self._told: list[Options] = []  # the hyper-parameters that the owners have
         self._has_warned = False
         self._is_base_ready = False
@@ -137,6 +139,7 @@ class DistributedOptimizer(Optimizer):
             options.update(placed.options)
         for number, group in enumerate(groups, start=len(self.param_groups)):
             self.param_groups.append({"params": group.parameters, **options[number]})
+            self._members.append(tuple(group.parameters))
             self._told.append(copied_options(options[number]))
 
     # Steps
@@ -207,7 +210,12 @@ class DistributedOptimizer(Optimizer):
     # Hyper-parameters
 
     def _changes(self) -> dict[int, Options]:
-        """Returns the hyper-parameters that the owners do not have yet, by group."""
+        """Returns the hyper-parameters that the owners do not have yet, by group.
+
+        Raises:
+            ConfigurationError: The program has put other parameters into the groups.
+        """
+        check_members([group["params"] for group in self.param_groups], self._members)
         changes = {}
         for number, (group, told) in enumerate(zip(self.param_groups, self._told, strict=True)):
             if changed := changed_options(group, told):

@@ -23,6 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.optim import Optimizer, optimizer
 
+from torchweft.autograd.absent_gradients import OWN_HOOKS
 from torchweft.rpc.rref import is_made_plainly
 
 _COMPILER = "torch._dynamo"
@@ -84,7 +85,8 @@ def _is_seen(optimizer: Any) -> bool:
         torch._C._autograd._profiler_enabled()
         or optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any(_GLOBAL_HOOKS)
+        or len(_GLOBAL_HOOKS[0]) > len(OWN_HOOKS)
+        or _GLOBAL_HOOKS[1]
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +29,29 @@ def changed_options(group: Mapping[str, Any], told: Options) -> Options:
             and (key not in told or (value is not told[key] and not _is_same(value, told[key])))
         }
     )
+
+
+def check_members(present: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> None:
+    """Raises if the program has put other parameters into the groups than their owners have.
+
+    Args:
+        present: The parameters of each group now.
+        known: Those that the owners have.
+
+    Raises:
+        ConfigurationError: They are not the same objects, in the same order.
+    """
+    pairs = zip(present, known, strict=False)
+    is_same = len(present) == len(known) and all(
+        len(mine) == len(theirs) and all(map(operator.is_, mine, theirs)) for mine, theirs in pairs
+    )
+    if not is_same:
+        raise ConfigurationError(
+            "param_groups has other parameters or groups than the optimizers on the workers, which "
+            "step all that they were made with: add parameters by add_param_group where the class "
+            "has it, call requires_grad_(False) of those that are to stay where they live, or make "
+            "a new optimizer"
+        )
 
 
 def copied_options(options: Mapping[str, Any]) -> Options:

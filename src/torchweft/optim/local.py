@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
+from torchweft.autograd.absent_gradients import leave_out
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim import eager, states
 from torchweft.optim.groups import GroupPart, Options
@@ -83,6 +84,7 @@ class LocalOptimizer:
         self._group_numbers: list[int] = []  # in the order of the optimizer's own groups
         self._guard = lock
         self._optimizer = make([self._take(part) for part in parts])
+        leave_out(self._optimizer)
 
     def _take(self, part: GroupPart) -> dict[str, Any]:
         parameters = [reference.local_value() for reference in part.parameters]

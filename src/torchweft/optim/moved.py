@@ -1,49 +1,72 @@
 """Parameters of this process whose values are trained elsewhere.
 
 A model that was handed to a pipeline, or whose tables went to servers, still has its parameters
-here. An optimizer of them would step what nobody trains: no gradient ever comes to them. So the
-first step of each optimizer looks for such parameters.
+here. An optimizer of them would step what nobody trains: no gradient ever comes to them, and
+``clip_grad_norm_`` would measure nothing. So steps and functions that clip look for them.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from torchweft.autograd.absent_gradients import add_check
 from torchweft.errors import ConfigurationError
+
+Known = dict[int, weakref.ref[Tensor]]
+"""Tensors by their ids."""
+
+
+def _known(tensors: Iterable[Tensor]) -> Known:
+    return {id(each): weakref.ref(each) for each in tensors}
+
+
+def _is_in(known: Known, tensor: object) -> bool:
+    found = known.get(id(tensor))
+    return found is not None and found() is tensor
 
 
 class Moved:
     """Some parameters that are trained elsewhere, until it is closed or dropped.
 
     Args:
-        instead: What to call instead of an optimizer of this process, for the message.
+        instead: What to call instead of optimizers and functions of this process, for the message.
     """
 
     def __init__(self, instead: str) -> None:
         self.instead = instead
-        self._parameters: dict[int, weakref.ref[Tensor]] = {}
+        self._parameters: Known = {}
         self._trained: dict[int, bool] = {}
+        self._beside: Known = {}
         _moved.add(self)
 
     def add(self, parameters: Iterable[Tensor]) -> None:
         """Adds parameters."""
         own = list(parameters)
         if own:
-            self._parameters = self._parameters | {id(each): weakref.ref(each) for each in own}
+            self._parameters = self._parameters | _known(own)
             self._trained |= {id(each): each.requires_grad for each in own}
-            _stepped.clear()
-            _watch()
+            add_check(_check)
+
+    def add_beside(self, parameters: Iterable[Tensor]) -> None:
+        """Adds parameters that are trained here, but clipped together with those elsewhere."""
+        self._beside = _known(parameters)
+
+    def warn_of_rest(self, name: str, parameters: Iterable[Tensor]) -> None:
+        """Warns once if parameters beside those elsewhere are clipped alone."""
+        if any(_is_in(self._beside, each) for each in parameters):
+            self._beside = {}
+            warnings.warn(
+                f"{name} leaves out gradients that are elsewhere; {self.instead}",
+                RuntimeWarning,
+                stacklevel=5,  # Outside of clip_grad_norm_.
+            )
 
     def __contains__(self, parameter: object) -> bool:
-        known = self._parameters.get(id(parameter))
-        return known is not None and known() is parameter
+        return _is_in(self._parameters, parameter)
 
     def warn_of_changes(self, fix: str) -> None:
         """Warns once if the program has frozen parameters here, for the caller of its caller.
@@ -73,33 +96,16 @@ class Moved:
 
 
 _moved: weakref.WeakSet[Moved] = weakref.WeakSet()
-_stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-"""The optimizers that were looked at in a step."""
-_hooks: list[Any] = []
-"""The hook of all optimizers, once there is one. It stays: a step must not change its hooks."""
 
 
-def _watch() -> None:
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_check))
-
-
-def _check(optimizer: Optimizer, *_: Any) -> None:
-    """Raises at the first step of an optimizer whose parameters are trained elsewhere."""
-    present = list(_moved)
-    if not present or optimizer in _stepped:
-        return
-    own = [
-        each
-        for group in optimizer.param_groups
-        for each in group["params"]
-        if isinstance(each, Tensor)
-    ]
-    for moved in present:
-        there = [each for each in own if each in moved]
+def _check(name: str, parameters: Sequence[Tensor]) -> None:
+    """Raises if gradients of parameters that are trained elsewhere are read."""
+    for moved in list(_moved):  # Mostly there are none.
+        there = [each for each in parameters if each in moved]
         if there and all(each.grad is None for each in there):
             raise ConfigurationError(
-                f"this {type(optimizer).__name__} has {len(there)} parameters of this process that "
-                f"are trained elsewhere, where it does not reach them; {moved.instead}"
+                f"{name} was given {len(there)} parameters of this process that are trained "
+                f"elsewhere, where it does not reach them; {moved.instead}"
             )
-    _stepped.add(optimizer)
+        if name.startswith("clip_"):
+            moved.warn_of_rest(name, parameters)

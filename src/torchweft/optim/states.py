@@ -234,6 +234,17 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     return value
 
 
+class Unscalable:
+    """Refuses ``torch.amp.GradScaler``, which looks for gradients in ``.grad`` of this process."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> NoReturn:  # The scaler reads it before a step.
+        raise ConfigurationError(
+            f"a GradScaler cannot unscale the gradients of a {type(self).__name__}, which are on "
+            "other workers: compute in torch.bfloat16, which needs no scaler"
+        )
+
+
 def elsewhere(where: str) -> defaultdict[Any, Any]:
     """Returns the ``state`` of an optimizer that has none here: it raises, and says where it is.
 

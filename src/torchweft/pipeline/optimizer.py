@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.optim import states
-from torchweft.optim.groups import Options, changed_options, copied_options
+from torchweft.optim.groups import Options, changed_options, check_members, copied_options
 from torchweft.pipeline import groups as grouping
 from torchweft.pipeline import stepping, weights
 from torchweft.pipeline.deployment import Deployment
@@ -68,7 +68,7 @@ class PipeWeight:
         return f"PipeWeight({self.name!r}, {self.shape})"
 
 
-class PipeOptimizer(Optimizer):
+class PipeOptimizer(states.Unscalable, Optimizer):
     """The optimizers of a pipeline's workers, one for the weights of each; ``Pipe.optimizer``.
 
     ``param_groups`` has the groups of all workers, joined: a group of the pipeline is the groups of
@@ -104,6 +104,7 @@ class PipeOptimizer(Optimizer):
         if first is not None:
             self.defaults.update(first.defaults)
         self._groups: list[Group] = []
+        self._members: list[tuple[PipeWeight, ...]] = []
         self._told: list[Options] = []
         found = grouping.joined(_parts(made)) or [Group({}, [])]
         self._made = [copied_options(each.options) for each in found]
@@ -131,12 +132,7 @@ class PipeOptimizer(Optimizer):
 
     def groups(self) -> list[Group]:
         """Returns the present groups."""
-        if len(self.param_groups) != len(self._groups):
-            raise ConfigurationError(
-                f"the optimizer has {len(self.param_groups)} parameter groups, and the workers "
-                f"have {len(self._groups)}; make the groups in the function that makes the "
-                "optimizer of a worker"
-            )
+        check_members([group["params"] for group in self.param_groups], self._members)
         pairs = zip(self.param_groups, self._groups, strict=True)
         return [Group(_without_weights(group), known.weights) for group, known in pairs]
 
@@ -188,6 +184,7 @@ class PipeOptimizer(Optimizer):
             options = copied_options(group.options)
             shown.clear()
             shown.update({"params": [PipeWeight(each) for each in group.weights]}, **options)
+        self._members = [tuple(shown["params"]) for shown in self.param_groups]
 
     def restore(self, deployment: Deployment, found: Sequence[Group]) -> None:
         """Takes over groups, and tells the workers."""

@@ -20,6 +20,7 @@ from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
 from torchweft.optim.moved import Moved
 from torchweft.pipeline import host, moving, stepping, stream_host, weights
+from torchweft.pipeline.batches import TrainingBatches, check_untrained
 from torchweft.pipeline.checking import check_stages
 from torchweft.pipeline.copies import Tie
 from torchweft.pipeline.cutting import Stages, StageSource, stages_of
@@ -126,12 +127,14 @@ class Pipe(Closing):
         self._mode: bool | None = None
         self._is_recorded = self._is_running = False
         self._dropping = Dropping()
+        self._batches, self._targets = TrainingBatches("the batch"), TrainingBatches("the target")
         self._losses: weakref.ref[Generator[Tensor, None, None]] | None = None
         self._optimizer: PipeOptimizer | None = None
         self._moved = Moved(
             "the workers of a pipeline have copies of its weights: step the optimizer that "
             "pipe.optimizer(torch.optim.SGD, lr=...) returns (an asynchronous schedule takes "
-            "Pipe(..., optimizer=)), and read the weights by pipe.state_dict()"
+            "Pipe(..., optimizer=)), clip gradients by pipe.clip_grad_norm_(max_norm), and read "
+            "the weights by pipe.state_dict()"
         )
         self._deployment = self._deploy(stages, workers, schedule, wiring, ties, example)
 
@@ -185,15 +188,23 @@ class Pipe(Closing):
             The loss, a tensor without dimensions: the mean or the sum over the micro-batches.
 
         Raises:
-            ConfigurationError: The batch cannot be cut evenly, the pipeline has no loss, or its
-                schedule is asynchronous.
+            ConfigurationError: The batch cannot be cut evenly, a tensor of it requires grad, the
+                pipeline has no loss, or its schedule is asynchronous.
             PipelineError: A stage failed; names it. The cause is its error.
             NotFinite: With ``check_finite``, values became NaN or infinite.
             WorkerLost: A worker was lost; the pipeline cannot go on.
         """
+        self._batches.warn_of_same(batch)
+        self._targets.warn_of_same(target)
+        return self.step_as_given(batch, target)
+
+    def step_as_given(self, batch: Any, target: Any) -> Tensor:
+        """Does what ``step`` does, and does not look for tensors that are no samples."""
         self._check_loss()
         self._check_synchronous("step")
         self._check_idle()
+        check_untrained(batch, "the batch")
+        check_untrained(target, "the target")
         self._moved.warn_of_changes("call pipe.repartition(model) to have the stages follow")
         zero_grad = self._dropping.take()
         try:

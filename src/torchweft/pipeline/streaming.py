@@ -22,6 +22,7 @@ from torchweft.errors import (
 )
 from torchweft.ids import WorkerInfo
 from torchweft.pipeline import host, stream_host
+from torchweft.pipeline.batches import check_untrained
 from torchweft.pipeline.cutting import Stages
 from torchweft.pipeline.schedules import SchedulePipeDream, Table, check
 from torchweft.pipeline.values import picked_for, uncut
@@ -278,6 +279,8 @@ def _pair(found: Any, number: int) -> tuple[Any, Any]:
         raise ArgumentTypeError(
             f"minibatch {number} is {kind_of(found)}{size}; run takes pairs of a batch and a target"
         )
+    for value, name in zip(found, ("the batch", "the target"), strict=True):
+        check_untrained(value, name)
     return uncut(found[0]), uncut(found[1])
 
 

@@ -117,8 +117,8 @@ def broadcast(value: Any) -> Any:
     """Marks a value in a batch or target that each micro-batch gets whole.
 
     A tensor that is not per sample, such as a mask or weights of classes, needs the mark: all other
-    tensors are cut along dimension 0, also one that has as many rows as the batch by chance. Stages
-    must not change it in place.
+    tensors are cut along dimension 0, also one that has as many rows as the batch by chance. A step
+    warns once if such a tensor is the same in two steps. Stages must not change it in place.
 
     Args:
         value: A tensor, or a tuple, list or dict of tensors.
@@ -129,13 +129,17 @@ def broadcast(value: Any) -> Any:
     return _Whole(value)
 
 
+def unmarked(leaf: Any) -> Any:
+    """Returns a leaf of a batch without its mark of ``broadcast``, if it has one."""
+    return leaf.value if isinstance(leaf, _Whole) else leaf
+
+
 def uncut(batch: Any) -> Any:
     """Returns a batch without marks of ``broadcast``."""
     leaves, structure = _pytree.tree_flatten(batch)
     if not any(isinstance(leaf, _Whole) for leaf in leaves):
         return batch
-    bare = [leaf.value if isinstance(leaf, _Whole) else leaf for leaf in leaves]
-    return _pytree.tree_unflatten(bare, structure)
+    return _pytree.tree_unflatten([*map(unmarked, leaves)], structure)
 
 
 def cut_batch(batch: Any, count: int, name: str = "the batch") -> list[Any]:
@@ -163,7 +167,7 @@ def cut_batch(batch: Any, count: int, name: str = "the batch") -> list[Any]:
     columns = [
         torch.tensor_split(leaf, count)
         if isinstance(leaf, Tensor) and leaf.dim()
-        else (leaf.value if isinstance(leaf, _Whole) else leaf,) * count
+        else (unmarked(leaf),) * count
         for leaf in leaves
     ]
     return [

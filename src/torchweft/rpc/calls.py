@@ -147,7 +147,12 @@ def call_and_wait(
     finally:
         if event is not None:
             end(event)
-    return worker.result_of(call)
+    try:
+        return worker.result_of(call)
+    except BaseException:
+        if call.frame is not None:  # Ctrl-C, before the answer was looked at.
+            worker.discard_reply(peer, call.frame)
+        raise
 
 
 def start(

@@ -135,7 +135,8 @@ class Worker:
         """Returns the result of a call that is done, or raises its error.
 
         The waiting thread reads an answer, or a thread of the worker does. Both make the same
-        tensors of it: the inference mode of the waiting thread has no effect on them.
+        tensors of it: the inference mode of the waiting thread has no effect on them. If it is
+        interrupted before it has begun, ``call.frame`` stays.
         """
         if _is_in_inference_mode():
             with _InferenceMode(False):
@@ -147,19 +148,21 @@ class Worker:
             raise call.error
         frame = call.frame
         assert frame is not None
-        call.frame = None  # Its memory belongs to the result from here on.
         peer = self.agent.peers[call.worker]
         flags = frame.flags
         control: Any = frame.control
         if type(control) is LocalMessage:
+            call.frame = None
             if flags & ERROR_REPLY:
                 raise self.as_raised_here(unpack_error(control.payload))
             return self.decoder.open_own(control, control.head[0], is_answer=True)
         if flags & ERROR_REPLY:
+            call.frame = None
             head = decode_reply(control)
             payload = control[head[3] : head[4]]
             raise self.as_raised_here(self.reader.unpack_error(bytes(payload)))
         try:
+            call.frame = None  # Its memory belongs to the result from here on.
             head = decode_reply(control)
             message = None
             if flags:

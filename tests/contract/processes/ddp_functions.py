@@ -145,6 +145,15 @@ def run_pass(name: str, indices: Tensor) -> tuple[Named, Tensor]:
         return gradients(name, context_id), remote
 
 
+def run_residual_pass(name: str, inputs: Tensor) -> Named:
+    """Returns the gradients of the replica, whose output is both sent and used here."""
+    with torchweft.autograd.context() as context_id:
+        hidden = _replicas[name](inputs)
+        loss = (rpc.rpc_sync(SERVER, torch.sin, args=(hidden,)) + hidden).square().mean()
+        torchweft.autograd.backward(context_id, [loss])
+        return gradients(name, context_id)
+
+
 def train(name: str, batches: list[Tensor]) -> tuple[list[tuple[Named, Tensor]], Named]:
     """Returns the gradients of each step, and the parameters after the last."""
     references = [rpc.RRef(parameter) for parameter in _replicas[name].parameters()]

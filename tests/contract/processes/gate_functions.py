@@ -163,9 +163,12 @@ def noting_the_thread(value: Tensor, weight: Tensor) -> Tensor:
     return made
 
 
-@torch.compile(backend="aot_eager")
-def compiled(value: Tensor, weight: Tensor) -> Tensor:
+def _compilable(value: Tensor, weight: Tensor) -> Tensor:
     return torch.tanh((value * weight).relu() + (value * weight).sigmoid()) * value
+
+
+compiled = torch.compile(_compilable, backend="aot_eager")
+compiled_to_code = torch.compile(_compilable, backend="inductor")
 
 
 BLOCKS = {

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -323,6 +324,18 @@ def apply_model(step: int) -> Tensor:
 
 def step_in_context(context_id: int) -> None:
     _open["model"].optimizer.step(context_id)
+
+
+def clip_dense_part(step: int) -> list[str]:
+    """Clips the parameters that a trainer has, twice; returns what it is told."""
+    opened = _open["model"]
+    loss_of(opened.model, draw(opened.me, step)).backward()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            nn.utils.clip_grad_norm_(opened.model.parameters(), 1.0)
+    opened.optimizer.zero_grad()
+    return [str(each.message) for each in found if each.filename == __file__]
 
 
 def close_model() -> None:

@@ -254,6 +254,20 @@ def test_a_replica_may_feed_another_one(make_replicas: Callable[..., str]) -> No
         assert_same(gradients, {key: (first[key] + second[key]) / 2 for key in first})
 
 
+@every_form
+def test_the_output_of_a_replica_may_be_sent_and_used_beside_the_answer(
+    make_replicas: Callable[..., str], options: dict[str, Any]
+) -> None:
+    """Its graph waits for itself: the pass runs it in a gate."""
+    name, model = make_replicas(**options), Model()
+    inputs = [torch.rand(4, functions.WIDTH).double() for _ in TRAINERS]
+    results = on_trainers(functions.run_residual_pass, [(name, own) for own in inputs])
+    losses = [(hidden.sin() + hidden).square().mean() for hidden in map(model.net, inputs)]
+    expected = model.gradients(*losses)
+    for gradients in results:
+        assert_same(gradients, expected)
+
+
 def test_a_replica_may_be_called_again_and_a_result_not_be_used(
     make_replicas: Callable[..., str],
 ) -> None:

@@ -83,6 +83,14 @@ def test_a_compiled_residual_block_has_the_gradients_of_one_process() -> None:
 
 
 @together
+@no_compiler
+@pytest.mark.thorough  # The test above shows that nodes of compiled functions may be in gates.
+@pytest.mark.filterwarnings("ignore")
+def test_a_residual_block_that_inductor_has_compiled_has_the_gradients_of_one_process() -> None:
+    run_both(functions.compiled_to_code)
+
+
+@together
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
 def test_anomaly_mode_finds_nothing_in_healthy_functions() -> None:
     with torch.autograd.detect_anomaly():

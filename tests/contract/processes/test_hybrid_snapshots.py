@@ -231,3 +231,13 @@ def test_an_error_of_one_trainer_reaches_the_others() -> None:
     first, second = errors_of({}, {"places": {"word": Copies()}})
     assert second[0] == "PlacementError"
     assert first == ("TrainersDiffer", f"trainer 'worker1' has failed: PlacementError: {second[1]}")
+
+
+@pytest.mark.usefixtures("workers")
+def test_clipping_without_the_rows_on_servers_is_told_once() -> None:
+    open_on(SERVERS)
+    for told in on_all(functions.clip_dense_part, 0):
+        (text,) = told
+        assert text.startswith("clip_grad_norm_ leaves out gradients that are elsewhere")
+        assert "clip_grad_norm_(max_norm)" in text
+    on_all(functions.close_model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import torchweft
+from torchweft import checkpoint
 from torchweft.autograd import backward, context
-from torchweft.errors import ConfigurationError
+from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.launch import Nursery
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
@@ -89,3 +91,15 @@ def test_its_state_has_the_shapes_as_soon_as_they_are_known() -> None:
     loss_of(wider)
     with pytest.raises(ConfigurationError, match=r"shape \(5, 4\) for parameter 0"):
         third.load_state_dict(state)
+
+
+def test_a_snapshot_of_an_optimizer_waits_for_the_first_forward_pass(tmp_path: Path) -> None:
+    model = RemoteModule(FIRST, make)
+    optimizer = DistributedOptimizer(torch.optim.Adam, model.remote_parameters(), lr=0.1)
+    with pytest.raises(ArgumentTypeError, match="optimizer steps a parameter of a lazy module"):
+        checkpoint.save(tmp_path, {"optimizer": optimizer}, step=0)
+    trained(model, optimizer, 1)
+    checkpoint.save(tmp_path, {"optimizer": optimizer}, step=1)
+    optimizer.param_groups[0]["lr"] = 0.5
+    checkpoint.restore(tmp_path, {"optimizer": optimizer})
+    assert optimizer.param_groups[0]["lr"] == 0.1

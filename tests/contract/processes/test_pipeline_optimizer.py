@@ -423,6 +423,11 @@ def test_an_optimizer_of_the_parameters_that_the_driver_has_is_refused() -> None
         for each in (before, after):
             with pytest.raises(ConfigurationError, match=r"are trained elsewhere.*pipe\.optimizer"):
                 each.step()
+        for clip in (nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_):
+            with pytest.raises(
+                ConfigurationError, match=r"trained elsewhere.*pipe\.clip_grad_norm_"
+            ):
+                clip(model.parameters(), 1.0)
         other = nn.Linear(2, 2)
         torch.optim.SGD(other.parameters(), lr=0.1).step()
         inputs, target = batch(0)
@@ -470,6 +475,38 @@ def test_a_value_that_is_marked_reaches_each_microbatch_whole(rows: int) -> None
     with Pipe(stages, WORKERS, schedule, masked_loss, optimizer=sgd) as pipe:
         (loss,) = pipe.run([((x, broadcast(mask)), (wanted, factors))])
         assert loss.item() == pytest.approx(expected.item())
+
+
+def test_a_tensor_that_would_lose_its_gradient_or_is_probably_no_sample_is_told_of() -> None:
+    torch.manual_seed(0)
+    stages = [Masked(), Masked()]
+    mask = torch.tril(torch.ones(4, 4, dtype=torch.float64))
+    factors = torch.ones(4, 4, 4, dtype=torch.float64)
+
+    def drawn() -> Tensor:
+        return torch.randn(4, 4, 4, dtype=torch.float64)
+
+    with Pipe(stages, WORKERS, Schedule1F1B(4), masked_loss) as pipe:
+        for trained in (mask.clone().requires_grad_(), torch.nn.Buffer(mask)):
+            with pytest.raises(ConfigurationError, match=r"batch\[1\] (requires|is a buffer)"):
+                pipe.step((drawn(), trained), (drawn(), factors.clone()))
+        with pytest.raises(ConfigurationError, match=r"the target\[1\] requires grad"):
+            pipe.step((drawn(), mask), (drawn(), broadcast(factors.clone().requires_grad_())))
+        square = mask[None].expand(4, 4, 4).contiguous()
+        x, wanted = drawn(), drawn()
+        for _ in range(2):  # All tensors are the same: nothing tells them apart.
+            pipe.step((x, square), (wanted, factors))
+        for _ in range(2):  # A copy each time, as of samples.
+            pipe.step((drawn(), square.clone()), (drawn(), factors.clone()))
+        pipe.step((drawn(), square), (drawn(), broadcast(factors)))
+        with pytest.warns(RuntimeWarning, match=r"the batch\[1\], float64\[4, 4, 4\].*broadcast"):
+            pipe.step((drawn(), square), (drawn(), broadcast(factors)))
+        pipe.step((drawn(), square), (drawn(), broadcast(factors)))
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    with Pipe(stages, WORKERS, SchedulePipeDream(), masked_loss, optimizer=sgd) as pipe:
+        losses = pipe.run([((drawn().requires_grad_(), mask), (drawn(), factors))])
+        with pytest.raises(ConfigurationError, match=r"the batch\[0\] requires grad"):
+            next(losses)
 
 
 def test_weights_that_train_again_come_back_into_their_groups(tmp_path: Path) -> None:

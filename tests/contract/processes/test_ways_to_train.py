@@ -15,6 +15,7 @@ from tests.contract.processes import (  # noqa: F401 (their import fills the tab
     ways_autograd,
     ways_methods,
     ways_modules,
+    ways_optim,
 )
 from tests.contract.processes.ways_table import (
     DIFFERS,

@@ -362,6 +362,15 @@ def _(side: Side) -> Any:
     return gradients_of(side, x)
 
 
+def layer_with_hooked_weight(x: Tensor) -> Tensor:
+    made = x * WEIGHT
+    assert made.grad_fn is not None
+    accumulating = made.grad_fn.next_functions[1][0]
+    assert accumulating is not None
+    handle = accumulating.register_prehook(lambda found: (handle.remove(), found[0] * 7)[1:])
+    return torch.tanh(made)
+
+
 # torch.autograd.graph
 
 _graph = Section("torch.autograd.graph")
@@ -428,41 +437,90 @@ def _(side: Side) -> Any:
     return gradients_of(side, x), seen, len(any_seen)
 
 
-@_graph.differs("`register_multi_grad_hook`, over tensors on both sides of a call")
+@_graph.same("`register_multi_grad_hook`, over tensors on both sides of a call, and over leaves")
 def _(side: Side) -> Any:
-    seen: list[Any] = []
-    sent = leaf() * 2
-    received = side.call(layer, sent)
-    graph.register_multi_grad_hook([sent, received], lambda found: seen.append(list(found)))
-    side.backward(received.sum())
-    assert [[each is None for each in found] for found in seen] == [[True, False]]
+    x, y, seen, any_seen = leaf(), leaf(), [], []
+    sent, other = x * 2, y * 3
+    received, apart = side.call(layer, sent), side.call(layer, other)
+    unused = received * 1
+    tensors = [x, sent, received, apart, unused, y]
+    graph.register_multi_grad_hook(tensors, lambda found: seen.append(copies_of(found)))
+    graph.register_multi_grad_hook(tensors, lambda _: any_seen.append(1), mode="any")
+    for _ in range(2):
+        side.backward((received + apart).sum(), retain_graph=True)
+    assert [each is None for each in seen[0]] == [False] * 4 + [True, False]
+    return gradients_of(side, x, y), seen, any_seen
 
 
-@_graph.error("`register_multi_grad_hook`, over leaves", "A leaf node was passed", ("context",))
+def copies_of(found: Any) -> list[Tensor | None]:
+    return [None if each is None else each.clone() for each in found]
+
+
+@_graph.same("`register_multi_grad_hook` in the remote function")
 def _(side: Side) -> Any:
     x = leaf()
-    graph.register_multi_grad_hook([x], lambda found: None)
-    side.backward(side.call(layer, x * 2).sum())
+    first, second = side.call(_hooked_twice, x * 2)
+    side.backward(first.sum())
+    return side.call(take_seen), gradients_of(side, x), second.detach()
 
 
-@_graph.differs("hooks of the node of a result are not called; hooks of the tensor are")
+_seen: list[Any] = []
+
+
+def _hooked_twice(x: Tensor) -> Any:
+    first, second = layer(x), layer(x * 2)
+    third = first * 3
+    graph.register_multi_grad_hook([x, first, second, third], lambda it: _seen.append([*it]))
+    return first.sin(), second
+
+
+def take_seen() -> list[Any]:
+    """Returns what hooks of this process have seen, and forgets it."""
+    seen = [copies_of(each) for each in _seen]
+    _seen.clear()
+    return seen
+
+
+@_graph.same("`register_multi_grad_hook`, where a hook begins a pass of this process alone")
 def _(side: Side) -> Any:
     seen: list[Any] = []
+    inner = leaf()
+    both = [inner * 2, inner * 3]
+    graph.register_multi_grad_hook(both, lambda it: seen.append(copies_of(it)))
     received = side.call(layer, leaf() * 2)
-    received.grad_fn.register_hook(lambda *_: seen.append("node"))
-    received.register_hook(lambda _: seen.append("tensor"))
+    loss = (both[0] * both[1]).sum()
+    received.register_hook(lambda _: loss.backward())
     side.backward(received.sum())
-    assert seen == ["tensor"]
+    return seen, inner.grad
 
 
-@_graph.differs("hooks of the node that accumulates a leaf's gradient are not called")
+@_graph.same("`grad_fn.register_prehook` of a result")
+def _(side: Side) -> Any:
+    x, seen = leaf(), []
+    result = side.call(layer, x * 2)
+    result.register_hook(lambda gradient: seen.append((1, gradient.clone())))
+    result.grad_fn.register_prehook(lambda found: seen.append((2, found[0].clone())))
+    result.grad_fn.register_prehook(lambda found: (found[0] * 3,))
+    side.backward(result.pow(2).sum())
+    return gradients_of(side, x), seen
+
+
+@_graph.error("`grad_fn.register_hook` of a result", "where its node runs: register the hook there")
+def _(side: Side) -> Any:
+    received = side.call(layer, leaf() * 2)
+    received.grad_fn.register_hook(lambda after, before: None)
+    side.backward(received.sum())
+
+
+@_graph.same("hooks of the node that accumulates a leaf's gradient, here and at the worker")
 def _(side: Side) -> Any:
     x, seen = leaf(), []
     node = graph.get_gradient_edge(x).node
-    node.register_hook(lambda *_: seen.append("node"))
-    x.register_hook(lambda _: seen.append("tensor"))
-    side.backward(side.call(layer, x * 2).sum())
-    assert seen == ["tensor"]
+    node.register_prehook(lambda found: (found[0] * 3,))
+    node.register_hook(lambda after, before: seen.append((after, before[0].clone())))
+    x.register_hook(lambda gradient: seen.append(gradient.clone()))
+    side.backward((side.call(layer, x * 2) + side.call(layer_with_hooked_weight, x * 3)).sum())
+    return gradients_of(side, x), seen
 
 
 @_graph.same("`allow_mutation_on_saved_tensors`")

@@ -207,6 +207,35 @@ def _(side: Side) -> Any:
     side.backward((received + received.t().coalesce()).to_dense().sin().sum())
 
 
+@_tensors.same("sparse gradients of tensors that are sent")
+def _(side: Side) -> Any:
+    table = leaf(torch.eye(3))
+    side.backward(side.call(_look_up, table * 2).sin().sum())
+    return side.gradient(table)
+
+
+@_tensors.differs("sparse gradients of a tensor that is sent and also used here")
+def _(side: Side) -> Any:
+    """The engine takes no sparse gradient where a pass waits for it."""
+    table, seen = leaf(torch.eye(3)), []
+    sent = table * 2
+    sent.register_hook(lambda gradient: seen.append(gradient))
+    side.backward((side.call(_look_up, sent) + _look_up(sent)).sin().sum())
+    alone = leaf(torch.eye(3))
+    own = alone * 2
+    own.register_hook(lambda gradient: seen.append(gradient))
+    torch.autograd.backward((_look_up(own) + _look_up(own)).sin().sum())
+    assert [each.is_sparse for each in seen] == [False, True]
+    torch.testing.assert_close(seen[0], seen[1].to_dense())
+    gradient = side.gradient(table)
+    assert gradient is not None
+    torch.testing.assert_close(gradient, alone.grad.to_dense() if alone.grad is not None else None)
+
+
+def _look_up(table: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(torch.tensor([0, 2, 2]), table, sparse=True)
+
+
 @_tensors.same("nested tensors")
 def _(side: Side) -> Any:
     x = leaf(torch.arange(8.0).reshape(4, 2))

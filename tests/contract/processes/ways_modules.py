@@ -136,15 +136,28 @@ class _Asking(nn.Module):
 
 
 @_traces.error(
-    "`torch.export`, `make_fx` and `torch.fx.symbolic_trace` of code with a call", "all are refused"
+    "`torch.export`, `make_fx`, `torch.jit.trace` and `torch.fx.symbolic_trace` of code with a "
+    "call",
+    "all are refused",
 )
 def _(side: Side) -> Any:
     ways: list[Callable[[], object]] = [
         lambda: torch.export.export(_Asking(side), (X,), strict=False),
         lambda: make_fx(_Asking(side))(X),
+        lambda: torch.jit.trace(_Asking(side), X),
         lambda: torch.fx.symbolic_trace(_Asking(side)),
     ]
     refuse_all(ways, "traces the code", "symbolic_trace")
+
+
+@_traces.same("`torch.jit.trace` in the remote function")
+def _(side: Side) -> Any:
+    return side.call(apply, _traced, X)
+
+
+def _traced(x: Tensor) -> Tensor:
+    made: Tensor = torch.jit.trace(lambda it: it.sin() * 2, x)(x * 3)
+    return made
 
 
 @_traces.same("`torch.compile`: the graph breaks at the call", ("context",))

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from torchweft.autograd.graph import enable_zeros
-from torchweft.autograd.local_engine import enable_leaf_hooks
 
 
 @pytest.fixture(autouse=True)
-def _turn_off_the_modes_of_compat() -> Iterator[None]:
+def _turn_off_the_mode_of_compat() -> Iterator[None]:
     yield
     enable_zeros(False)
-    enable_leaf_hooks(False)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
-from torchweft.autograd import local_engine
+from torchweft.autograd import graph
 from torchweft.compat import autograd
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
-
-
-@pytest.fixture(autouse=True)
-def _keep_leaf_hooks() -> Iterator[None]:
-    yield
-    local_engine.enable_leaf_hooks(False)
 
 
 def test_preparing_a_worker() -> None:
     autograd._init(0)
     autograd._init((1 << 16) - 1)
-    assert local_engine._calls_leaf_hooks
+    assert graph._sends_zeros
 
 
 def test_numbers_that_no_worker_has() -> None:
@@ -29,7 +21,7 @@ def test_numbers_that_no_worker_has() -> None:
             autograd._init(number)
     with pytest.raises(ArgumentTypeError):
         autograd._init("worker0")  # type: ignore[arg-type]
-    assert not local_engine._calls_leaf_hooks
+    assert not graph._sends_zeros
 
 
 def test_without_a_group() -> None:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,10 +28,13 @@ from torchweft import autograd
 from torchweft.agent import current as current_agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import is_waiting
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import ENGINE
+from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import AutogradError, CallCancelled
 from torchweft.rpc.futures import Future
+from torchweft.rpc.worker import Worker
 from torchweft.runtime import interrupts
 
 
@@ -171,6 +175,60 @@ def test_nothing_of_an_interrupted_context_stays(pair: Pair) -> None:
         wait_until(lambda: left() == [[[], {}, {}]] * 2, "the release of all contexts")
     finally:
         current_agent.install(None)
+
+
+def await_no_records(pair: Pair, step: int) -> None:
+    """Waits until no message outside of contexts is recorded, and no part of a pass is left."""
+    engines = pair.caller.engine, pair.callee.engine
+
+    def left() -> list[object]:
+        gc.collect()
+        return [[each.outside.count(), each._led, each._states] for each in engines]
+
+    wait_until(lambda: left() == [[(0, 0), {}, {}]] * 2, f"the records of step {step} to go")
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_nothing_of_an_interrupted_pass_outside_of_contexts_stays(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if no other pass follows."""
+    # pytest would keep exceptions of finalizers, and by their frames the graph.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    step, is_interrupted = 1, True
+    while is_interrupted:
+        loss = pair.sync(double, torch.ones(3, requires_grad=True) * 3).sum()
+        run = partial(pair.caller.engine.run_into_grad, roots_of([loss]), PassMode())
+        is_interrupted = interrupt_at(step, run)
+        del loss, run
+        await_no_records(pair, step)
+        step += every(5)
+    assert step > 150
+    check_is_sound(pair)
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_the_graph_of_an_answer_goes_if_its_caller_is_interrupted(pair: Pair) -> None:
+    """At each step after the answer has come."""
+    has_come: list[bool] = []
+
+    def interrupt_after_answer() -> None:
+        frame: Any = sys._getframe()
+        while frame is not None and frame.f_code is not Worker.result_of.__code__:
+            frame = frame.f_back
+        if frame is not None:
+            has_come.append(True)
+            raise Interrupt
+
+    def run() -> None:
+        pair.sync(double, torch.ones(3, requires_grad=True) * 3)
+
+    step = 1
+    while interrupt_at(step, run, interrupt_after_answer):
+        await_no_records(pair, step)
+        step += every(1)
+    assert has_come
+    check_is_sound(pair)
 
 
 def test_a_context_of_a_lost_worker_is_released() -> None:

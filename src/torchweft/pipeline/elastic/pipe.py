@@ -287,7 +287,7 @@ class ElasticPipe(Closing):
                 the same number have the same input each time. None if results of frozen layers
                 are not to be kept.
         """
-        loss = self.pipe.step(self._marked(batch, samples), target)
+        loss = self.pipe.step_as_given(self._marked(batch, samples), target)
         if samples is not None:
             self._note(samples)
         return loss

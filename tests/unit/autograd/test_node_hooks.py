@@ -1,26 +1,16 @@
-"""Tests hooks of accumulating nodes: if enabled, they are called once, with the sum."""
+"""Tests hooks of accumulating nodes: they are called once, with the sum."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from torchweft.autograd import node_hooks
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.graph import LocalPass
-from torchweft.autograd.local_engine import enable_leaf_hooks, has_leaf_hooks
 
-
-@pytest.fixture
-def _on() -> Iterator[None]:
-    enable_leaf_hooks()
-    yield
-    enable_leaf_hooks(False)
-
-
-on = pytest.mark.usefixtures("_on")
 Seen = list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
 
@@ -36,7 +26,7 @@ def watch(result: Tensor) -> Seen:
 
 
 def backward(context: Context, root: Tensor) -> None:
-    local = LocalPass(context)
+    local = LocalPass(context, PassMode(retain_graph=True))
     local.start([root])
     local.work()
     local.close()
@@ -54,7 +44,6 @@ def sum_of(tensor: Tensor) -> Tensor:
     return (tensor.values() if tensor.is_nested else tensor.to_dense()).sum()
 
 
-@on
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("layout", LEAVES)
 def test_hooks_are_called_after_the_gradient_is_there(layout: torch.layout) -> None:
@@ -69,7 +58,6 @@ def test_hooks_are_called_after_the_gradient_is_there(layout: torch.layout) -> N
     assert leaf.grad is None
 
 
-@on
 def test_a_leaf_that_several_messages_lead_to_has_its_hooks_called_once_with_the_sum() -> None:
     leaf = torch.nn.Parameter(torch.ones(2))
     first, second = leaf * 2, leaf * 3
@@ -82,16 +70,28 @@ def test_a_leaf_that_several_messages_lead_to_has_its_hooks_called_once_with_the
     assert [outputs[0].tolist() for _, outputs in seen] == [[5.0, 5.0]] * 2
 
 
-def test_off_they_are_not_looked_for() -> None:
+def test_prehooks_may_replace_the_gradient_that_the_context_gets() -> None:
     leaf = torch.nn.Parameter(torch.ones(2))
     doubled = leaf * 2
-    seen = watch(doubled)
+    assert doubled.grad_fn is not None
+    node = doubled.grad_fn.next_functions[0][0]
+    assert node is not None
+    node.register_prehook(lambda gradients: (gradients[0] * 5,))
+    context = Context(1, 0)
+    backward(context, doubled.sum())
+    assert context.get_gradients()[leaf].tolist() == [10.0, 10.0]
+
+
+def test_nodes_without_hooks_are_not_looked_at_before_the_program_has_registered_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node_hooks, "_has_any", False)
+    looked: list[object] = []
+    monkeypatch.setattr(node_hooks, "_hooks_of", lambda register: looked.append(register) or [])
+    leaf = torch.nn.Parameter(torch.ones(2))
+    doubled = leaf * 2
     backward(Context(1, 0), doubled.sum())
-    assert seen == []
-    node = torch.autograd.graph.get_gradient_edge(leaf).node
-    assert not has_leaf_hooks(node)
-    enable_leaf_hooks()
-    try:
-        assert has_leaf_hooks(node)
-    finally:
-        enable_leaf_hooks(False)
+    assert not looked
+    watch(doubled)
+    backward(Context(2, 0), doubled.sum())
+    assert looked
