@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.open_workers import OpenWorkers
+from tests.open_workers import OpenWorkers
 from torchweft import rpc
 
 WAIT_S = 30.0

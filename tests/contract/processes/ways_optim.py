@@ -11,7 +11,16 @@ from torch.nn import utils
 from torch.optim import Optimizer, lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from tests.processes.ways_table import WORKER, Alone, Section, Side, X, layer, leaf, refuse_all
+from tests.contract.processes.ways_table import (
+    WORKER,
+    Alone,
+    Section,
+    Side,
+    X,
+    layer,
+    leaf,
+    refuse_all,
+)
 from torchweft import autograd, rpc
 from torchweft.nn import RemoteModule
 from torchweft.optim import DistributedOptimizer
