@@ -39,8 +39,8 @@ from torchweft.runtime.thread_modes import (
 from torchweft.serialize import inline
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.functions import name_of, resolve
-from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
-from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
+from torchweft.serialize.inline import NO_TENSORS, Inlined
+from torchweft.serialize.objects import Packed, pack, pack_plain
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
 from torchweft.serialize.values import encode, no_home, with_names
@@ -275,15 +275,6 @@ class Encoder:
         obstacle = next(filter(None, [peer.not_by_value for peer in others]), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
-    def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
-        """Does the same in the form in which results of calls are packed."""
-        if type(value) in _ENCODED:
-            tensors: list[Tensor] = []
-            payload = encode(value, tensors, all(peer.main_by_name for peer in peers))
-            if payload is not None:
-                return Packed(payload, tensors, [])
-        return self.pack_for(peers, value)
-
     def packed_result(
         self, peer: Peer, result: Any
     ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
@@ -292,7 +283,9 @@ class Encoder:
         if peer.is_self:
             return (*peer.pack(result), None)
         if peer.device_maps.moves_host_of_answers:
-            return self._packed_for_tables(peer, result)
+            packed = peer.pack(result)
+            self._check_count(packed.tensors)
+            return (*packed, None if packed.tensors else NO_TENSORS)
         if kind is Tensor and not result.__dict__:
             # Most results are a tensor, or None.
             inlined = inline.encode((result,))
@@ -300,8 +293,6 @@ class Encoder:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
-        elif kind is EncodedValue:
-            return result.payload, [], (), (result.content, False)
         elif kind in _ENCODED:
             tensors: list[Tensor] = []
             payload = encode(result, tensors, peer.main_by_name)
@@ -313,17 +304,6 @@ class Encoder:
         packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
-
-    def _packed_for_tables(
-        self, peer: Peer, result: Any
-    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
-        """Does the same for a worker where tensors on the CPU arrive on another device."""
-        if type(result) is EncodedValue:
-            tensors, _ = inline.decode(result.content, 0)
-            result = unpack(result.payload, tensors, ())
-        packed = peer.pack(result)
-        self._check_count(packed.tensors)
-        return (*packed, None if packed.tensors else NO_TENSORS)
 
     def _check_count(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) > self._tensor_limit:

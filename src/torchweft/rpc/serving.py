@@ -23,10 +23,9 @@ from torchweft.errors import (
     ProtocolError,
     UnknownFunction,
 )
-from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SLOW_S, failures
 from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
-from torchweft.rpc.current_call import TAKEN, reference_in
+from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Around, Worker, current_worker
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
@@ -315,12 +314,7 @@ def call_method(
         served = current_call.get()
         if served is not None:
             served.function = method
-        result = method(*args, **kwargs)
-        if result is TAKEN and kept is None and not kwargs:
-            from torchweft.rpc.batching.decorator import have_method_gathered  # Took the call.
-
-            have_method_gathered(served, ReferenceId(*reference), method)
-        return method, result
+        return method, method(*args, **kwargs)
 
     return WhenReady(owned(reference), call, kept, (args, kwargs))
 

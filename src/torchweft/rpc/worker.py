@@ -103,9 +103,6 @@ class Worker:
         # What every served call needs.
         self.reply, self.reply_error = self.replies.reply, self.replies.reply_error
         self.slow = SlowFunctions()
-        self.gathering: dict[Any, Any] = {}
-        """A ``Gathering`` for each batched function that other workers have called: by its name, or
-        by the reference and the name of a method."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
         """Returns the error to raise in the program in place of another worker's error."""
         self.unseen = UnseenErrors(

@@ -356,14 +356,6 @@ def encode_reply(
     return b"".join((head, handed, payload, tensors))
 
 
-def encode_row_reply(number: int, context_id: int, payload: bytes, tensors: bytes) -> bytes:
-    """Does the same for a value without references and without a recorded message."""
-    size = len(payload)
-    control = _REPLY_BYTES + size + len(tensors)
-    head = _REPLY_FRAME.pack(_REPLY, 0, 0, control, number, context_id, 0, 0, size)
-    return head + payload + tensors
-
-
 def encode_reply_front(
     context_id: int, message_id: int, references: Sequence[HandedReference], payload: bytes
 ) -> bytes:
@@ -409,8 +401,6 @@ def decode_call(control: Buffer) -> CallHead:
     return remaining_s, creation, function, (context_id, message_id, handed, start, payload_end)
 
 
-REMAINING_BYTES = 8
-"""Bytes of the caller's time limit, at the begin of a ``CALL``."""
 CALL_HEAD_BYTES, REPLY_HEAD_BYTES = _CALL_BYTES, _REPLY_BYTES
 """Bytes at the begin of a ``CALL`` and a ``REPLY`` that have numbers only, no name and no value."""
 CODES_BYTES = _CODES.size
