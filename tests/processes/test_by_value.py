@@ -1,4 +1,4 @@
-"""Functions by value: code is sent once to each life of a worker; the main program goes by name."""
+"""Functions by value, and the main program, which goes by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,8 @@ import pytest
 import torch
 
 from tests.processes import functions
-from tests.processes.open_workers import OpenWorkers
-from tests.processes.test_open_groups import Group
 from torchweft import rpc
-from torchweft.agent.current import current
-from torchweft.errors import SerializationError, WorkerLost
+from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.keeps("threads", "descriptors")]
@@ -28,38 +24,18 @@ PROGRAM_LIMIT_S = 150.0
 """Two fresh interpreters import torch, beside whatever else the machine does."""
 
 
-def codes_sent(to: str) -> int:
-    """Returns how many codes this worker has sent to another one that keeps them now."""
-    return len(current().find(to).sent_codes._table)
-
-
-def codes_kept(of: str) -> int:
-    """Returns how many codes this worker keeps for another one."""
-    return len(current().find(of).kept_codes)
-
-
 # A closed group
 
 
-def test_code_is_sent_once_to_each_worker(group: Cluster) -> None:
+def test_captured_values_are_those_of_the_call(group: Cluster) -> None:
     number = 3
     function = lambda value: value + number  # noqa: E731
-    before = {name: codes_sent(name) for name in group.names}
     for name in group.names:
         for value in range(5):
             number = value
             assert rpc.rpc_sync(name, function, args=(1,)) == value + 1
             assert rpc.rpc_async(name, function, args=(2,)).wait() == value + 2
             assert rpc.remote(name, function, args=(3,)).to_here() == value + 3
-        assert codes_sent(name) == before[name] + 1
-        assert rpc.rpc_sync(name, codes_kept, args=("driver",)) == codes_sent(name)
-
-
-def test_an_ordinary_call_sends_no_code(group: Cluster) -> None:
-    before = codes_sent("worker0")
-    assert rpc.rpc_sync("worker0", functions.add, args=(1, 2)) == 3
-    assert rpc.rpc_sync("worker0", functions.collect, args=([1], {"a": torch.ones(1)}))
-    assert codes_sent("worker0") == before
 
 
 def test_functions_that_torch_compiles_can_be_called_again(group: Cluster) -> None:
@@ -105,49 +81,11 @@ def test_functions_are_passed_on_from_worker_to_worker(group: Cluster) -> None:
         assert rpc.rpc_sync("worker0", functions.call_through, args=args) == 4
 
 
-# Lost, and back under the same name
-
-
-@pytest.fixture
-def open_group(warm: OpenWorkers, tmp_path: Path) -> Iterator[Group]:
-    made = Group(warm, tmp_path / "store")
-    yield made
-    made.close()
-
-
-def call_often(to: str, value: int) -> tuple[int, int]:
-    """Calls a function by value; returns the last result, and how many codes the callee keeps."""
-    for number in range(3):
-        result = rpc.rpc_sync(to, lambda x: x + value + number, args=(1,))  # noqa: B023
-    return result, rpc.rpc_sync(to, codes_kept, args=(rpc.get_worker_info().name,))
-
-
-def is_lost(to: str) -> bool:
-    try:
-        rpc.rpc_sync(to, functions.name_here, timeout=5)
-    except WorkerLost:
-        return True
-    return False
-
-
-def test_a_worker_that_came_back_is_sent_the_code_again(open_group: Group) -> None:
-    open_group.join("a", 0)
-    open_group.join("b", 1)
-    assert open_group.do("a", call_often, "b", 5) == (8, 1)
-    open_group.kill("b")
-    functions.wait_until(lambda: open_group.do("a", is_lost, "b"), lambda: "b is not lost")
-    functions.wait_until(lambda: open_group.do("a", codes_sent, "b") == 0, lambda: "still known")
-    open_group.join("b", 1)
-    assert open_group.do("a", call_often, "b", 6) == (9, 1)
-    assert open_group.do("b", call_often, "a", 7) == (10, 1)
-
-
 # The main program, which goes by name wherever both workers run the same one
 
 PROGRAM = """
 import json, multiprocessing, os, sys
 from torchweft import rpc
-from torchweft.agent.current import current
 
 total = 0
 
@@ -169,9 +107,7 @@ def work(rank, method):
         found = {
             "state stays": [rpc.rpc_sync("w1", add) for _ in range(3)],
             "class": rpc.rpc_sync("w1", is_thing, args=(Thing,)),
-            "codes by name": len(current().find("w1").sent_codes._table),
             "lambda": rpc.rpc_sync("w1", lambda: [add(), is_thing(Thing)]),
-            "codes of a lambda": len(current().find("w1").sent_codes._table),
         }
         with open(sys.argv[2], "w") as file:
             json.dump(found, file)
@@ -227,7 +163,5 @@ def test_the_main_program_goes_by_name(start: str, tmp_path: Path) -> None:
     assert json.loads(result.read_text()) == {
         "state stays": [1, 2, 3],
         "class": True,
-        "codes by name": 0,
         "lambda": [4, True],
-        "codes of a lambda": 1,
     }

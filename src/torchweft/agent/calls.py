@@ -5,9 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from _thread import allocate_lock, get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from torchweft.protocol.calls import Named, OpenCall, ServedCall
 from torchweft.runtime.interrupts import call as run
@@ -47,7 +48,10 @@ class PendingCall(OpenCall):
     thread (the ``reader``) read the answer itself. ``thread`` is the one that makes the call.
     """
 
-    __slots__ = ("_done", "kept", "reader", "thread")
+    __slots__ = ("_done", "kept", "notes", "reader", "thread", "watchers")
+
+    notes: dict[Any, Any]
+    """What watchers keep with the call; unset if there are none."""
 
     def __init__(
         self,
@@ -70,6 +74,7 @@ class PendingCall(OpenCall):
         self.thread = get_ident()
         self.reader = 0
         self.kept: object = None
+        self.watchers: Sequence[Any] = ()
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self._done = allocate_lock()
@@ -87,6 +92,8 @@ class PendingCall(OpenCall):
 
     def finish(self) -> None:
         """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
+        for each in self.watchers:
+            each.call_ends(self)
         self._done.release()
 
     def wait(self, timeout_s: float) -> bool:

@@ -94,15 +94,6 @@ class Receiver:
         self._routes[Kind.CALL] = _Route(handler, False, call)
         self._refuse = refuse
 
-    def take_up_as(self, call: type[ServedCall], handler: CallHandler) -> None:
-        """Has objects of another type made of the calls that are read from now on.
-
-        Args:
-            call: The type.
-            handler: Takes the place of the handler for them.
-        """
-        self._routes[Kind.CALL] = self._routes[Kind.CALL]._replace(handler=handler, take_up=call)
-
     def on_replies(self, take: TakeReply) -> None:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.
 
@@ -153,18 +144,6 @@ class Receiver:
         check = self._routes[frame.kind].check
         if check is not None:
             check(peer, frame)
-
-    def take_call(self, peer: Peer, call: ServedCall, size_bytes: int) -> None:
-        """Queues a call that an inline handler has made of a message, or a task that refuses it.
-
-        Args:
-            peer: The caller.
-            call: The call.
-            size_bytes: Bytes that it takes while it waits.
-        """
-        handler = self._routes[Kind.CALL].handler
-        if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
-            self._reactor.urgent.append((self._refuse, peer, call))
 
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""

@@ -17,6 +17,7 @@ from torchweft.rpc.requests import reply_by_tables
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import Packed
+from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
     HandedReference,
@@ -56,9 +57,8 @@ class Replies:
             if externals:
                 handed = self._encoder.hand_on(externals, peer)
             if inlined is not None:
-                answer = encode_reply(
-                    number, 0, context_id, message_id, handed, payload, inlined[0]
-                )
+                control = encode_reply(context_id, message_id, handed, payload, inlined[0])
+                (answer,) = encode_frame(Kind.REPLY, 0, number, control)
             else:
                 packed = Packed(payload, tensors, list(externals))
                 message = reply_by_tables(
@@ -92,11 +92,11 @@ class Replies:
             message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
         else:
             try:
-                message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+                control = encode_reply(0, 0, (), payload)
             except SerializationError as too_large:
                 too_large.__context__ = None  # The error that is too large.
-                payload = self.pack_error(peer, too_large)
-                message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+                control = encode_reply(0, 0, (), self.pack_error(peer, too_large))
+            message = encode_frame(Kind.REPLY, ERROR_REPLY, number, control)
         try:
             self._agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):

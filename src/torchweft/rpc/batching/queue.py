@@ -91,9 +91,8 @@ class BatchQueue:
         Raises:
             ConfigurationError: The thread runs a batch of this queue.
         """
-        batches = self._worker.batches
-        if batches is not None:
-            call.context = batches.context_here()
+        if self._worker.carrier is not None:
+            call.context = self._worker.carrier.context_here()
         if threading.get_ident() == self._runs_in:
             raise ConfigurationError(
                 f"{self._name} is called within a batch of its own, and would wait for itself; "

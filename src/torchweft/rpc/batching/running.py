@@ -180,11 +180,11 @@ class Runner:
     def _made(self, entries: list[Entry], args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
         """Calls the function with stacked arguments; returns its checked result."""
         run = partial(_outside_of_calls, self._function, *entries[0].bound, *args, **kwargs)
-        batches = None if self._worker is None else self._worker.batches
-        if batches is None:
+        carrier = None if self._worker is None else self._worker.carrier
+        if carrier is None:
             made = run()
         else:
-            made = batches.run([entry.call for entry in entries], self._function, run)
+            made = carrier.run_batch([entry.call for entry in entries], self._function, run)
         result = stacking.take_apart(made)
         stacking.check_rows(
             result, len(entries), self._name, lambda: [entry.caller for entry in entries]
