@@ -317,14 +317,7 @@ class _Reducers(dict[type, Any]):
         return _BY_CLASS
 
     def _tensor(self, value: Tensor) -> Any:
-        # As in `_is_plain`, whose call would cost as much as the rest.
-        if (
-            value.layout is not _STRIDED
-            or value.dtype not in CODES
-            or value.is_nested
-            or value.is_meta
-            or value.__dict__
-        ):
+        if not _is_plain(value):
             return self._other(value)
         tensors = self.tensors
         tensors.append(value)

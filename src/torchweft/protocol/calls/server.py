@@ -211,8 +211,7 @@ class AnsweredCall(ServedCall, ABC):
             self.worker.unfinished.add(self)
             return True
         self.deadline_s = self.arrived_s + remaining_s
-        # ``is_unwanted``, inlined.
-        if self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None:
+        if super().is_unwanted(now_s):
             self.end()
             return False
         return True
@@ -233,11 +232,7 @@ class AnsweredCall(ServedCall, ABC):
                 self.worker.reply_error(self.peer, self.number, error)
         except BaseException as failure:
             self._deliver_instead(self.not_delivered(failure))
-        # ``end``, inlined.
-        if self.number and not self.has_ended:
-            del self.peer.served[self.number]
-        self.has_ended = True
-        self._on_cancel = None
+        self.end()
         if self.owned is not None:
             self.owned = None  # Futures of nested calls may outlive the value.
             self.worker.unfinished.discard(self)
@@ -284,8 +279,8 @@ class AnsweredCall(ServedCall, ABC):
 
     def is_unwanted(self, now_s: float) -> bool:
         """Returns whether its caller no longer waits, or its value can no longer be wanted."""
-        if self.number:  # As of any served call; hot path of batches.
-            return self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None
+        if self.number:
+            return super().is_unwanted(now_s)
         return self.peer.lost is not None and not self.is_referred_to()
 
 
