@@ -35,7 +35,7 @@ from torchweft.runtime.reactor import Reactor
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.values import decode, encode
-from torchweft.wire.frames import FrameParser
+from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_reply
 
 SERIES, REPEATS = 7, 2000
@@ -104,7 +104,7 @@ def parts() -> list[Part]:
     sent = b"".join(bytes(piece) for piece in request.message(1))  # type: ignore[arg-type]
     inlined = inline.encode([tensor])
     assert inlined is not None
-    answer = encode_reply(1, 0, 0, 0, (), b"", inlined[0])
+    [answer] = encode_frame(Kind.REPLY, 0, 1, encode_reply(0, 0, (), b"", inlined[0]))
     return [
         *_requests(agent, worker, peer, tensor, request),
         *_system(agent, peer, sent, "caller"),
@@ -183,7 +183,7 @@ def _serving(worker: Worker, peer: Peer, sent: bytes, tensor: torch.Tensor) -> l
     ]
 
 
-def _answers(agent: Agent, worker: Worker, peer: Peer, answer: bytes) -> list[Part]:
+def _answers(agent: Agent, worker: Worker, peer: Peer, answer: Buffer) -> list[Part]:
     parse = _parsing(answer)
     [frame] = parse()
     call = PendingCall(peer.id, peer.name, echo, 60.0)
@@ -237,7 +237,7 @@ def _decoding(tensor: torch.Tensor) -> Callable[[], object]:
     return lambda: decode(payload, inline.decode(inside, 0)[0], ())
 
 
-def _parsing(data: bytes) -> Callable[[], Any]:
+def _parsing(data: Buffer) -> Callable[[], Any]:
     parser = FrameParser(memoryview, 1 << 17, 1 << 20, 1 << 20)  # type: ignore[arg-type]
 
     def parse() -> Any:

@@ -390,10 +390,6 @@ TENSOR_LIMIT = Constant("TENSOR_LIMIT", 65_535)
 """Tensors that one message may have."""
 INLINE_LIMIT_BYTES = Constant("INLINE_LIMIT_BYTES", 64 * 1024)
 """Bytes up to which a tensor travels inside the control write."""
-CODE_LIMIT = Constant("CODE_LIMIT", 512)
-"""Functions by value whose code a worker keeps for each other one; the same on all workers."""
-CODE_LIMIT_BYTES = Constant("CODE_LIMIT_BYTES", 2 << 20)
-"""Bytes of the code that a worker keeps for each other one; the same on all workers."""
 CMA_FROM_BYTES = Constant("CMA_FROM_BYTES", 1 << 20)
 """Bytes from which a tensor is pulled out of the sender's memory."""
 SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 1 << 17)

@@ -33,7 +33,7 @@ def send_freely(to: str, value: Any) -> Any:
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
     before, encode = peer.pack, encoding.encode
-    peer.pack = lambda value, codes=None: packer(value)
+    peer.pack = packer
     encoding.encode = lambda *_: None  # Leaves every value to the packer.
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)

@@ -20,12 +20,9 @@ from torchweft.ids import scoped_id
 from torchweft.protocol.backward import Abort, Gradients, Message
 from torchweft.protocol.membership.leader import Step
 from torchweft.serialize import inline, values
-from torchweft.wire.frames import HEADER, encode_frame
+from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     NO_CREATION,
-    NUMBER,
-    NUMBER_OFFSET,
-    POSITIONAL,
     Kind,
     encode_call,
     encode_ints,
@@ -148,7 +145,8 @@ def _step(step: Step) -> Iterator[bytes]:
 
 def _answers() -> Iterator[bytes]:
     for number in range(1, _MOST):
-        yield encode_reply(number, 0, 0, 0, (), values.Encoder(True, ()).encode(-1))
+        control = encode_reply(0, 0, (), values.Encoder(True, ()).encode(-1))
+        yield _frame(Kind.REPLY, 0, number, control)
 
 
 def _call(message_id: int = 0, references: bytes = b"", count: int = 0) -> bytes:
@@ -156,15 +154,14 @@ def _call(message_id: int = 0, references: bytes = b"", count: int = 0) -> bytes
     (content, _) = (
         inline.encode([torch.ones(3, requires_grad=True) * 2]) if message_id else (b"", 0)
     )
-    call = encode_call(
-        POSITIONAL, 30.0, NO_CREATION, 0, 0, name, (), references + bytes(payload), content
-    )
+    parts = name, b"", b"", (), references + bytes(payload), content
+    control = bytearray(encode_call(30.0, NO_CREATION, 0, 0, *parts))
     # The head is written anew: it has numbers that a worker does not write.
-    head = struct.Struct("<dqQQHII")
-    fields = (30.0, NO_CREATION, 0, message_id, len(name), count, len(payload))
-    head.pack_into(call, HEADER.size, *fields)
-    NUMBER.pack_into(call, NUMBER_OFFSET, (1 << 40) + int(time.monotonic() * 1e6))
-    return bytes(call)
+    head = struct.Struct("<dqQQHHIII")
+    fields = (30.0, NO_CREATION, 0, message_id, len(name), 0, 0, count, len(payload))
+    head.pack_into(control, 0, *fields)
+    number = (1 << 40) + int(time.monotonic() * 1e6)
+    return _frame(Kind.CALL, 0, number, bytes(control))
 
 
 def _reference() -> Iterator[bytes]:

@@ -16,9 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from torchweft import observe, rpc
 from torchweft.agent.agent import Slot
-from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
-from torchweft.autograd.graph import LocalPass
 from torchweft.rpc import functions
 from torchweft.rpc.node import current_node
 
@@ -120,17 +118,7 @@ def spanned(*workers: str) -> Iterator[list[Seen]]:
 def is_plain() -> bool:
     """Whether nothing of spans is left in this worker."""
     worker = current_node().worker
-    return (
-        worker.call_type is PendingCall
-        and worker.note_creation is None
-        and worker.around is None
-        and worker.engine.pass_type is LocalPass
-        and worker.batches is None
-        and worker.engine.take_span is None
-        and not {"request", "result_of"} & vars(worker).keys()
-        and "run" not in vars(worker.engine)
-        and "encode" not in vars(worker.engine.envelopes)
-    )
+    return not (worker.watchers or worker.engine.watchers or worker.carrier)
 
 
 # What workers run

@@ -18,7 +18,6 @@ from tests.contract.processes import deadlocks
 from tests.contract.processes.functions import options, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import rpc
-from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.cli.top import FAILURE_STATUS
 from torchweft.errors import ObserveError
@@ -137,11 +136,10 @@ def test_calls_are_counted_no_longer_than_they_are_watched(trio: Cluster) -> Non
     group_of(trio).ask(ANSWER_S)
     node = current_node()
     assert node.observed.counting.since_s >= 0
-    assert node.worker.call_type is not PendingCall
+    assert node.worker.watchers == (node.observed.counting,)
     node.observed.counting.tick(time.monotonic() + LEASE_S + 1.0)
     assert node.observed.counting.since_s < 0
-    assert node.worker.call_type is PendingCall
-    assert node.worker.note_creation is None
+    assert not node.worker.watchers
 
 
 def test_an_open_call_is_told_with_its_line(trio: Cluster, tmp_path: Path) -> None:

@@ -19,10 +19,8 @@ from tests.contract.processes.functions import options, wait_until
 from tests.processes.telemetry import count_calls, stop_counting
 from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc
-from torchweft.agent.calls import PendingCall
 from torchweft.agent.current import current
 from torchweft.autograd import backward, context
-from torchweft.autograd.graph import LocalPass
 from torchweft.cli.main import main
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.launch import Cluster, Nursery
@@ -33,6 +31,7 @@ from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
 from torchweft.rpc.node import current_node
+from torchweft.rpc.tracing.calls import TracingWatcher
 from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.transport.link import Link
 from torchweft.transport.resumable import ResumableLink
@@ -81,9 +80,7 @@ def is_plain() -> bool:
     links = [peer.link for peer in current().peers.values() if peer.link is not None]
     return (
         not current().slots[RECORDER].is_on
-        and worker.note_creation is None
-        and worker.call_type is PendingCall
-        and worker.engine.pass_type is LocalPass
+        and not any(isinstance(each, TracingWatcher) for each in worker.watchers)
         and type(worker.tensor_messages).__name__ == "TensorMessages"
         and {type(link) for link in links} <= {Link, ResumableLink}
     )
@@ -256,7 +253,7 @@ def test_the_trace_has_every_byte_of_every_channel(traced: Traced) -> None:
 
 def test_no_message_between_two_workers_lacks_an_end(traced: Traced) -> None:
     for message in traced.joined.messages:
-        if message.kind in (Kind.CALL, Kind.CALL_WITH_CODE, Kind.REPLY, Kind.GRADIENTS):
+        if message.kind in (Kind.CALL, Kind.REPLY, Kind.GRADIENTS):
             assert message.sent is not None, message
             assert message.received is not None, message
             assert message.received.at_s >= message.sent.began_s, message

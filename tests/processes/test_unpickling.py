@@ -37,14 +37,14 @@ def frame(kind: int, flags: int, control: bytes) -> bytes:
 
 def pickled_call() -> bytes:
     """Returns a call as a member makes it, which would create a set in the worker."""
-    payload = pack((({1, 2},), {}), main_by_name=True).payload
+    payload = pack(({1, 2},), main_by_name=True).payload
     name = f"{functions.__name__}:identity".encode()
-    return encode_call(0, 10.0, NO_CREATION, 0, 0, name, (), payload)
+    return frame(Kind.CALL, 0, encode_call(10.0, NO_CREATION, 0, 0, name, b"", b"", (), payload))
 
 
 def pickled_error() -> bytes:
     payload = pack_error(ValueError("no"), "stranger")
-    return encode_reply(1, ERROR_REPLY, 0, 0, (), payload)
+    return frame(Kind.REPLY, ERROR_REPLY, encode_reply(0, 0, (), payload))
 
 
 def attempts() -> list[bytes]:

@@ -241,6 +241,7 @@ class Worker:
         self.tasks = FairQueue(world.queue_limit, 1 << 30)
         self.running = 0
         self.unfinished: set[AnsweredCall] = set()
+        self.watchers: tuple[Any, ...] = ()
         self.writing: set[Record] = set()
         self.arrived: dict[tuple[int, int], Served] = {}
         self.is_strange = self.is_closed = False

@@ -6,9 +6,10 @@ import contextlib
 import threading
 import time
 from _thread import allocate_lock
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import takewhile
+from typing import Any
 
 from torchweft.protocol.calls import Named, OpenCall, ServedCall
 from torchweft.runtime.interrupts import call as run
@@ -23,7 +24,10 @@ class PendingCall(OpenCall):
     thread read the answer itself.
     """
 
-    __slots__ = ("_done", "kept")
+    __slots__ = ("_done", "kept", "notes", "watchers")
+
+    notes: dict[Any, Any]
+    """What watchers keep with the call; unset if there are none."""
 
     def __init__(
         self,
@@ -44,6 +48,7 @@ class PendingCall(OpenCall):
         self.parent = parent
         self.number = 0
         self.kept: object = None
+        self.watchers: Sequence[Any] = ()
         self.frame: Frame | None = None
         self.error: BaseException | None = None
         self._done = allocate_lock()
@@ -61,6 +66,8 @@ class PendingCall(OpenCall):
 
     def finish(self) -> None:
         """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
+        for each in self.watchers:
+            each.call_ends(self)
         with contextlib.suppress(RuntimeError):  # Another thread has done it.
             self._done.release()
 

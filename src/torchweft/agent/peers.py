@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NoReturn
 
-from torchweft import knobs
 from torchweft.agent.deaths import cause_of
 from torchweft.agent.device_maps import IDENTITY, DeviceMaps, maps_between
 from torchweft.arguments import did_you_mean, wrong_type
@@ -23,9 +22,7 @@ from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, Worker
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.connecting import Connecting, Patience, State, Terms, UnsentMessages
-from torchweft.protocol.kept_code import KeptCodes, SentCodes
 from torchweft.protocol.membership.registration import Registration, Roster
-from torchweft.serialize.by_value import Code
 from torchweft.transport.link import Link
 
 _NAMED = 16
@@ -84,14 +81,7 @@ class Peer:
         """Bytes of tensors that did not go over the link, as ``"sent shm"``."""
         self.served: dict[int, ServedCall] = {}
         """Calls of the peer that this worker has received and not ended, by their numbers."""
-        limits = knobs.CODE_LIMIT.get(), knobs.CODE_LIMIT_BYTES.get()
-        self.sent_codes = SentCodes(*limits)
-        """The code of functions that the peer keeps for this worker; see ``CodeKeeper``."""
-        self.kept_codes: KeptCodes[Code] = KeptCodes(*limits)
-        """The code of functions that this worker keeps for the peer."""
-        self.code_lock = threading.Lock()
-        """Held by the thread that sends code to the peer."""
-        self.keeps_code = False
+        self.takes_code = False
         """Whether functions that go by value to the peer are taken apart."""
         # Set by ``Encoder``. What is kept of a peer is kept here, so that it goes with the peer.
         self.pack: Callable[..., Any] = _not_set

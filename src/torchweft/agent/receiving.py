@@ -10,8 +10,7 @@ for a message of the peer (``torchweft.agent.waiting``). One thread at a time ha
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import REMAINING_BYTES, Kind
+from torchweft.wire.messages import Kind
 
 _log = logging.getLogger("torchweft")
 
@@ -34,7 +33,6 @@ Check = Callable[[Peer, Frame], None]
 """Raises ProtocolError if the sender is not entitled to the message."""
 CallHandler = Callable[[Peer, Any], None]
 TakeReply = Callable[[int, Frame], bool]
-TakeEarly = Callable[[Any, Frame], bool]
 # Looking up a member of an enumeration takes longer than comparing it.
 _REPLY = int(Kind.REPLY)
 
@@ -62,9 +60,6 @@ class Receiver:
         self._routes: dict[int, _Route] = {}
         self._take_reply: TakeReply = lambda worker, frame: False
         self._refuse: CallHandler = _ignore
-        self._early_lock = threading.RLock()  # A finalizer may take it, too.
-        self._early: dict[bytes, TakeEarly] = {}
-        self._early_ends: tuple[int, ...] = ()
         self.discard: Handler = _ignore
         """Called with replies that no call waits for any more; a layer above may replace it."""
 
@@ -97,36 +92,6 @@ class Receiver:
         self._routes[Kind.CALL] = _Route(handler, False, call)
         self._refuse = refuse
 
-    def take_up_as(self, call: type[ServedCall], handler: CallHandler) -> None:
-        """Has objects of another type made of the calls that are read from now on.
-
-        Args:
-            call: The type.
-            handler: Takes the place of the handler for them.
-        """
-        self._routes[Kind.CALL] = self._routes[Kind.CALL]._replace(handler=handler, take_up=call)
-
-    def take_early(self, fronts: Iterable[bytes], take: TakeEarly | None) -> None:
-        """Has ``take`` look at some calls in the thread that reads, before they are queued.
-
-        Args:
-            fronts: What the calls have in common: the bytes of their messages between the caller's
-                time limit and the tensors.
-            take: Takes a call and its message, and returns True; or returns False to have the
-                call queued. Must not block. None to have such calls queued from now on.
-        """
-        with self._early_lock:
-            for front in fronts:
-                if take is None:
-                    self._early.pop(front, None)
-                else:
-                    self._early[front] = take
-            self._early_ends = tuple({REMAINING_BYTES + len(each) for each in tuple(self._early)})
-
-    def queue_call(self, peer: Peer, call: ServedCall) -> None:
-        """Queues a call that was taken early, to be handled as all others are."""
-        self._reactor.tasks.append((self._routes[Kind.CALL].handler, peer, call), peer.id)
-
     def on_replies(self, take: TakeReply) -> None:
         """Registers ``take`` for replies; it returns whether a call waits for the reply.
 
@@ -156,10 +121,6 @@ class Receiver:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
                 return
             call = take_up(peer, frame, monotonic())
-            for end in self._early_ends:  # A call of this worker to itself has no bytes there.
-                take = self._early.get(bytes(frame.control[REMAINING_BYTES:end]))
-                if take is not None and take(call, frame):
-                    return
             size_bytes = size_of(frame) if frame.buffers else len(frame.control)
             if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
                 self._reactor.urgent.append((self._refuse, peer, call))
@@ -180,18 +141,6 @@ class Receiver:
         check = self._routes[frame.kind].check
         if check is not None:
             check(peer, frame)
-
-    def take_call(self, peer: Peer, call: ServedCall, size_bytes: int) -> None:
-        """Queues a call that an inline handler has made of a message, or a task that refuses it.
-
-        Args:
-            peer: The caller.
-            call: The call.
-            size_bytes: Bytes that it takes while it waits.
-        """
-        handler = self._routes[Kind.CALL].handler
-        if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
-            self._reactor.urgent.append((self._refuse, peer, call))
 
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""

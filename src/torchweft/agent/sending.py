@@ -3,15 +3,12 @@
 A stopped worker, or one whose host hangs, accepts a connection but does not answer. A thread with a
 message for that worker must not wait. Instead the message is kept, and a reactor thread connects
 and sends the kept messages in order. A kept call ends by its own time limit.
-
-Answers of one batch of calls are written together.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from time import monotonic
 
 from torchweft import knobs
@@ -299,7 +296,6 @@ class Answers:
         self._sender = sender
         self._lifetime = lifetime
         self._lose = lose
-        self._together: deque[None] = deque()
         reactor.on_pause = self.write_held
 
     def send(self, peer: Peer, part: Buffer) -> None:
@@ -315,50 +311,18 @@ class Answers:
             return
         reactor = self._reactor
         try:
-            if not (reactor.tasks.ready or self._together):
+            if not reactor.tasks.ready:
                 link.send([part], may_block=True)
                 return
             count = link.hold([part])
             reactor.held[link] = peer
             if count >= _MOST_HELD:
                 link.write_held()
-            elif count == 1 and not self._together:
+            elif count == 1:
                 self._arm_soon()  # The timer thread writes held answers, too.
         except LinkClosed as error:
             self._lose(peer, str(error))
             raise self._lifetime.error_of(peer) from error
-
-    def send_all(self, peer: Peer, parts: list[Buffer]) -> None:
-        """Sends answers (each one whole frame) at the end of a ``together`` block.
-
-        Raises:
-            WorkerLost: The peer cannot be reached.
-            NotInitialized: This worker has shut down.
-        """
-        link = peer.link
-        if link is None:
-            for part in parts:
-                self._sender.send(peer, [part])
-            return
-        try:
-            link.hold(parts)
-            self._reactor.held[link] = peer
-        except LinkClosed as error:
-            self._lose(peer, str(error))
-            raise self._lifetime.error_of(peer) from error
-
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        """Writes the answers of a block together, at its end; meanwhile those of others wait."""
-        self._together.append(None)
-        try:
-            yield
-        finally:
-            self._together.pop()
-            if self._reactor.tasks.ready:
-                self._arm_soon()
-            else:
-                self.write_held()
 
     def write_held(self) -> None:
         """Writes all held answers; never blocks."""

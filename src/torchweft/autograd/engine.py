@@ -7,6 +7,7 @@ leads, that is the thread that called ``backward``; for any other pass, a task o
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import threading
@@ -56,6 +57,7 @@ from torchweft.protocol.backward import (
     Fail,
     Failed,
     Participant,
+    Progress,
     Send,
     Tell,
 )
@@ -65,7 +67,7 @@ from torchweft.runtime import device_streams
 from torchweft.runtime.interrupts import is_of_handler
 from torchweft.runtime.reports import OpenWait, log_exception
 from torchweft.serialize.reading import TRUSTING, Reader
-from torchweft.wire.frames import Frame
+from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
 
 _REMEMBERED_PASSES = 4096
@@ -73,6 +75,27 @@ _REMEMBERED_PASSES = 4096
 _PASS_KINDS = kinds_of(Kind.BACKWARD, Kind.GRADIENTS)
 _LOOK_S = 0.5
 """How often the thread that leads a pass checks whether the worker has shut down."""
+
+
+class PassWatcher:
+    """Is told of the backward passes of one worker; does nothing unless a method is overridden."""
+
+    def pass_runs(self, context_id: int) -> contextlib.AbstractContextManager[object]:
+        """Returns a block around a pass that this worker leads."""
+        return contextlib.nullcontext()
+
+    def part_runs(
+        self, local: LocalPass, work: Callable[[], tuple[list[Outgoing], Progress]]
+    ) -> tuple[list[Outgoing], Progress]:
+        """Runs ``work``, a step of this worker's part of a pass, and returns its result."""
+        return work()
+
+    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
+        """Returns the bytes of messages that stand before the next one of a pass to a worker."""
+        return []
+
+    def take_span(self, key: tuple[int, int], context: bytes) -> None:
+        """Takes the numbers of a pass and its context, and its span, from another worker."""
 
 
 class _Leading:
@@ -103,10 +126,7 @@ class Engine:
         self._waits = PassWaits(agent, self._timeout_s)
         self._agent = agent
         self.envelopes = Envelopes(agent, tensor_messages, self.contexts, self.outside, reader)
-        self.pass_type: type[LocalPass] = LocalPass
-        """The type of this worker's parts of passes; another one while they are traced."""
-        self.take_span: Callable[[tuple[int, int], bytes], None] | None = None
-        """Takes the numbers of a pass and its context, and its span, while passes make spans."""
+        self.watchers: Sequence[PassWatcher] = ()
         self._me = agent.me.id
         self._pass_numbers = shared_count(1)
         self._lock = threading.RLock()
@@ -160,9 +180,23 @@ class Engine:
             input_gradients: Collects the gradients of certain tensors.
             retains_here: Whether this worker's graphs must survive, even if others' need not.
         """
+        with contextlib.ExitStack() as watched:
+            for each in self.watchers:
+                watched.enter_context(each.pass_runs(context_id))
+            self._run(context_id, roots, mode, gradients, input_gradients, retains_here)
+
+    def _run(
+        self,
+        context_id: int,
+        roots: Roots | Sequence[Tensor],
+        mode: PassMode,
+        gradients: Gradients | None,
+        input_gradients: InputGradients | None,
+        retains_here: bool,
+    ) -> None:
         context = self.contexts.get(context_id)
         here = mode._replace(retain_graph=True) if retains_here else mode
-        local = self.pass_type(context, here, gradients, input_gradients, self.outside)
+        local = LocalPass(context, here, gradients, input_gradients, self.outside)
         local.start(roots)
         leading = _Leading()  # Ends with this function, wherever the main thread is interrupted.
         try:
@@ -421,8 +455,8 @@ class Engine:
 
     def _on_span(self, peer: Peer, frame: Frame) -> None:
         context_id, context = decode_pass_span(frame.control)
-        if self.take_span is not None:
-            self.take_span((frame.id, context_id), context)
+        for each in self.watchers:
+            each.take_span((frame.id, context_id), context)
 
     def _new_state(self, key: tuple[int, int], peer: Peer, frame: Frame) -> PassState | None:
         """Creates this worker's part in a pass.
@@ -525,7 +559,7 @@ class Engine:
             for peer, item in items:
                 actions += self._receive(state, peer, item)
             if state.local is not None and not state.machine.is_over:
-                actions += state.machine.worked(*state.local.work())
+                actions += state.machine.worked(*self._work(state.local))
         except PassEnded as ended:
             if ended.error is not None:
                 raise ended.error from ended.error.__cause__
@@ -573,13 +607,19 @@ class Engine:
             return []
         return actions
 
+    def _work(self, local: LocalPass) -> tuple[list[Outgoing], Progress]:
+        work = local.work
+        for each in self.watchers:
+            work = partial(each.part_runs, local, work)
+        return work()
+
     def _begin(self, state: PassState) -> None:
         """Prepares for the first message of a pass that another worker leads."""
         name = state.name
         assert name is not None
         leader = worker_of(name.pass_id)
         context = self.contexts.get_or_create(name.context_id, leader)
-        state.local = self.pass_type(context, name.mode, outside=self.outside)
+        state.local = LocalPass(context, name.mode, outside=self.outside)
         state.local.pass_id = name.pass_id
         state.local.exchange = partial(self._exchange, state)
         with self._lock:
@@ -642,6 +682,8 @@ class Engine:
     def _send(self, state: PassState, peer: Peer, messages: Sequence[protocol.Message]) -> None:
         assert state.name is not None
         buffers = self.envelopes.encode(peer, state.name, messages)
+        for each in self.watchers:
+            buffers = [*each.messages_before(peer, state.name), *buffers]
         if type(messages[0]) in (Failed, Abort):
             self._agent.sender.post(peer, buffers)  # A lost worker need not receive it.
         else:

@@ -225,6 +225,11 @@ class LocalPass:
         self._is_settled = True
         self._touched.update(self._unfinished)
 
+    @property
+    def context_id(self) -> int:
+        """The autograd context of the pass."""
+        return self._context.id
+
     def work(self) -> tuple[list[Outgoing], Progress]:
         """Runs the ready nodes.
 

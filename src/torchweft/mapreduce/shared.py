@@ -23,7 +23,7 @@ from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.current_call import check_called, check_types, is_cancelled
 from torchweft.rpc.requests import own_copy
 from torchweft.rpc.rref import RRef
-from torchweft.rpc.serving import NO_ARGUMENTS, owned
+from torchweft.rpc.serving import owned
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.functions import describe
 from torchweft.serialize.objects import unpack
@@ -100,7 +100,8 @@ class Shared:
             args, kwargs = _own_arguments(args, kwargs)
         args, kwargs = _filled((args, kwargs), values)
         if isinstance(args, Tensor):
-            raise ArgumentTypeError(NO_ARGUMENTS)
+            # One of few bytes may have any number of rows.
+            raise ArgumentTypeError("the arguments of a call are a tensor, and not a tuple")
         with self._turn(number, after):
             return function, function(*args, **kwargs)
 

@@ -106,12 +106,9 @@ RULES: dict[Kind, Rule] = {
     Kind.ACKNOWLEDGED: Rule(_ANY, "the session between the two"),
     Kind.GOODBYE: Rule(_ANY, "the sender's own leaving"),
     Kind.CALL: Rule(_ANY, _OWN_CALL),
-    Kind.CALL_WITH_CODE: Rule(_ANY, _OWN_CALL + "; code that it has sent"),
-    Kind.CALL_IN_SPAN: Rule(_ANY, _OWN_CALL),
     Kind.REPLY: Rule("the callee", "a call to the sender"),
     Kind.CANCEL: Rule("the caller", "calls of the sender"),
     Kind.POST: Rule(_ANY, "a port; its owner says whose values it takes"),
-    Kind.CODE: Rule(_ANY, "code that is kept for the sender"),
     Kind.REFERENCES: Rule(
         "the owner, a user or the creator of the value; both sides of a handover",
         "the sender's own use, creation or handover; its own values",

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.autograd import profiler
 
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of, limit_of, wrong_type
@@ -19,6 +20,7 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
+from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import WORKER, Worker
 
 Destination = str | int | WorkerInfo
@@ -129,20 +131,19 @@ def call_and_wait(
     parent = current_call.get()
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
-    request = worker.encoder.request(peer, function, args, kwargs, limit_s)
-    call = None
+    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
+    span = worker.note_call(call) if worker.watchers else b""
+    request = worker.encoder.request(peer, function, args, kwargs, limit_s, span=span)
     try:
-        call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
         worker.agent.calls.ask_and_wait(peer, call, request)
-    except BaseException:  # It could not be sent, or a signal handler has raised.
-        has_number = call is not None and call.number != 0
-        if call is not None and has_number and call.error is None:
+    except BaseException as error:  # It could not be sent, or a signal handler has raised.
+        if call.number and call.error is None:
             worker.agent.calls.cancel(call, CallCancelled("interrupted", worker=peer.name))
             answer, call.frame = call.frame, None
             if answer is not None:
                 worker.discard_reply(peer, answer)
         # The callee may have a message that has a number.
-        request.take_back(keeps_graph=has_number)
+        _take_back(call, request, error, keeps_graph=call.number != 0)
         raise
     finally:
         if event is not None:
@@ -177,17 +178,18 @@ def start(
     parent = current_call.get()
     if parent is not None:
         parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
-    request = worker.encoder.request(peer, function, args, kwargs, limit_s)
+    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
+    span = worker.note_call(call) if worker.watchers else b""
+    request = worker.encoder.request(peer, function, args, kwargs, limit_s, span=span)
     try:
-        call = worker.call_type(peer.id, peer.name, subject or function, limit_s, None, parent)
         # References among them must outlive the call, also if the program changes ``args``.
         call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)
         future: Future[Any] = Future(worker, call)
         if event is not None:
             end_with_call(event, call)
         worker.agent.calls.ask(peer, call, request)
-    except BaseException:
-        request.take_back()
+    except BaseException as error:
+        _take_back(call, request, error)
         raise
     return future
 
@@ -221,21 +223,40 @@ def create(
     try:
         maker = subject[-1] if subject else getattr(function, "__qualname__", "")
         handle = worker.reference_type.from_created(references, reference, maker)
-        request = worker.encoder.request(peer, function, args, kwargs, math.inf, reference.number)
+        call = PendingCall(peer.id, peer.name, subject or function, math.inf, None, parent)
+        span = worker.note_call(call) if worker.watchers else b""
+        number = reference.number
+        request = worker.encoder.request(peer, function, args, kwargs, math.inf, number, span)
         try:
             worker.agent.sender.send(peer, request.message(0))
-        except BaseException:
-            request.take_back()
+        except BaseException as error:
+            _take_back(call, request, error)
             raise
     except BaseException:
         if not peer.is_self:
             references.not_created(reference)
         raise
-    if worker.note_creation is not None:
-        worker.note_creation(subject or function, reference)
+    for each in call.watchers:
+        each.creation_sent(call, reference)
     if event is not None:
         handle.end_event(event)
     return handle
+
+
+def _take_back(
+    call: PendingCall, request: Request, error: BaseException, *, keeps_graph: bool = False
+) -> None:
+    """Takes back all that a call which was not sent has handed on.
+
+    Args:
+        call: The call.
+        request: Its request.
+        error: Why it was not sent, or is not awaited.
+        keeps_graph: Whether the graph is kept, as the callee may have the message.
+    """
+    request.take_back(keeps_graph=keeps_graph)
+    for each in call.watchers:
+        each.call_fails(call, error)
 
 
 _WAYS: dict[str, Callable[..., Any]] = {

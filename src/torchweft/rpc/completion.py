@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import CoroutineType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,7 +23,6 @@ from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.reports import log_exception
-from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe
 
@@ -46,8 +45,6 @@ class Call(AnsweredCall):
 
     __slots__ = ("awaited", "reference")
 
-    codes: ClassVar[Sequence[Code]] = ()
-    """The code of functions by value in the request; a ``CallWithCode`` has some."""
     peer: Peer
     worker: Worker
     owned: OwnedValue | None
@@ -88,14 +85,6 @@ class Call(AnsweredCall):
     def is_referred_to(self) -> bool:
         """Whether any worker holds a reference to the value that the call makes."""
         return self.worker.references.is_owned(self.reference)
-
-
-class CallWithCode(Call):
-    """A served call with functions by value. It holds their code from when it is read."""
-
-    __slots__ = ("codes",)
-
-    codes: Sequence[Code]  # type: ignore[misc]
 
 
 def key_of(call: ServedCall) -> str:
@@ -157,11 +146,10 @@ def _finish_when_ready(worker: Worker, context_id: int, waiting: WhenReady, call
 
     def go_on(owned: OwnedValue, _: object) -> None:
         device_streams.use(mark, *waiting.given)
-        around = worker.around
-        if around is not None:
-            around(call, partial(proceed, worker, context_id, waiting, call, owned))
-        else:
+        if worker.carrier is None:
             proceed(worker, context_id, waiting, call, owned)
+        else:
+            worker.carrier.around(call, partial(proceed, worker, context_id, waiting, call, owned))
 
     def give_up(owned: OwnedValue, _: object) -> None:
         if owned.forget(ready):

@@ -1,8 +1,7 @@
 """Counts the calls of one worker, by function: how many, how many failed, how long they took.
 
-While calls are not counted, this costs them nothing. Counting replaces ``PendingCall``, and the
-types of served calls, by subclasses. These note the time in the one method that ends every call. A
-time is appended to a list, in one atomic step. The timer thread sorts the times into histograms.
+A watcher notes the time at which a call ends: it is appended to a list, in one atomic step. The
+timer thread sorts the times into histograms.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ import numpy as np
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
+from torchweft.protocol.calls import AnsweredCall
 from torchweft.protocol.observing.latency import LEAST_S, STEPS
 from torchweft.protocol.observing.report import FunctionCounts
-from torchweft.rpc.completion import Call
-from torchweft.rpc.watching import Watcher, Watching
+from torchweft.rpc.watching import Watcher
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe, own_name
 from torchweft.wire.messages import ERROR_REPLY
@@ -125,6 +124,27 @@ class Tally:
             entry = self.entries[key] = _Noting(*(each.append for each in times))
             return entry
 
+    def note_made(self, call: PendingCall) -> None:
+        """Notes a call of this worker that has its outcome."""
+        taken_s = time.monotonic() - call.started_s
+        function: Any = call.function
+        try:  # A code object is found by its id, since its hash takes as long as the rest of this.
+            entry = self.entries[id(function.__code__)]
+        except (AttributeError, KeyError):
+            entry = self.entry_of(function)
+        frame = call.frame
+        failed = frame is None or frame.flags & ERROR_REPLY
+        (entry.failure if failed else entry.success)(taken_s)
+
+    def note_served(self, call: AnsweredCall, *, failed: bool) -> None:
+        """Notes a served call that was answered."""
+        function: Any = call.function
+        try:
+            entry = self.entries[function]
+        except (KeyError, TypeError):
+            entry = self.entry_of(function)
+        (entry.failure if failed else entry.success)(time.monotonic() - call.arrived_s)
+
     def collect(self) -> None:
         """Sorts the times noted so far into the histograms."""
         with self._lock:
@@ -179,24 +199,20 @@ def _take(times: list[float]) -> list[float]:
     return taken
 
 
-class Counting:
+class Counting(Watcher):
     """Counts the calls of one worker while somebody wants to know.
 
     Args:
         worker: The worker.
-        watching: Has its calls counted.
     """
 
-    def __init__(self, worker: Worker, watching: Watching) -> None:
-        self._watching = watching
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
         self._lock = threading.RLock()
         self._is_on = False
         self._until_s = -math.inf
         self._since_s = 0.0
         self.made, self.taken = Tally("out"), Tally("in")
-        # Made once: the interpreter specialises its code for the types in use.
-        self._types: dict[type[Any], type[Any]] = {}
-        self._watcher = Watcher(self._pending, self._served, self._note_creation)
         self._timer = worker.agent.timers.add(self.tick)
         if knobs.COUNTERS.get():
             self.extend(math.inf)
@@ -214,22 +230,20 @@ class Counting:
             if self._is_on:
                 return
             self._is_on, self._since_s = True, now_s
-            self._watching.begin(self._watcher)
+            self._worker.watch(self)
         self._timer.wake_by(now_s + _COLLECT_S)
 
-    def _pending(self, base: type[PendingCall]) -> type[PendingCall]:
-        if base not in self._types:
-            self._types[base] = counted_pending(self.made, base)
-        return self._types[base]
+    def call_ends(self, call: PendingCall) -> None:
+        """Counts a call that this worker has made."""
+        self.made.note_made(call)
 
-    def _served(self, base: type[Call]) -> type[Call]:
-        if base not in self._types:
-            self._types[base] = counted_served(self.taken, base)
-        return self._types[base]
-
-    def _note_creation(self, function: Any, _: ReferenceId) -> None:
+    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
         """Counts a call for whose answer nobody waits: it takes no time at the caller."""
-        self.made.entry_of(function).untimed(0.0)
+        self.made.entry_of(call.function).untimed(0.0)
+
+    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Counts a served call."""
+        self.taken.note_served(call, failed=error is not None)
 
     def counts(self) -> tuple[FunctionCounts, ...]:
         """Returns what was counted so far, of this time and earlier ones."""
@@ -244,7 +258,7 @@ class Counting:
         self._until_s = -math.inf
         if self._is_on:
             self._is_on = False
-            self._watching.end(self._watcher)
+            self._worker.unwatch(self)
 
     def tick(self, now_s: float) -> float:
         """Collects the times, and stops when nobody wants to know any more; a job of the timers."""
@@ -255,54 +269,3 @@ class Counting:
         self.made.collect()
         self.taken.collect()
         return now_s + _COLLECT_S if is_on else math.inf
-
-
-def counted_pending(tally: Tally, base: type[PendingCall] = PendingCall) -> type[PendingCall]:
-    """Returns a type of calls that note in ``tally`` when they end."""
-    # Names of the enclosing function are found faster than attributes. A code object is found by
-    # its id, since its hash takes as long as the rest of this.
-    entries, entry_of = tally.entries, tally.entry_of
-    clock: Callable[[], float] = time.monotonic
-    failed = ERROR_REPLY
-
-    class Counted(base):  # type: ignore[valid-type, misc]
-        """A call that is counted at its caller."""
-
-        __slots__ = ()
-
-        def finish(self) -> None:
-            # Before the release: the thread that waits takes the frame.
-            frame, function = self.frame, self.function
-            taken_s = clock() - self.started_s
-            self._done.release()
-            try:
-                entry = entries[id(function.__code__)]
-            except (AttributeError, KeyError):
-                entry = entry_of(function)
-            # By places: names of a tuple take longer. The flags of a frame are its second place.
-            entry[frame is None or frame[1] & failed](taken_s)
-
-    return Counted
-
-
-def counted_served(tally: Tally, base: type[Call] = Call) -> type[Call]:
-    """Returns a type of served calls that note in ``tally`` when they end."""
-    entries, entry_of = tally.entries, tally.entry_of
-    clock: Callable[[], float] = time.monotonic
-    answer = base.__call__
-
-    class Counted(base):  # type: ignore[valid-type, misc]
-        """A served call that is counted."""
-
-        __slots__ = ()
-
-        def __call__(self, result: Any, error: BaseException | None) -> None:
-            answer(self, result, error)
-            function = self.function
-            try:
-                entry = entries[function]
-            except (KeyError, TypeError):
-                entry = entry_of(function)
-            entry[error is not None](clock() - self.arrived_s)
-
-    return Counted

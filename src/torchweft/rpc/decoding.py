@@ -22,7 +22,6 @@ from torchweft.rpc.requests import own_copy
 from torchweft.runtime import device_streams
 from torchweft.serialize import inline
 from torchweft.serialize.bounds import unfolded_limit
-from torchweft.serialize.by_value import Code
 from torchweft.serialize.extents import separated
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
@@ -78,7 +77,6 @@ class Decoder:
         head: ValueHead,
         message: TensorMessage | None,
         is_answer: bool = False,
-        codes: Sequence[Code] = (),
     ) -> Any:
         """Returns the value in a message of another worker, with references and tensors in place.
 
@@ -88,7 +86,6 @@ class Decoder:
             head: Its head.
             message: Its tensors, all fetched, if they came by tables.
             is_answer: Whether it is the result of a call.
-            codes: The code that it names.
         """
         context_id, message_id, references, start, end = head
         if message_id and message_id >> WORKER_SHIFT != peer.id:
@@ -117,7 +114,7 @@ class Decoder:
             return tensors[0] if tensors else None
         payload = control[start:end]
         if payload[0] == PICKLE:
-            return self._unpack(payload, tensors, externals, codes=codes)
+            return self._unpack(payload, tensors, externals)
         limit_bytes = unfolded_limit(len(control), tensors) if self._is_strict else None
         return decode(
             payload, tensors, externals, self._resolve_value, self._take_home, limit_bytes

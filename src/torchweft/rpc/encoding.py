@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +17,6 @@ from torch.nn import Parameter
 
 from torchweft import knobs
 from torchweft.agent.agent import Agent
-from torchweft.agent.code_keeping import CodeKeeper
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import TensorMessages
@@ -24,11 +24,9 @@ from torchweft.autograd.contexts import Contexts, current_id
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.kept_code import SentCode
 from torchweft.protocol.membership.registration import why_not_by_value
-from torchweft.rpc.by_value import pack_function
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import Request, TableRequest, names_of
+from torchweft.rpc.requests import Request
 from torchweft.runtime.thread_modes import (
     check_untraced,
     has_dispatch_modes,
@@ -37,21 +35,19 @@ from torchweft.runtime.thread_modes import (
     transform_level,
 )
 from torchweft.serialize import inline
-from torchweft.serialize.by_value import Code
+from torchweft.serialize.by_value import take_apart
 from torchweft.serialize.functions import name_of, resolve
-from torchweft.serialize.inline import NO_TENSORS, EncodedValue, Inlined
-from torchweft.serialize.objects import Packed, pack, pack_plain, unpack
+from torchweft.serialize.inline import NO_TENSORS, Inlined
+from torchweft.serialize.objects import Packed, new_packed, pack, pack_by_name, pack_plain
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
-from torchweft.serialize.values import encode, no_home, with_names
+from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.wire.messages import (
     NAMED,
     NO_CREATION,
     NO_GRAD,
-    POSITIONAL,
     HandedReference,
-    encode_call,
-    with_code,
+    Kind,
 )
 
 _ENCODED = frozenset(
@@ -73,7 +69,6 @@ class Encoder:
         contexts: Record the tensors that are sent in autograd contexts.
         outside: Records those that are sent outside of contexts.
         arrivals: Says whether graphs outside of contexts are kept.
-        codes: Keeps the functions by value that others have.
     """
 
     def __init__(
@@ -84,7 +79,6 @@ class Encoder:
         contexts: Contexts,
         outside: OutsideRecords,
         arrivals: Arrivals,
-        codes: CodeKeeper,
     ) -> None:
         self._agent = agent
         self._tensor_messages = tensor_messages
@@ -92,7 +86,6 @@ class Encoder:
         self._contexts = contexts
         self._outside = outside
         self._arrivals = arrivals
-        self._codes = codes
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         agent.members.on_joined(self._learn_to_encode)
 
@@ -103,7 +96,7 @@ class Encoder:
         else:
             obstacle = why_not_by_value(self._agent.me.registration, peer.registration)
             peer.not_by_value = obstacle
-            peer.keeps_code = not (obstacle or peer.is_self)
+            peer.takes_code = not (obstacle or peer.is_self)
             peer.pack = partial(pack, main_by_name=by_name, not_by_value=obstacle)
         owner = peer.id
 
@@ -123,6 +116,7 @@ class Encoder:
         kwargs: dict[str, Any],
         timeout_s: float,
         creation: int = NO_CREATION,
+        span: bytes = b"",
     ) -> Request:
         """Encodes a call as a request; values that it hands on are kept alive from now on.
 
@@ -133,43 +127,72 @@ class Encoder:
             kwargs: Keyword arguments.
             timeout_s: The caller's time limit, in seconds, as the callee is told it.
             creation: Number of the reference that the result is for.
+            span: The context of the span that the call carries, if any.
 
         Raises:
             SerializationError: The callable or an argument cannot be serialized, or a tensor has a
                 tangent, or is on a device without an entry in the device map.
         """
         name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
+        flags, values = (NAMED, with_names(args, kwargs)) if kwargs else (0, tuple(args))
+        head = timeout_s, creation, name or b"", span
+        return self._request(
+            peer, Kind.CALL, flags, head, values, function if name is None else None
+        )
+
+    def post(self, peer: Peer, head: bytes, values: Sequence[Any]) -> Request:
+        """Encodes values for a port as a request; see ``request``.
+
+        Args:
+            peer: The receiver.
+            head: What the sender says of the values, at most 65,535 bytes.
+            values: The values.
+        """
+        return self._request(peer, Kind.POST, 0, (math.inf, NO_CREATION, head, b""), tuple(values))
+
+    def _request(
+        self,
+        peer: Peer,
+        kind: Kind,
+        flags: int,
+        head: tuple[float, int, bytes, bytes],
+        values: tuple[Any, ...],
+        function: Any = None,
+    ) -> Request:
+        """Does the same for the values of any message.
+
+        Args:
+            peer: The receiver.
+            kind: The kind of message.
+            flags: Whether the values end with names.
+            head: Time limit, creation, name and span of the message.
+            values: The values.
+            function: The called function where it goes by value.
+        """
+        timeout_s, creation, name, span = head
+        # No caller waits for a remote() call or keeps its references: hand them on.
+        home_of = peer.home_of if creation == NO_CREATION else no_home
         tensors: list[Tensor] = []
-        externals: Sequence[object] = ()
-        inlined: Inlined | None = NO_TENSORS
-        entries: Sequence[SentCode] = ()
-        flags = POSITIONAL
         payload: bytes | None = None
-        values: Sequence[Any] | None = args
-        if kwargs:
-            flags, values = NAMED, with_names(args, kwargs)
-        if name is not None and values is not None and not peer.is_self:
-            # No caller waits for a remote() call or keeps its references: hand them on.
-            home_of = peer.home_of if creation == NO_CREATION else no_home
-            payload = encode(tuple(values), tensors, peer.main_by_name, home_of)
+        if function is None and not peer.is_self:
+            payload = encode(values, tensors, peer.main_by_name, home_of)
         if (tensors or payload is None) and (
             has_dispatch_modes() or has_function_modes() or transform_level()
         ):
             check_untraced()
             with plain_operations():
-                self._check_whole(peer, args, kwargs)
-                return self.request(peer, function, args, kwargs, timeout_s, creation)
+                self._check_whole(peer, values)
+                return self._request(peer, kind, flags, head, values, function)
+        code, externals = b"", list[object]()
+        inlined: Inlined | None = NO_TENSORS
         if payload is not None and tensors:
-            inlined = None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
+            inlined = self._inlined(peer, tensors)
             if inlined is None and not all(map(is_dense, tensors)):
                 payload = None
         if payload is None:
-            (payload, tensors, externals), flags, entries = self._pack_arguments(
-                peer, name, args, kwargs, function, creation
-            )
-            inlined = inline.encode(tensors) if tensors else NO_TENSORS
-            if peer.is_self or (tensors and peer.device_maps.moves_host_of_calls):
-                inlined = None
+            code, packed = self._pack(peer, kind, flags, name, values, function, home_of)
+            payload, tensors, externals = packed
+            inlined = None if peer.is_self else self._inlined(peer, tensors)
         if len(tensors) > self._tensor_limit:
             raise too_many(len(tensors), self._tensor_limit)
         if tensors and forward_ad._current_level >= 0 and not peer.is_self:
@@ -187,74 +210,54 @@ class Encoder:
         try:
             if externals:
                 handed = self.hand_on(externals, peer)
-            if inlined is None:
-                head = (timeout_s, creation, context_id, message_id, name or b"")
-                packed = Packed(payload, tensors, list(externals))
-                parts, take_back = self._tensor_messages, self.take_back
-                return TableRequest(take_back, peer, handed, parts, flags, head, packed, entries)
-            frame = encode_call(
-                flags,
-                timeout_s,
-                creation,
-                context_id,
-                message_id,
-                name or b"",
-                handed,
-                payload,
-                inlined[0],
-            )
-            if not entries:
-                return Request(self.take_back, peer, handed, message_id, frame)
-            frame = with_code(frame, names_of(entries))
-            request = Request(self.take_back, peer, handed, message_id, frame)
-            request.entries = entries
-            return request
+            whole_head = timeout_s, creation, context_id, message_id, name, span, code
+            packed = new_packed((payload, tensors, externals))
+            parts, take_back = self._tensor_messages, self.take_back
+            return Request(parts, take_back, peer, kind, flags, whole_head, packed, inlined, handed)
         except BaseException:
             self.take_back(peer, handed, message_id)
             raise
 
-    def _check_whole(self, peer: Peer, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _inlined(self, peer: Peer, tensors: Sequence[Tensor]) -> Inlined | None:
+        """Returns the tensors of a call as they stand in the message; None if they need tables."""
+        if not tensors:
+            return NO_TENSORS
+        return None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
+
+    def _check_whole(self, peer: Peer, values: tuple[Any, ...]) -> None:
         """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
         is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
         try:
-            tensors = peer.pack((args, kwargs)).tensors
+            tensors = peer.pack(values).tensors
         except SerializationError:
             return  # The same error with a better text follows.
         if any(map(is_wrapped, tensors)):
             raise SerializationError(NO_MEMORY)
 
-    def _pack_arguments(
+    def _pack(
         self,
         peer: Peer,
-        name: bytes | None,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        kind: Kind,
+        flags: int,
+        name: bytes,
+        values: tuple[Any, ...],
         function: Any,
-        creation: int,
-    ) -> tuple[Packed, int, Sequence[SentCode]]:
-        """Returns arguments that are not simple, the flags of the call, and the code it names."""
-        packer = peer.pack
-        if name is None and peer.keeps_code:
-            home_of = peer.home_of if creation == NO_CREATION else no_home
-            return pack_function(self._codes, peer, packer, function, args, kwargs, home_of)
-        # A message without the name of a function is for a port, and names no code.
-        codes: list[Code] | None = [] if name and peer.keeps_code else None
-        content: Sequence[Any] = (args, kwargs, function)
-        flags = 0
-        if name is not None:
-            content, flags = ((args, kwargs), 0) if kwargs else (args, POSITIONAL)
-        packed = None
+        home_of: Callable[[Any], ReferenceId | None],
+    ) -> tuple[bytes, Packed]:
+        """Packs values that are not simple, and a function by value; returns its code as well."""
+        if function is not None and peer.takes_code:
+            apart = _pack_apart(peer, function, values, home_of)
+            if apart is not None:
+                return apart
+        called = () if function is None else (function,)
         try:
-            packed = packer(content, codes=codes)
+            return b"", peer.pack((*called, *values))
         except SerializationError:
-            if name is None:
-                raise
-        if packed is None:  # Fails again, and names the place among the program's arguments.
-            own = _own_parameters(name)
-            packer((args[len(own) :], {**dict(zip(own, args, strict=False)), **kwargs}))
-            return packer((args, kwargs)), 0, ()
-        entries = self._codes.lend(peer, codes) if codes else ()
-        return (packer(content), flags, ()) if entries is None else (packed, flags, entries)
+            pass  # Fails again, and names the place among the program's arguments:
+        args, kwargs = split_names(values) if flags & NAMED else (values, {})
+        own = _own_parameters(name) if kind is Kind.CALL else ()
+        peer.pack((args[len(own) :], {**dict(zip(own, args, strict=False)), **kwargs}, *called))
+        return b"", peer.pack((*called, *values))
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of ``peers`` can read it, now or later.
@@ -275,15 +278,6 @@ class Encoder:
         obstacle = next(filter(None, [peer.not_by_value for peer in others]), "")
         return pack(value, main_by_name=by_name, not_by_value=obstacle)
 
-    def pack_result_for(self, peers: Collection[Peer], value: object) -> Packed:
-        """Does the same in the form in which results of calls are packed."""
-        if type(value) in _ENCODED:
-            tensors: list[Tensor] = []
-            payload = encode(value, tensors, all(peer.main_by_name for peer in peers))
-            if payload is not None:
-                return Packed(payload, tensors, [])
-        return self.pack_for(peers, value)
-
     def packed_result(
         self, peer: Peer, result: Any
     ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
@@ -292,7 +286,9 @@ class Encoder:
         if peer.is_self:
             return (*peer.pack(result), None)
         if peer.device_maps.moves_host_of_answers:
-            return self._packed_for_tables(peer, result)
+            packed = peer.pack(result)
+            self._check_count(packed.tensors)
+            return (*packed, None if packed.tensors else NO_TENSORS)
         if kind is Tensor and not result.__dict__:
             # Most results are a tensor, or None.
             inlined = inline.encode((result,))
@@ -300,8 +296,6 @@ class Encoder:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
-        elif kind is EncodedValue:
-            return result.payload, [], (), (result.content, False)
         elif kind in _ENCODED:
             tensors: list[Tensor] = []
             payload = encode(result, tensors, peer.main_by_name)
@@ -313,17 +307,6 @@ class Encoder:
         packed = peer.pack(result)
         self._check_count(packed.tensors)
         return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
-
-    def _packed_for_tables(
-        self, peer: Peer, result: Any
-    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
-        """Does the same for a worker where tensors on the CPU arrive on another device."""
-        if type(result) is EncodedValue:
-            tensors, _ = inline.decode(result.content, 0)
-            result = unpack(result.payload, tensors, ())
-        packed = peer.pack(result)
-        self._check_count(packed.tensors)
-        return (*packed, None if packed.tensors else NO_TENSORS)
 
     def _check_count(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) > self._tensor_limit:
@@ -390,9 +373,43 @@ def _check_tangents(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _own_parameters(name: bytes | None) -> tuple[str, ...]:
+def _pack_apart(
+    peer: Peer,
+    function: Any,
+    values: tuple[Any, ...],
+    home_of: Callable[[Any], ReferenceId | None],
+) -> tuple[bytes, Packed] | None:
+    """Packs the captured values of a function in front of others; returns its code as well.
+
+    Returns None if anything else goes by value: it may refer to the function, or share globals with
+    it, and only one pickle keeps that.
+    """
+    if type(function) is not FunctionType or function.__dict__:
+        return None
+    by_name = peer.main_by_name
+    try:
+        parts = take_apart(function)
+    except Exception:
+        return None  # Its annotations run code of the program; the pickler reports the error.
+    if parts is None:
+        return None
+    code, captured = parts
+    if any(type(each) is FunctionType and name_of(each, by_name) is None for each in captured):
+        return None
+    tensors: list[Tensor] = []
+    if captured:
+        home_of = no_home  # The caller keeps its arguments, but not its function.
+    values = (*captured, *values)
+    payload = encode(values, tensors, by_name, home_of)
+    if payload is not None and all(map(is_dense, tensors)):
+        return code.content, Packed(payload, tensors, [])
+    packed = pack_by_name(values, main_by_name=by_name)
+    return None if packed is None else (code.content, packed)
+
+
+def _own_parameters(name: bytes) -> tuple[str, ...]:
     """Returns the parameters of a function of Weft that precede the program's arguments."""
-    if name is None or not name.startswith(_OWN):
+    if not name.startswith(_OWN):
         return ()
     code: CodeType | None = getattr(resolve(name), "__code__", None)
     if code is None or not code.co_flags & inspect.CO_VARARGS:

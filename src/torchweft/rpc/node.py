@@ -28,7 +28,6 @@ from torchweft.rpc.observed import OBSERVED, Observed, answer_signal
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.stream_sources import SOURCES, Sources
-from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime import log_records
 from torchweft.runtime.compiler import hide_from_compiler
@@ -62,7 +61,6 @@ class Node:
         gatherings: The barriers and gathers that it takes part in.
         leaving: Takes it out of the group.
         waits: Logs waits that take long.
-        watching: Has its calls watched, by counters, traces and others.
         observed: Tells observers what it does.
         clock_id: The id of its clock. Read at once: calls of other workers open no file.
         store: The store; None once the worker has ended, or its closed group is about to.
@@ -93,8 +91,8 @@ class Node:
             copies_own=options.copy_to_self,
             warns_of_lost_gradients=options.lost_gradients == "warn",
         )
-        self.watching = Watching(self.worker, serving.install(self.worker))
-        self.observed = Observed(self.worker, self.watching, group)
+        serving.install(self.worker)
+        self.observed = Observed(self.worker, group)
         self.clock_id = clock_id()
         stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
@@ -148,7 +146,6 @@ class Node:
             self.sources.peer_lost,
             worker.references.peer_lost,
             self._cancel_creations,
-            worker.codes.peer_lost,
             self.leaving.peer_lost,
             partial(_warn, self.agent.lifetime),
             self.agent.tell_watchers,

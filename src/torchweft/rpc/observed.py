@@ -18,7 +18,6 @@ from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Slot
 from torchweft.agent.peers import Peer
 from torchweft.errors import NotInitialized
-from torchweft.rpc.watching import Watching
 from torchweft.rpc.worker import Worker
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
@@ -41,13 +40,11 @@ class Observed:
 
     Args:
         worker: The worker.
-        watching: Has its calls watched.
         group: The name of its group.
     """
 
-    def __init__(self, worker: Worker, watching: Watching, group: str) -> None:
+    def __init__(self, worker: Worker, group: str) -> None:
         self._worker = worker
-        self._watching = watching
         self._group = group
         self._lock = threading.RLock()
         self._reports: tuple[Observers, Dumps] | None = None
@@ -78,7 +75,7 @@ class Observed:
         with self._lock:
             if self._reports is None:
                 worker = self._worker
-                counting = Counting(worker, self._watching)
+                counting = Counting(worker)
                 reporter = Reporter(worker, counting, self._group)
                 observers = Observers(worker.agent, reporter, counting)
                 self._reports = observers, Dumps(worker, reporter, self._group)

@@ -11,14 +11,11 @@ sender is not told whether a value was read. A group that shuts down does not wa
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from torchweft.agent.agent import Agent, Slot
 from torchweft.agent.peers import Peer
@@ -26,9 +23,8 @@ from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
-from torchweft.serialize import inline
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import PLAIN, TABLES, Kind, decode_call, decode_post, encode_post
+from torchweft.wire.messages import TABLES, Kind, decode_call
 
 Take = Callable[[Peer, Frame], object]
 """Takes a message as soon as it is read; must only store it. ``Ports.read`` decodes it."""
@@ -69,26 +65,19 @@ class Ports:
     def post(self, peer: Peer, port: int, head: bytes, values: Sequence[Any]) -> None:
         """Sends values to a port of another worker. Blocks for as long as its socket is full.
 
-        Small tensors alone, without other values, take the least time.
-
         Args:
             peer: The receiver.
             port: Its port.
-            head: At most 255 bytes, which say to the receiver what the values are.
+            head: At most 65,535 bytes, which say to the receiver what the values are.
             values: Anything that arguments of a call may be.
 
         Raises:
             SerializationError: A value cannot travel.
             WorkerLost: The receiver is known to be lost; ``on_worker_lost`` tells of a later loss.
         """
-        if not (peer.is_self or peer.device_maps.moves_host_of_calls) and _are_tensors(values):
-            inlined = inline.encode(values)
-            if inlined is not None and not inlined[1]:
-                self._worker.agent.sender.send(peer, [encode_post(port, head, inlined[0])])
-                return
-        request = self._worker.encoder.request(peer, b"", (head, *values), {}, math.inf)
+        request = self._worker.encoder.post(peer, head, values)
         try:
-            self._worker.agent.sender.send(peer, request.post(port))
+            self._worker.agent.sender.send(peer, request.message(port))
         except BaseException:
             request.take_back()
             raise
@@ -111,14 +100,11 @@ class Ports:
         """
         worker = self._worker
         control: Any = frame.control
-        if frame.flags & PLAIN:
-            own_head, position = decode_post(control)
-            return own_head, inline.decode(control, position)[0]
         if type(control) is LocalMessage:
-            _, _, _, head = control.head
+            _, _, told, *_, head = control.head
             values = worker.decoder.open_own(control, head[0])
         else:
-            _, _, _, head = decode_call(control)
+            _, _, told, *_, head = decode_call(control)
             message = None
             if frame.flags & TABLES:
                 message = worker.tensor_messages.read(frame)
@@ -128,9 +114,9 @@ class Ports:
                     worker.decoder.refuse(peer, head)
                     raise
             values = worker.decoder.open(peer, control, head, message)
-        if not isinstance(values, (tuple, list)) or not values or type(values[0]) is not bytes:
-            raise ProtocolError("a message for a port has no head before its values")
-        return values[0], values[1:]
+        if type(values) is not tuple:
+            raise ProtocolError("a message for a port has no values")
+        return told, values
 
     def discard(self, peer: Peer, frame: Frame) -> None:
         """Releases at its sender all that an unread message holds there.
@@ -139,10 +125,10 @@ class Ports:
             ProtocolError: The message is malformed.
         """
         control: Any = frame.control
-        if type(control) is LocalMessage or frame.flags & PLAIN:
+        if type(control) is LocalMessage:
             return
         worker = self._worker
-        _, _, _, head = decode_call(control)
+        *_, head = decode_call(control)
         if frame.flags & TABLES:
             worker.tensor_messages.discard(peer, worker.tensor_messages.read(frame))
         worker.decoder.refuse(peer, head)
@@ -153,13 +139,6 @@ class Ports:
             self.discard(peer, frame)
         else:
             take(peer, frame)
-
-
-def _are_tensors(values: Sequence[Any]) -> bool:
-    """Whether values are tensors without attributes of their own."""
-    if len(values) == 1:
-        return type(values[0]) is Tensor and not values[0].__dict__
-    return bool(values) and all(type(each) is Tensor and not each.__dict__ for each in values)
 
 
 class Listener:

@@ -1,4 +1,4 @@
-"""Answers the calls that one worker serves: results, rows of results of batches, errors."""
+"""Answers the calls that one worker serves: results and errors."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.requests import reply_by_tables
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import pack_error
-from torchweft.serialize.inline import EncodedValue
 from torchweft.serialize.objects import Packed
-from torchweft.wire.frames import Buffer
+from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
-    NO_GRAD,
     HandedReference,
     Kind,
     encode_reply,
-    encode_row_reply,
 )
 
 _log = logging.getLogger("torchweft")
@@ -60,9 +57,8 @@ class Replies:
             if externals:
                 handed = self._encoder.hand_on(externals, peer)
             if inlined is not None:
-                answer = encode_reply(
-                    number, 0, context_id, message_id, handed, payload, inlined[0]
-                )
+                control = encode_reply(context_id, message_id, handed, payload, inlined[0])
+                (answer,) = encode_frame(Kind.REPLY, 0, number, control)
             else:
                 packed = Packed(payload, tensors, list(externals))
                 message = reply_by_tables(
@@ -84,45 +80,6 @@ class Replies:
             self._encoder.take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
 
-    def reply_rows(self, rows: Sequence[tuple[Any, EncodedValue]]) -> None:
-        """Ends calls of other workers, each with its part of one result, in one loop.
-
-        Must be called in a block of ``Answers.together``.
-
-        Args:
-            rows: Served calls whose callers wait for an answer, and the answers.
-        """
-        answers: dict[Peer, tuple[list[Any], list[Buffer]]] = {}
-        for call, row in rows:
-            peer, context_id = call.peer, call.context_id
-            if (
-                (context_id and context_id != NO_GRAD)
-                or peer.device_maps.moves_host_of_answers
-                or call.was_cancelled
-                or call.has_ended
-            ):
-                call(row, None)
-                continue
-            found = answers.get(peer)
-            if found is None:
-                found = answers[peer] = ([], [])
-            found[0].append(call)
-            found[1].append(encode_row_reply(call.number, context_id, *row))
-        for peer, (calls, frames) in answers.items():
-            self._send_rows(peer, calls, frames)
-
-    def _send_rows(self, peer: Peer, calls: list[Any], frames: list[Buffer]) -> None:
-        """Sends the answers to calls of one worker, which end with that."""
-        try:
-            self._agent.answers.send_all(peer, frames)
-        except (ConnectionError, NotInitialized):
-            _log.debug("%d results go nowhere: one of the two has left", len(frames))
-        except BaseException as error:
-            for call in calls:
-                self.reply_error(peer, call.number, error)
-        for call in calls:
-            call.end()
-
     def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
         """Sends the error of a call."""
         if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
@@ -135,11 +92,11 @@ class Replies:
             message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
         else:
             try:
-                message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+                control = encode_reply(0, 0, (), payload)
             except SerializationError as too_large:
                 too_large.__context__ = None  # The error that is too large.
-                payload = self.pack_error(peer, too_large)
-                message = [encode_reply(number, ERROR_REPLY, 0, 0, (), payload)]
+                control = encode_reply(0, 0, (), self.pack_error(peer, too_large))
+            message = encode_frame(Kind.REPLY, ERROR_REPLY, number, control)
         try:
             self._agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):

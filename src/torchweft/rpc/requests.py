@@ -12,7 +12,6 @@ from torch.nn import Parameter
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.protocol.connecting import Outgoing
-from torchweft.protocol.kept_code import SentCode
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.thread_modes import (
@@ -21,62 +20,99 @@ from torchweft.runtime.thread_modes import (
     plain_operations,
     transform_level,
 )
+from torchweft.serialize.inline import Inlined
 from torchweft.serialize.objects import Packed
-from torchweft.wire.messages import (
-    NUMBER,
-    NUMBER_OFFSET,
-    HandedReference,
-    Kind,
-    code_names,
-    encode_call_front,
-    encode_reply_front,
-)
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import HandedReference, Kind, encode_call, encode_reply
 
-_POST = int(Kind.POST)
-
+RequestHead = tuple[float, int, int, int, bytes, bytes, bytes]
+"""Time limit, creation, context, message, name, span and code of a call; see ``CallHead``."""
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""
 
 
 class Request:
-    """A call as a message whose tensors stand in it.
+    """A call, or values for a port, before it is sent.
 
     Args:
+        tensor_messages: Encodes tensors that do not stand in the message.
         take_back: Called if the message cannot be sent.
-        peer: The callee.
+        peer: The receiver.
+        kind: ``CALL`` or ``POST``.
+        flags: Flags of the frame.
+        head: The numbers and names in front of the value, as ``encode_call`` takes them.
+        packed: The value.
+        inlined: Its tensors as they stand in the message; None for tables, or for this worker.
         handed: The references that the message hands on.
-        message_id: The record of its tensors, or 0.
-        frame: The message as ``encode_call`` returned it.
     """
 
-    __slots__ = ("_frame", "_handed", "_message_id", "_peer", "_take_back", "entries")
-
-    entries: Sequence[SentCode]
-    """The code that the message names; the peer keeps it as long as this request exists."""
+    __slots__ = (
+        "_control",
+        "_flags",
+        "_handed",
+        "_head",
+        "_kind",
+        "_maker",
+        "_mark",
+        "_packed",
+        "_peer",
+        "_take_back",
+        "_tensor_messages",
+    )
 
     def __init__(
         self,
+        tensor_messages: TensorMessages,
         take_back: TakeBack,
         peer: Peer,
+        kind: Kind,
+        flags: int,
+        head: RequestHead,
+        packed: Packed,
+        inlined: Inlined | None,
         handed: Sequence[HandedReference],
-        message_id: int,
-        frame: bytearray,
     ) -> None:
+        self._tensor_messages = tensor_messages
         self._take_back = take_back
         self._peer = peer
+        self._kind = kind
+        self._flags = flags
+        self._head = head
         self._handed = handed
-        self._message_id = message_id
-        self._frame = frame
+        self._packed: Packed | None = None
+        if inlined is not None:
+            self._control = encode_call(*head, handed, packed.payload, inlined[0])
+            return
+        self._packed = packed
+        self._control = b"" if peer.is_self else encode_call(*head, handed, packed.payload)
+        self._maker, self._mark = 0, None
+        if device_streams.HAS_CUDA and (peer.link is None or peer.unsent):
+            # It is encoded in another thread at the first contact, or not at all, as for oneself.
+            self._maker = get_ident()
+            self._mark = mark_of(packed.tensors)
 
     def message(self, number: int) -> Outgoing:
-        """Returns the message to send, under the number of its call."""
-        NUMBER.pack_into(self._frame, NUMBER_OFFSET, number)
-        return [self._frame]
+        """Returns the message to send, under the number of its call or port."""
+        if self._packed is None:
+            return encode_frame(self._kind, self._flags, number, self._control)
+        return self._by_tables(self._packed, number)
 
-    def post(self, port: int) -> Outgoing:
-        """Returns the values alone, for a port of the receiver."""
-        self._frame[0] = _POST
-        return self.message(port)
+    def _by_tables(self, packed: Packed, number: int) -> Outgoing:
+        if has_dispatch_modes() or has_function_modes() or transform_level():
+            with plain_operations():
+                return self._by_tables(packed, number)
+        if self._mark is not None and self._maker != get_ident():
+            device_streams.use(self._mark, packed.tensors)
+        if self._peer.is_self:
+            remaining_s, creation, context_id, message_id, *named = self._head
+            head = remaining_s, creation, *named, (context_id, message_id, (), 0, 0)
+            local = LocalMessage(head, *packed, self._mark)
+            return local_frame(self._kind, self._flags, number, local)
+        maps = self._peer.device_maps
+        place = None if maps.is_identity else maps.forward
+        return self._tensor_messages.encode(
+            self._peer, self._kind, self._flags, number, self._control, packed.tensors, place
+        )
 
     def take_back(self, *, keeps_graph: bool = False) -> None:
         """Takes back the references and the graph of a message that could not be sent.
@@ -84,75 +120,7 @@ class Request:
         Args:
             keeps_graph: Whether the graph is kept, as the receiver may have the message.
         """
-        self._take_back(self._peer, self._handed, 0 if keeps_graph else self._message_id)
-
-
-class TableRequest(Request):
-    """A call whose tensors are described by tables, or that a worker makes to itself.
-
-    Args:
-        tensor_messages: Encodes the tensors.
-        flags: Flags of the frame.
-        head: Time limit, creation, context, message and function; see ``CallHead``.
-        packed: The value of the message.
-        entries: The code that it names.
-    """
-
-    __slots__ = ("_flags", "_head", "_maker", "_mark", "_packed", "_tensor_messages")
-
-    def __init__(
-        self,
-        take_back: TakeBack,
-        peer: Peer,
-        handed: Sequence[HandedReference],
-        tensor_messages: TensorMessages,
-        flags: int,
-        head: tuple[float, int, int, int, bytes],
-        packed: Packed,
-        entries: Sequence[SentCode] = (),
-    ) -> None:
-        super().__init__(take_back, peer, handed, head[3], bytearray())
-        self._tensor_messages = tensor_messages
-        self._flags = flags
-        self._head = head
-        self._packed = packed
-        self.entries = entries
-        self._maker = 0
-        self._mark = None
-        if device_streams.HAS_CUDA and (peer.link is None or peer.unsent):
-            # It is encoded in another thread at the first contact, or not at all, as for oneself.
-            self._maker = get_ident()
-            self._mark = mark_of(packed.tensors)
-
-    def message(self, number: int) -> Outgoing:
-        """Returns the message to send, under the number of its call."""
-        return self._encode(Kind.CALL, number)
-
-    def post(self, port: int) -> Outgoing:
-        """Returns the values alone, for a port of the receiver."""
-        return self._encode(Kind.POST, port)
-
-    def _encode(self, kind: Kind, number: int) -> Outgoing:
-        if has_dispatch_modes() or has_function_modes() or transform_level():
-            with plain_operations():
-                return self._encode(kind, number)
-        packed, flags = self._packed, self._flags
-        maps = self._peer.device_maps
-        if self._mark is not None and self._maker != get_ident():
-            device_streams.use(self._mark, packed.tensors)
-        if self._peer.is_self:
-            remaining_s, creation, context_id, message_id, function = self._head
-            value = (context_id, message_id, (), 0, 0)
-            call_head = remaining_s, creation, function, value
-            local = LocalMessage(call_head, *packed, self._mark)
-            return local_frame(kind, flags, number, local)
-        front = encode_call_front(*self._head, self._handed, packed.payload)
-        if self.entries:
-            front, kind = names_of(self.entries) + front, Kind.CALL_WITH_CODE
-        place = None if maps.is_identity else maps.forward
-        return self._tensor_messages.encode(
-            self._peer, kind, flags, number, front, packed.tensors, place
-        )
+        self._take_back(self._peer, self._handed, 0 if keeps_graph else self._head[3])
 
 
 def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
@@ -160,13 +128,6 @@ def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
     if device_streams.HAS_CUDA and any(tensor.is_cuda for tensor in tensors):
         return device_streams.mark()
     return None
-
-
-def names_of(entries: Sequence[SentCode]) -> bytes:
-    """Returns the names of codes, as they stand in front of a call."""
-    if len(entries) == 1:
-        return code_names((entries[0].number,))
-    return code_names([entry.number for entry in entries])
 
 
 def reply_by_tables(
@@ -186,7 +147,7 @@ def reply_by_tables(
         head = context_id, message_id, (), 0, 0
         local = LocalMessage(head, *packed, mark_of(packed.tensors))
         return local_frame(Kind.REPLY, 0, number, local)
-    front = encode_reply_front(context_id, message_id, handed, packed.payload)
+    front = encode_reply(context_id, message_id, handed, packed.payload)
     place = None if maps.is_identity else maps.back
     return tensor_messages.encode(peer, Kind.REPLY, 0, number, front, packed.tensors, place)
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from torchweft.agent.peers import Peer
-from torchweft.agent.receiving import size_of
 from torchweft.agent.references import OwnedValue
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
-from torchweft.arguments import did_you_mean
+from torchweft.arguments import did_you_mean, kind_of
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import (
     ArgumentTypeError,
@@ -23,39 +22,27 @@ from torchweft.errors import (
     ProtocolError,
     UnknownFunction,
 )
-from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import SLOW_S, failures
-from torchweft.rpc.completion import Call, CallWithCode, WhenReady, settle
-from torchweft.rpc.current_call import TAKEN, reference_in
-from torchweft.rpc.worker import Around, Worker, current_worker
+from torchweft.rpc.completion import Call, WhenReady, settle
+from torchweft.rpc.current_call import reference_in
+from torchweft.rpc.worker import Worker, current_worker
+from torchweft.serialize.by_value import Code, received
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
 from torchweft.serialize.values import split_names
-from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
-    CAPTURED,
     NAMED,
     NO_GRAD,
-    POSITIONAL,
     TABLES,
-    Kind,
     ValueHead,
     decode_call,
-    decode_code_names,
-    decode_span,
 )
 
 _log = logging.getLogger("torchweft")
 
-_new = tuple.__new__  # The named tuple's own constructor is Python code.
-_CALL = int(Kind.CALL)
 
-NO_ARGUMENTS = "the arguments of a call are a tensor, which would be taken apart row by row"
-"""A tensor of few bytes may have any number of rows."""
-
-
-def install(worker: Worker) -> ServedTypes:
-    """Makes ``worker`` serve calls; returns the types of the objects that it makes of them."""
+def install(worker: Worker) -> None:
+    """Makes ``worker`` serve calls."""
 
     def handled_by(
         handle: Callable[[Worker, Peer, Call], None],
@@ -63,7 +50,12 @@ def install(worker: Worker) -> ServedTypes:
         def handler(peer: Peer, call: Call) -> None:
             call.worker, call.owned = worker, None
             try:
-                handle(worker, peer, call)
+                if worker.watchers:
+                    worker.note_serving(call)
+                if worker.carrier is None:
+                    handle(worker, peer, call)
+                else:
+                    worker.carrier.around(call, partial(handle, worker, peer, call))
             except ProtocolError as error:  # Errors of the function are its answer.
                 worker.agent.receiver.turn_away(peer, error)
             except BaseException as error:  # Before the function ran, or after it answered.
@@ -71,93 +63,7 @@ def install(worker: Worker) -> ServedTypes:
 
         return handler
 
-    def take_up(peer: Peer, frame: Frame, context: bytes = b"") -> None:
-        numbers, control = decode_code_names(frame.control)
-        codes = peer.kept_codes.find(numbers)
-        plain = _new(Frame, (_CALL, frame.flags, frame.id, control, frame.buffers))
-        call = types.with_code(peer, plain, time.monotonic())
-        call.codes = codes
-        size_bytes = size_of(frame)
-        for code in codes:
-            size_bytes += code.size_bytes
-        if context and types.take_context is not None:
-            types.take_context(call, context)
-        worker.agent.receiver.take_call(peer, call, size_bytes)
-
-    def take_up_in_span(peer: Peer, frame: Frame) -> None:
-        control: Any = frame.control
-        kind, context, control = control if type(control) is InSpan else decode_span(control)
-        plain = _new(Frame, (kind, frame.flags, frame.id, control, frame.buffers))
-        if kind != _CALL:
-            if worker.reader.is_strict:
-                raise ProtocolError(f"message kind {kind} is unknown")
-            take_up(peer, plain, context)
-            return
-        call = types.plain(peer, plain, time.monotonic())
-        if types.take_context is not None:
-            types.take_context(call, context)
-        worker.agent.receiver.take_call(peer, call, size_of(plain))
-
-    serve = handled_by(_serve)
-    types = ServedTypes(worker, serve)
-    worker.agent.receiver.on_calls(serve, handled_by(_refuse), Call)
-    worker.agent.receiver.on(Kind.CALL_IN_SPAN, take_up_in_span, inline=True)
-    if not worker.reader.is_strict:
-        worker.agent.receiver.on(Kind.CALL_WITH_CODE, take_up, inline=True)
-    return types
-
-
-class InSpan(NamedTuple):
-    """Takes the place of the control part of a ``CALL_IN_SPAN`` of a worker to itself.
-
-    Attributes:
-        kind: ``CALL``.
-        context: The context of the span.
-        control: The control part of the call.
-    """
-
-    kind: int
-    context: bytes
-    control: Any
-
-
-class ServedTypes:
-    """The types of the objects that a worker makes of the calls that it reads.
-
-    Args:
-        worker: The worker.
-        serve: Serves a call of any of them.
-
-    Attributes:
-        plain: The type for calls without functions by value.
-        with_code: The type for calls with functions by value.
-        take_context: Takes the context that a call carries; None to drop it.
-    """
-
-    def __init__(self, worker: Worker, serve: Callable[[Peer, Call], None]) -> None:
-        self._receiver = worker.agent.receiver
-        self._serve = serve
-        self.plain, self.with_code = Call, CallWithCode
-        self.take_context: Callable[[Call, bytes], None] | None = None
-
-    def use(
-        self, plain: type[Call], with_code: type[CallWithCode], around: Around | None = None
-    ) -> None:
-        """Uses other types from now on.
-
-        Args:
-            plain: The type for calls without functions by value.
-            with_code: The type for calls with functions by value.
-            around: Runs what serves a call; None to run it as it is.
-        """
-        serve = self._serve
-
-        def serve_within(peer: Peer, call: Call) -> None:
-            assert around is not None
-            around(call, partial(serve, peer, call))
-
-        self.plain, self.with_code = plain, with_code
-        self._receiver.take_up_as(plain, serve if around is None else serve_within)
+    worker.agent.receiver.on_calls(handled_by(_serve), handled_by(_refuse), Call)
 
 
 def _serve(worker: Worker, peer: Peer, call: Call) -> None:
@@ -167,10 +73,13 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     flags = frame.flags
     control: Any = frame.control
     is_local = type(control) is LocalMessage
-    remaining_s, creation, name, head = control.head if is_local else decode_call(control)
+    remaining_s, creation, name, _, content, head = (
+        control.head if is_local else decode_call(control)
+    )
+    if content and worker.reader.is_strict:
+        raise ProtocolError("a call brings code, and this worker takes none")
     message = worker.tensor_messages.read(frame) if flags & TABLES else None
     del frame
-    codes = call.codes
     call.function, call.context_id = name, (context_id := head[0])
     began_s = time.monotonic()
     if not call.begins(creation, remaining_s, began_s):
@@ -178,8 +87,9 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         return
     if message is not None and not _fetch(worker, peer, call, head, message):
         return
-    was_slow = name in worker.slow
-    if was_slow or not (name or (codes and not codes[0].is_slow)):
+    code = received(content) if content else None
+    was_slow = code.is_slow if code is not None else not name or name in worker.slow
+    if was_slow:
         worker.agent.reactor.arm_all()
     entered_id = 0
     if context_id and context_id != NO_GRAD:
@@ -187,67 +97,51 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         set_current_id(entered_id)
     current_call.set(call)  # Never reset: each task has a Python context of its own.
     try:
-        find: Callable[[bytes], Any] = resolve if is_local else worker.reader.resolve
         if is_local:
-            content = worker.decoder.open_own(control, context_id)
+            values = worker.decoder.open_own(control, context_id)
         else:
-            content = worker.decoder.open(peer, control, head, message, False, codes)
+            values = worker.decoder.open(peer, control, head, message)
         del control, message  # Free them with the arguments.
-        if name and flags & POSITIONAL and type(content) is tuple:
-            function = find(name)
-            result = function(*content)
+        if type(values) is not tuple:
+            # A tensor of few bytes may have any number of rows, which would be taken apart.
+            raise ArgumentTypeError(f"the arguments of a call are {kind_of(values)}, not a tuple")
+        kwargs: dict[str, Any] = {}
+        if flags & NAMED:
+            values, kwargs = split_names(values)
+        if name:
+            function = resolve(name) if is_local else worker.reader.resolve(name)
         else:
-            args, kwargs, function = _parts(worker, call, content, name, flags, find)
-            del content
-            result = function(*args, **kwargs)
-            del args, kwargs
-        content = None
+            function, values = _by_value(worker, call, code, values)
+        result = function(*values, **kwargs)
+        del values, kwargs
     except BaseException as error:
         call(None, error)
     else:
         settle(worker, entered_id, function, result, call)
     finally:
         is_slow = time.monotonic() - began_s > SLOW_S
-        if was_slow != is_slow:
+        if code is not None:
+            code.is_slow = is_slow
+        elif was_slow != is_slow:
             worker.slow.note(name, was_slow=was_slow)
-        if codes:
-            call.codes = ()  # type: ignore[misc]  # The call may go on for days.
-            if not name:
-                codes[0].is_slow = is_slow
 
 
-def _parts(
-    worker: Worker,
-    call: Call,
-    content: Any,
-    name: bytes,
-    flags: int,
-    find: Callable[[bytes], Any],
-) -> tuple[Sequence[Any], dict[str, Any], Callable[..., Any]]:
-    """Returns the arguments and the function of a call."""
-    kwargs: dict[str, Any] = {}
-    if isinstance(content, torch.Tensor):
-        raise ArgumentTypeError(NO_ARGUMENTS)
-    if flags & CAPTURED and call.codes:
-        args, kwargs = (content, kwargs) if flags & POSITIONAL else content
-        if isinstance(args, torch.Tensor):
-            raise ArgumentTypeError(NO_ARGUMENTS)
-        function, args = worker.reader.bind(call.codes[0], tuple(args))
-        call.function = function
-    elif flags & POSITIONAL:
-        args, function = content, find(name)
-    elif flags & NAMED:
-        (args, kwargs), function = split_names(content), find(name)
-    elif name:
-        (args, kwargs), function = content, find(name)
-    else:
-        args, kwargs, function = content
+def _by_value(
+    worker: Worker, call: Call, code: Code | None, values: tuple[Any, ...]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the function of a call that has no name for it, and the arguments."""
+    function: Callable[..., Any]
+    if code is not None:
+        function, values = worker.reader.bind(code, values)
+    elif values:
+        function, *rest = values
+        values = tuple(rest)
         if not call.peer.is_self:
             worker.reader.check_called(function)
-        call.function = function
-    if isinstance(args, torch.Tensor):
-        raise ArgumentTypeError(NO_ARGUMENTS)
-    return args, kwargs, function
+    else:
+        raise ProtocolError("a call has neither a name nor a function")
+    call.function = function
+    return function, values
 
 
 def _fetch(worker: Worker, peer: Peer, call: Call, head: ValueHead, message: TensorMessage) -> bool:
@@ -275,7 +169,7 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
     control: Any = frame.control
     message = worker.tensor_messages.read(frame) if frame.flags & TABLES else None
     is_local = isinstance(control, LocalMessage)
-    remaining_s, creation, _, head = control.head if is_local else decode_call(control)
+    remaining_s, creation, *_, head = control.head if is_local else decode_call(control)
     _give_back(worker, peer, head, message)
     call.context_id = head[0]
     error = failures.too_many_waiting(worker.agent.info.name, peer.name)
@@ -315,12 +209,7 @@ def call_method(
         served = current_call.get()
         if served is not None:
             served.function = method
-        result = method(*args, **kwargs)
-        if result is TAKEN and kept is None and not kwargs:
-            from torchweft.rpc.batching.decorator import have_method_gathered  # Took the call.
-
-            have_method_gathered(served, ReferenceId(*reference), method)
-        return method, result
+        return method, method(*args, **kwargs)
 
     return WhenReady(owned(reference), call, kept, (args, kwargs))
 

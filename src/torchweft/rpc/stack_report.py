@@ -262,20 +262,20 @@ def function_of(call: ServedCall) -> str:
     """Returns the name of the function of a served call, even if it was not decoded yet."""
     function, frame = call.function, call.frame
     if frame is not None:
-        function = named_in(frame)
+        function, _ = named_in(frame)
     if isinstance(function, bytes):
         return function.decode(errors="replace").replace(":", ".") or "a function sent by value"
     return function_name(function)
 
 
-def named_in(frame: Frame) -> bytes:
-    """Returns the function that a request names which was not decoded yet."""
+def named_in(frame: Frame) -> tuple[bytes, bytes]:
+    """Returns the function and the span that a request names which was not decoded yet."""
     try:
         control = frame.control
         head = control.head if isinstance(control, LocalMessage) else decode_call(control)
-        return head[2]
+        return head[2], head[3]
     except ProtocolError:
-        return b"what no worker asks for"
+        return b"what no worker asks for", b""
 
 
 def _decode(text: str) -> WorkerStacks:

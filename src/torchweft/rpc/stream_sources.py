@@ -154,11 +154,11 @@ class Source:
         device_streams.use(self._mark, self._given)
         self._mark, self._given = None, ()
         try:
-            around = call.worker.around
-            if around is not None:
-                value = around(call, partial(next, self._iterator))
-            else:
+            carrier = call.worker.carrier
+            if carrier is None:
                 value = next(self._iterator)
+            else:
+                value = carrier.around(call, partial(next, self._iterator))
         except StopIteration:
             call(END, None)
         except BaseException as error:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from torchweft.agent.agent import SERVED_STREAMS, Agent, Slot
 from torchweft.agent.calls import PendingCall
-from torchweft.agent.code_keeping import CodeKeeper
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import ReferenceKeeper
@@ -20,7 +20,6 @@ from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.errors import ProtocolError
-from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import AnsweredCall, SlowFunctions
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
@@ -28,6 +27,7 @@ from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.replies import Replies
 from torchweft.rpc.unseen import UnseenErrors
+from torchweft.rpc.watching import Carrier, Watcher
 from torchweft.runtime.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
@@ -42,21 +42,6 @@ _log = logging.getLogger("torchweft")
 
 _is_in_inference_mode = torch.is_inference_mode_enabled
 _InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
-
-Around = Callable[[Any, Callable[[], Any]], Any]
-"""Calls a function for a served call, and returns its result."""
-
-
-class Batches(NamedTuple):
-    """Runs the functions of batches of calls, while calls carry spans.
-
-    Attributes:
-        run: Called with the calls of a batch, its function, and what runs that; returns the result.
-        context_here: Returns the context of the span of this thread, for a call that it makes.
-    """
-
-    run: Callable[[Sequence[Any], Any, Callable[[], Any]], Any]
-    context_here: Callable[[], object]
 
 
 class Worker:
@@ -94,31 +79,24 @@ class Worker:
         )
         self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
-        self.codes = CodeKeeper(agent, is_strict=reader.is_strict)
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside
         graphs = (self.contexts, outside, self.arrivals)
-        self.encoder = Encoder(agent, tensors, references, *graphs, self.codes)
+        self.encoder = Encoder(agent, tensors, references, *graphs)
         self.decoder = Decoder(agent, reader, references, reference_type, *graphs, copies_own)
         self.replies = Replies(agent, self.encoder, tensors)
         # What every served call needs.
         self.reply, self.reply_error = self.replies.reply, self.replies.reply_error
         self.slow = SlowFunctions()
-        self.gathering: dict[Any, Any] = {}
-        """A ``Gathering`` for each batched function that other workers have called: by its name, or
-        by the reference and the name of a method."""
         self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
         """Returns the error to raise in the program in place of another worker's error."""
         self.unseen = UnseenErrors(
             agent, self.references, reader.unpack_error, self.replies.pack_error
         )
-        self.call_type: type[PendingCall] = PendingCall
-        """The type of calls that wait for an answer; another one while they are watched."""
-        self.note_creation: Callable[[Any, ReferenceId], None] | None = None
-        """Called for each call that makes a value, while calls are watched."""
-        self.around: Around | None = None
-        """Runs parts of a served call that run apart from its begin, while calls carry spans."""
-        self.batches: Batches | None = None
-        """Runs the functions of batches, while calls carry spans."""
+        self.watchers: tuple[Watcher, ...] = ()
+        """Hear of all calls and backward passes from when they were added."""
+        self.carrier: Carrier | None = None
+        """The watcher by whom calls carry contexts, if any."""
+        self._watchers_lock = threading.Lock()
         agent.receiver.discard = self.discard_reply
 
     def close(self, limit_s: float) -> None:
@@ -130,6 +108,32 @@ class Worker:
         end_s = time.monotonic() + limit_s
         self.coroutines.close(limit_s)
         self.tensor_messages.close(end_s - time.monotonic())
+
+    def watch(self, watcher: Watcher) -> None:
+        """Has a watcher hear of calls and backward passes from now on. Thread-safe."""
+        with self._watchers_lock:
+            self._watch((*self.watchers, watcher))
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Has a watcher hear of no further calls; nothing if it does not watch. Thread-safe."""
+        with self._watchers_lock:
+            self._watch(tuple(each for each in self.watchers if each is not watcher))
+
+    def _watch(self, watchers: tuple[Watcher, ...]) -> None:
+        self.watchers = self.engine.watchers = watchers
+        self.carrier = next((each for each in watchers if isinstance(each, Carrier)), None)
+
+    def note_call(self, call: PendingCall) -> bytes:
+        """Tells the watchers of a call that begins; returns the span context that it carries."""
+        call.watchers = watchers = self.watchers
+        call.notes = {}
+        return b"".join([each.call_begins(call) for each in watchers])
+
+    def note_serving(self, call: AnsweredCall) -> None:
+        """Tells the watchers of a served call whose turn has come."""
+        call.notes = {}
+        for each in self.watchers:
+            each.serving_begins(call)
 
     def result_of(self, call: PendingCall) -> Any:
         """Returns the result of a call that is done, or raises its error.
@@ -154,13 +158,13 @@ class Worker:
         if type(control) is LocalMessage:
             call.frame = None
             if flags & ERROR_REPLY:
-                raise self.as_raised_here(unpack_error(control.payload))
+                raise self._error_of(call, unpack_error, control.payload)
             return self.decoder.open_own(control, control.head[0], is_answer=True)
         if flags & ERROR_REPLY:
             call.frame = None
             head = decode_reply(control)
-            payload = control[head[3] : head[4]]
-            raise self.as_raised_here(self.reader.unpack_error(bytes(payload)))
+            payload = bytes(control[head[3] : head[4]])
+            raise self._error_of(call, self.reader.unpack_error, payload)
         try:
             call.frame = None  # Its memory belongs to the result from here on.
             head = decode_reply(control)
@@ -172,6 +176,18 @@ class Worker:
         except BaseException:
             self.decoder.refuse(peer, decode_reply(control))  # Received references stay so.
             raise
+
+    def _error_of(
+        self, call: PendingCall, unpack: Callable[[bytes], BaseException], payload: bytes
+    ) -> BaseException:
+        """Returns the error that answers a call, or the one with which it cannot be read."""
+        try:
+            error = self.as_raised_here(unpack(payload))
+        except BaseException as unreadable:
+            error = unreadable
+        for each in call.watchers:
+            each.call_fails(call, error)
+        return error
 
     def discard_reply(self, peer: Peer, frame: Frame) -> None:
         """Discards a late reply, and releases what it holds at its sender."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import builtins
 import dis
-import hashlib
+import functools
 import marshal
 import sys
 import weakref
@@ -35,10 +35,13 @@ import cloudpickle
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module
 
-_DIGEST_BYTES = 16
 _STABLE_VERSION = 2
 """Format of ``marshal`` in which equal objects have equal bytes, however they came about."""
 _KNOWN_LIMIT = 4096
+_MOST_KEPT = 512
+"""Codes of others that stay loaded, those that were used last."""
+_KEPT_BYTES = 32 << 10
+"""Longer code is loaded each time that it comes."""
 _SHAPES_LIMIT = 4
 _MAIN_NAMES = frozenset(MAIN_MODULES)
 _GLOBAL_STEPS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
@@ -85,18 +88,14 @@ class Code:
         content: Its bytes. A worker that loads false bytes may run or crash on anything.
 
     Attributes:
-        size_bytes: Their number.
-        digest: The digest of the bytes; empty at the receiver.
         loaded: The result of ``load``, once it was called.
         is_slow: Whether the last function made of it took long; see ``SlowFunctions``.
     """
 
-    __slots__ = ("content", "digest", "is_slow", "loaded", "size_bytes")
+    __slots__ = ("content", "is_slow", "loaded")
 
-    def __init__(self, content: bytes, digest: bytes = b"") -> None:
+    def __init__(self, content: bytes) -> None:
         self.content = content
-        self.size_bytes = len(content)
-        self.digest = digest
         self.is_slow = True
         self.loaded: Loaded | None = None
 
@@ -260,8 +259,7 @@ def _learn(function: FunctionType, known: _Known) -> _Shape | None:
         content = _marshalled((function.__code__, *layout))
         if content is None:
             return None
-        digest = hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
-        former = Code(content, digest)
+        former = Code(content)
     shape = _Shape(layout, former, absent, module_count)
     known.shapes = (shape, *others[: _SHAPES_LIMIT - 1])
     return shape
@@ -359,6 +357,14 @@ def _submodules(code: CodeType, modules: Iterable[ModuleType]) -> Iterator[str]:
 
 
 # At the receiver
+
+
+def received(content: bytes) -> Code:
+    """Returns the code with these bytes; one that came lately is loaded already."""
+    return _received(content) if len(content) <= _KEPT_BYTES else Code(content)
+
+
+_received = functools.lru_cache(_MOST_KEPT)(Code)
 
 
 class Loaded:

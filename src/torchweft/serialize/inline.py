@@ -22,7 +22,6 @@ from ctypes import string_at
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,18 +88,6 @@ Inlined = tuple[bytes, bool]
 """The bytes of tensors, and whether some tensor requires grad."""
 
 
-class EncodedValue(NamedTuple):
-    """A value as the parts of a message that it becomes, with small tensors without grad.
-
-    Attributes:
-        payload: Its payload; empty for a tensor.
-        content: Its tensors, as ``encode`` returns them.
-    """
-
-    payload: bytes
-    content: bytes
-
-
 NO_TENSORS: Inlined = (b"", False)
 
 shared_ranges: dict[int, int] = {}
@@ -126,29 +113,6 @@ def encode(tensors: Sequence[Tensor]) -> Inlined | None:
         if made is not None:
             return made
     return _encode(tensors)
-
-
-def encode_rows(tensor: Tensor) -> list[bytes] | None:
-    """Returns the rows of a tensor, each as ``encode`` would; None if they need a closer look.
-
-    Takes a fraction of the time of separate rows.
-    """
-    if type(tensor) is not Tensor or tensor.requires_grad or shared_ranges or not tensor.is_cpu:
-        return None
-    code = _CODES.get(tensor.dtype)
-    if code is None or tensor.layout is not _STRIDED_LAYOUT:
-        return None
-    try:
-        memory: Any = tensor.numpy().data
-    except (RuntimeError, TypeError):
-        return None
-    rows, *shape = memory.shape
-    ndim, count = len(shape), memory.nbytes // rows if rows else 0
-    if not count or not memory.c_contiguous or count > _ALONE_BYTES or ndim > SIMPLE_NDIM:
-        return None
-    head = _HEADS[ndim].pack(code, 0, ndim, count, *shape)
-    content = memory.tobytes()
-    return [head + content[start : start + count] for start in range(0, memory.nbytes, count)]
 
 
 def _encode(tensors: Sequence[Tensor]) -> Inlined | None:
@@ -337,71 +301,6 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     except _MALFORMED as error:
         raise ProtocolError(f"the tensors of a message are malformed: {error}") from None
     return tensors, all_flags if any(flags & _PLACED for flags in all_flags) else []
-
-
-def decode_stacked(messages: Sequence[bytes], count: int) -> list[Tensor] | None:
-    """Returns the tensors of several messages, stacked; None if they need a closer look.
-
-    Takes a fraction of the time of separate tensors.
-
-    Args:
-        messages: The tensors of each message, as ``encode`` returned them.
-        count: How many tensors each message must have.
-
-    Returns:
-        A contiguous tensor with memory of its own for each of the ``count``, with a row for each
-        message. None unless all messages have tensors without grad of the same dtypes, shapes and
-        strides, none of which shares memory with another.
-    """
-    first = messages[0]
-    size_bytes = len(first)
-    places = _places(first, count)
-    if places is None or set(map(len, messages)) != {size_bytes}:
-        return None
-    rows = np.frombuffer(b"".join(messages), np.uint8).reshape(len(messages), size_bytes)
-    stacked = []
-    head = 0
-    for dtype, shape, strides, start, end in places:
-        if (rows[:, head:start] != rows[0, head:start]).any():
-            return None
-        flat = torch.from_numpy(rows[:, start:end].copy()).view(dtype)
-        if strides is None:
-            stacked.append(flat.view(len(messages), *shape))
-        else:
-            row = (end - start) // dtype.itemsize
-            whole = flat.as_strided((len(messages), *shape), (row, *strides))
-            stacked.append(whole.clone(memory_format=torch.contiguous_format))
-        head = end
-    return stacked
-
-
-_Place = tuple[torch.dtype, tuple[int, ...], "tuple[int, ...] | None", int, int]
-
-
-def _places(message: bytes, count: int) -> list[_Place] | None:
-    """Returns dtype, shape, strides, begin and end of a message's tensors, if all are simple."""
-    places: list[_Place] = []
-    position = 0
-    try:
-        for _ in range(count):
-            code, flags, ndim, size_bytes = _HEAD.unpack_from(message, position)
-            shape = SIZES[ndim].unpack_from(message, position + _HEAD.size)
-            start = position + _HEAD.size + 8 * ndim
-            dtype, strides, extended = _TORCH[code], None, prod(shape)
-            if flags == STRIDED:
-                strides = SIZES[ndim].unpack_from(message, start)
-                start, extended = start + 8 * ndim, extent(shape, strides)
-            elif flags:
-                return None
-            if not size_bytes or extended * dtype.itemsize != size_bytes:
-                return None
-            if not 0 < prod(shape) * dtype.itemsize <= LIMIT_BYTES:  # Empty, or widely expanded.
-                return None
-            position = start + size_bytes
-            places.append((dtype, shape, strides, start, position))
-    except _MALFORMED:
-        return None
-    return places if position == len(message) else None
 
 
 def _dtype_of(code: int) -> torch.dtype:

@@ -38,7 +38,6 @@ from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import values
-from torchweft.serialize.by_value import Code
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
 from torchweft.serialize.reducers import (
@@ -50,7 +49,6 @@ from torchweft.serialize.reducers import (
 )
 from torchweft.serialize.table import CODES
 from torchweft.serialize.value_pickling import (
-    CODE_MARKER,
     MARKERS,
     NAMED_TYPES,
     NamedFunctionsPickler,
@@ -102,7 +100,6 @@ def pack(
     *,
     main_by_name: bool,
     not_by_value: str = "",
-    codes: list[Code] | None = None,
 ) -> Packed:
     """Turns an object into bytes, tensors and references.
 
@@ -111,24 +108,20 @@ def pack(
         main_by_name: Whether the receiver runs the same main program, so that the program's
             definitions can go by name.
         not_by_value: Why functions cannot travel by value; empty where they can.
-        codes: Gets the code of functions that go by value, which the receiver must have. If there
-            is some already, something in the value goes by value. None to leave all code in the
-            payload.
 
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
     if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
         return packed
-    if not codes:
-        try:
-            return _pack_by_name(value, main_by_name)
-        except Exception as error:
-            if is_of_handler(error):
-                raise
-            # Usually an object has no importable name. With any other cause, this fails too:
     try:
-        return _pack_by_value(value, main_by_name, None, not_by_value, codes)
+        return _pack_by_name(value, main_by_name)
+    except Exception as error:
+        if is_of_handler(error):
+            raise
+        # Usually an object has no importable name. With any other cause, this fails too:
+    try:
+        return _pack_by_value(value, main_by_name, None, not_by_value)
     except NotByValue as error:
         raise SerializationError(str(error)) from None
     except Exception as error:
@@ -147,13 +140,12 @@ def pack_by_name(value: object, *, main_by_name: bool) -> Packed | None:
         return None
 
 
-def pack_plain(value: object, *, main_by_name: bool, codes: object = None) -> Packed:
+def pack_plain(value: object, *, main_by_name: bool) -> Packed:
     """Does the same as ``pack`` without pickle, for a strict worker.
 
     Args:
         value: An object of the kinds that ``values`` lists.
         main_by_name: Whether the receiver runs the same main program.
-        codes: Unused: nothing goes by value.
 
     Raises:
         SerializationError: Some part is of another kind; the text names it and says what to do.
@@ -205,7 +197,6 @@ def unpack(
     tensors: Sequence[Tensor],
     externals: Sequence[object],
     come_home: Callable[[ReferenceId], Any] = values.refuse_home,
-    codes: Sequence[Code] = (),
 ) -> object:
     """Returns the object that ``pack`` was given on another worker.
 
@@ -228,7 +219,6 @@ def unpack(
         unpickler = _Unpickler(io.BytesIO(payload))
         unpickler.tensors = tensors
         unpickler.externals = externals
-        unpickler.codes = codes
         return unpickler.load()
     except WeftError:
         raise
@@ -340,14 +330,7 @@ class _Reducers(dict[type, Any]):
         return _BY_CLASS
 
     def _tensor(self, value: Tensor) -> Any:
-        # As in `_is_plain`, whose call would cost as much as the rest.
-        if (
-            value.layout is not _STRIDED
-            or value.dtype not in CODES
-            or value.is_nested
-            or value.is_meta
-            or value.__dict__
-        ):
+        if not _is_plain(value):
             return self._other(value)
         tensors = self.tensors
         tensors.append(value)
@@ -444,18 +427,15 @@ class _NamePickler(pickle.Pickler):
 class _Unpickler(pickle.Unpickler):
     """Reads what the picklers above wrote."""
 
-    __slots__ = ("codes", "externals", "tensors")
+    __slots__ = ("externals", "tensors")
 
     tensors: Sequence[Tensor]
     externals: Sequence[object]
-    codes: Sequence[Code]
 
     def find_class(self, module: str, name: str) -> Any:
         if module == _MARKER_MODULE:
             if name == _MARKER_NAME:
                 return self.tensors.__getitem__
-            if (module, name) == CODE_MARKER:
-                return self.codes.__getitem__
             if (module, name) in MARKERS:
                 return MARKERS[module, name]
         if module == __name__ and name == _external.__name__:
@@ -519,7 +499,6 @@ def _pack_by_value(
     main_by_name: bool,
     reducers: Reducers | None = None,
     not_by_value: str = "",
-    codes: list[Code] | None = None,
 ) -> Packed:
     if not main_by_name and "__mp_main__" in sys.modules:
         # cloudpickle knows the main program only as `__main__`.
@@ -535,7 +514,7 @@ def _pack_by_value(
         pickler = ReducingPickler(buffer, _PROTOCOL)
         pickler.reducers = reducers
     pickler.memo = _VALUE_MEMO
-    pickler.tensors, pickler.externals, pickler.codes = [], [], codes
+    pickler.tensors, pickler.externals = [], []
     pickler.main_by_name = main_by_name
     pickler.take_out = _take_out
     pickler.dump(value)

@@ -118,9 +118,8 @@ class _Restricted:
         tensors: Sequence[Tensor],
         externals: Sequence[object],
         come_home: Callable[[ReferenceId], Any] = values.refuse_home,
-        codes: Sequence[Code] = (),
     ) -> Any:
-        """Returns the object in a message, or raises NotAllowed; makes nothing of ``codes``."""
+        """Returns the object in a message, or raises NotAllowed."""
         if not payload:
             return tensors[0] if tensors else None
         if payload[0] != values.PICKLE:

@@ -511,13 +511,7 @@ def _reduce_path(path: pathlib.PurePath) -> Reduced:
 
 
 _PATHS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        pathlib.PurePosixPath,
-        pathlib.PosixPath,
-        pathlib.PureWindowsPath,
-        pathlib.WindowsPath,
-    )
+    kind.__name__: kind for kind in (pathlib.PurePosixPath, pathlib.PosixPath)
 }
 
 

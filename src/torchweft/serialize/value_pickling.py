@@ -19,8 +19,7 @@ from weakref import WeakKeyDictionary
 import cloudpickle
 from torch import Tensor
 
-from torchweft.errors import ProtocolError
-from torchweft.serialize.by_value import Code, content_of, take_apart
+from torchweft.serialize.by_value import Code, content_of, received, take_apart
 from torchweft.serialize.functions import MAIN_MODULES, name_of
 
 Reducers = Mapping[type, Callable[[Any], Any]]
@@ -39,19 +38,12 @@ def fill_function(function: FunctionType, state: tuple[Code, Any, dict[str, Any]
         vars(function).update(attributes)
 
 
-def kept_code(number: int) -> Code:
-    """Stands for a code in a pickle; the reader substitutes its own list."""
-    raise ProtocolError("a payload of Weft was read by another unpickler")
-
-
 MARKERS: dict[tuple[str, str], Any] = {
     ("torchweft", "make"): make_function,
     ("torchweft", "fill"): fill_function,
-    ("torchweft", "code"): kept_code,
+    ("torchweft", "code"): received,
 }
 """The globals of a pickle in which functions go by value: short, and in the pickler's memo."""
-
-CODE_MARKER = ("torchweft", "code")
 
 
 # Objects beside functions and classes that a program defines, which pickle takes for globals of
@@ -125,20 +117,18 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     Attributes:
         tensors: The tensors taken out so far.
         externals: The other objects taken out so far.
-        codes: The codes taken out so far; None to take none out.
         main_by_name: Whether the receiver runs the same main program.
         take_out: Reduces anything but functions and classes; ``NotImplemented`` for most.
     """
 
     tensors: list[Tensor]
     externals: list[object]
-    codes: list[Code] | None
     main_by_name: bool
     take_out: Callable[[Any, Any], Any]
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is Code:
-            return self._reduce_code(value)
+            return received, (value.content,)
         if isinstance(value, (FunctionType, type)):
             if type(value) is FunctionType and "<" in value.__qualname__:
                 return self._dynamic_function_reduce(value)  # As cloudpickle does, but at once.
@@ -168,14 +158,6 @@ class ValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         values = self.globals_ref.setdefault(id(function.__globals__), {})
         state = (code, tuple(captured), function.__dict__ or None)
         return make_function, (code, values), state, None, None, fill_function
-
-    def _reduce_code(self, code: Code) -> Any:
-        if self.codes is None:
-            return Code, (code.content,)
-        if code in self.codes:
-            return kept_code, (self.codes.index(code),)
-        self.codes.append(code)
-        return kept_code, (len(self.codes) - 1,)
 
 
 class NotByValue(pickle.PicklingError):

@@ -85,27 +85,20 @@ def no_home(_: object) -> None:
     """Says of every object that it is no reference that goes home."""
 
 
-def with_names(args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any] | None:
-    """Returns positional and keyword arguments as one tuple, which ends with the names.
-
-    None if the names are none of parameters.
-    """
-    try:
-        names = ",".join(kwargs)
-    except TypeError:
-        return None
-    return (*args, *kwargs.values(), names) if names.count(",") == len(kwargs) - 1 else None
+def with_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns positional and keyword arguments as one tuple, which ends with the names."""
+    return (*args, *kwargs.values(), tuple(kwargs))
 
 
-def split_names(values: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+def split_names(values: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns the positional and the keyword arguments in what ``with_names`` returned."""
-    if type(values) is not tuple or not values or type(values[-1]) is not str:
+    names = values[-1] if values else None
+    if type(names) is not tuple:
         raise ProtocolError("a call has no names of its keyword arguments")
-    names = values[-1].split(",")
     start = len(values) - 1 - len(names)
     kwargs = dict(zip(names, values[start:-1], strict=False))
     if start < 0 or len(kwargs) < len(names):
-        raise ProtocolError(f"a call has too few keyword arguments, or some twice: {values[-1]}")
+        raise ProtocolError(f"a call has too few keyword arguments, or some twice: {names}")
     return values[:start], kwargs
 
 

@@ -26,7 +26,7 @@ from torchweft.transport.voucher import FRAME_LIMIT_BYTES as VOUCHER_LIMIT_BYTES
 from torchweft.wire.frames import HEADER, encode_frame
 from torchweft.wire.messages import Kind
 
-VERSION = 7
+VERSION = 8
 LIMIT_BYTES = 1 << 16
 """Largest greeting accepted."""
 NONCE_BYTES = 32

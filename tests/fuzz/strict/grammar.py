@@ -56,14 +56,12 @@ from torchweft.wire.messages import (
     ERROR_REPLY,
     NAMED,
     NO_CREATION,
-    POSITIONAL,
     TABLES,
     HandedReference,
     Kind,
-    encode_call_front,
+    encode_call,
     encode_ints,
     encode_reply,
-    encode_reply_front,
     encode_tables,
 )
 
@@ -139,20 +137,19 @@ class Grammar:
     def _call_message(self) -> bytes:
         name, args = self._call()
         chance, flags = self.chance, 0
-        kwargs = {} if chance.random() < 0.9 else {self._word(0): self.value(1)}
-        content: Any = (args, kwargs)
+        content: Any = tuple(args)
         choice = chance.random()
-        if choice < 0.4:
-            content, flags = args, POSITIONAL
-        elif choice < 0.45:
-            content, flags = (*args, self.value(1), self._word(0)), NAMED
-        elif choice < 0.5:
-            content, name = (args, kwargs, self._function()), b""
-        elif choice < 0.55:
-            content, flags = self.value(3), chance.choice((0, POSITIONAL))
+        if choice < 0.1:
+            content, flags = (*args, self.value(1), (self._word(0),)), NAMED
+        elif choice < 0.15:
+            content, name = (self._function(), *args), b""
+        elif choice < 0.2:
+            content, flags = self.value(3), chance.choice((0, NAMED))
+        span = b"" if chance.random() < 0.95 else chance.randbytes(20)
+        code = b"" if chance.random() < 0.99 else chance.randbytes(20)
         payload, tensors = self._payload(content)
-        head = (self._seconds(), self._creation(), *self._context(), name, tuple(self._handed))
-        front = encode_call_front(*head, payload)
+        head = (self._seconds(), self._creation(), *self._context())
+        front = encode_call(*head, name, span, code, tuple(self._handed), payload)
         return self._with_tensors(Kind.CALL, flags, self._number(), front, tensors)
 
     def _with_tensors(
@@ -186,9 +183,10 @@ class Grammar:
     def _reply(self) -> bytes:
         if self.chance.random() < 0.5:
             payload, tensors = self._payload(self.value(3))
-            front = encode_reply_front(*self._context(), tuple(self._handed), payload)
+            front = encode_reply(*self._context(), tuple(self._handed), payload)
             return self._with_tensors(Kind.REPLY, 0, self._number(), front, tensors)
-        return encode_reply(self._number(), ERROR_REPLY, 0, 0, (), self.error())
+        control = encode_reply(0, 0, (), self.error())
+        return _joined(encode_frame(Kind.REPLY, ERROR_REPLY, self._number(), control))
 
     def _gradients(self) -> bytes:
         values = [self._gradient() for _ in range(self.chance.choice((1, 1, 2)))]

@@ -37,8 +37,6 @@ from torchweft.wire.messages import (
     ERROR_REPLY,
     NO_CREATION,
     NO_GRAD,
-    NUMBER_OFFSET,
-    POSITIONAL,
     HandedReference,
     Kind,
     encode_call,
@@ -47,7 +45,6 @@ from torchweft.wire.messages import (
     encode_texts,
     pass_span,
 )
-from torchweft.wire.messages import NUMBER as NUMBER_FIELD
 
 _MODES = (PassMode(), PassMode(), PassMode(retain_graph=True), PassMode(True, True))
 _MODES += (PassMode(for_inputs=True), PassMode(into_grad=True))
@@ -114,10 +111,8 @@ class Others:
         message_id = (self._me << WORKER_SHIFT) | 1
         name = _PROGRAM + b"identity"
         inside = self._inside[1]
-        call = encode_call(
-            POSITIONAL, 30.0, NO_CREATION, 0, message_id, name, (), self._of_tensors, inside
-        )
-        return bytes(call)
+        head = (30.0, NO_CREATION, 0, message_id, name, b"", b"", ())
+        return _frame(Kind.CALL, 0, 0, encode_call(*head, self._of_tensors, inside))
 
     def gradients_of(self, message_id: int, context_id: int, pass_id: int) -> bytes:
         """Returns gradients of such a result, in a pass and a context that may be made up."""
@@ -254,19 +249,17 @@ class Others:
         inside = b""
         if not handed and self._any(1):
             payload, inside = self._of_tensors, self._inside[self._any(16) % 3]
-        call = encode_call(
-            POSITIONAL, 30.0, creation, context_id, message_id, name, handed, payload, inside
-        )
+        head = (30.0, creation, context_id, message_id, name, b"", b"", handed)
         number = self._number_of_call() if creation == NO_CREATION else 0
-        NUMBER_FIELD.pack_into(call, NUMBER_OFFSET, number)
-        return bytes(call)
+        return _frame(Kind.CALL, 0, number, encode_call(*head, payload, inside))
 
     def _reply(self) -> bytes:
         number = self._number_of_call()
         if self._any(2) == 0:
-            return encode_reply(number, ERROR_REPLY, 0, 0, (), self._error)
+            return _frame(Kind.REPLY, ERROR_REPLY, number, encode_reply(0, 0, (), self._error))
         head = (self._context() & _ALL, self._message_id() & _ALL)
-        return encode_reply(number, 0, *head, (), self.chance.choice(self._payloads))
+        control = encode_reply(*head, (), self.chance.choice(self._payloads))
+        return _frame(Kind.REPLY, 0, number, control)
 
     def _references(self) -> bytes:
         made = []

@@ -24,7 +24,6 @@ from torch import Tensor
 from tests.fuzz.target import Target
 from torchweft.errors import CallTimeout, WeftError
 from torchweft.serialize.allowed import AllowList
-from torchweft.serialize.by_value import Code
 from torchweft.serialize.objects import Packed, pack, register_external
 from torchweft.serialize.reading import make_reader
 
@@ -106,7 +105,7 @@ def run(data: bytes) -> Exception | None:
     tensors = _tensors()
     _is_watching = True
     try:
-        _reader.unpack(data, tensors, _EXTERNALS, codes=[Code(b"code")])
+        _reader.unpack(data, tensors, _EXTERNALS)
     except WeftError as error:
         refusal = error
     finally:
@@ -170,13 +169,7 @@ def seeds() -> list[bytes]:
 
 def _functions() -> list[bytes]:
     """Returns pickles of functions by value, which are refused whatever is on the list."""
-    function = lambda: 1  # noqa: E731
-    codes: list[Code] = []
-    whole, apart = (
-        pack([function], main_by_name=True),
-        pack([function], main_by_name=True, codes=codes),
-    )
-    return [whole.payload, apart.payload]
+    return [pack([lambda: 1], main_by_name=True).payload]
 
 
 def _words() -> tuple[bytes, ...]:

@@ -8,55 +8,34 @@ from collections.abc import Callable
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.wire.frames import HEADER_BYTES
 from torchweft.wire.messages import (
     NO_CREATION,
     HandedReference,
-    code_names,
     decode_call,
-    decode_code,
-    decode_code_names,
     decode_ints,
     decode_reply,
     decode_step,
     decode_tables,
     encode_call,
-    encode_call_front,
-    encode_code,
     encode_ints,
     encode_reply,
-    encode_reply_front,
     encode_tables,
     encode_texts,
-    with_code,
 )
 
 
 def _call(data: memoryview) -> bytes:
-    remaining_s, creation, name, (context_id, message_id, references, start, end) = decode_call(
-        data
-    )
-    head = (remaining_s, creation, context_id, message_id, name, references)
+    remaining_s, creation, name, span, code, value = decode_call(data)
+    context_id, message_id, references, start, end = value
     assert start <= end <= len(data)
-    payload, tensors = bytes(data[start:end]), bytes(data[end:])
-    whole = bytes(encode_call(0, *head, payload, tensors)[HEADER_BYTES:])
-    assert encode_call_front(*head, payload) + tensors == whole
-    return whole
+    head = (remaining_s, creation, context_id, message_id, name, span, code, references)
+    return encode_call(*head, bytes(data[start:end]), bytes(data[end:]))
 
 
 def _reply(data: memoryview) -> bytes:
     *head, start, end = decode_reply(data)
     assert start <= end <= len(data)
-    payload, tensors = bytes(data[start:end]), bytes(data[end:])
-    whole = encode_reply(0, 0, *head, payload, tensors)[HEADER_BYTES:]
-    assert encode_reply_front(*head, payload) + tensors == whole
-    return whole
-
-
-def _call_with_code(data: memoryview) -> bytes:
-    numbers, call = decode_code_names(data)
-    frame = bytearray(HEADER_BYTES) + call
-    return bytes(with_code(frame, code_names(numbers))[HEADER_BYTES:])
+    return encode_reply(*head, bytes(data[start:end]), bytes(data[end:]))
 
 
 def _tables(data: memoryview) -> bytes:
@@ -78,8 +57,6 @@ _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     _call,
     _reply,
     lambda data: encode_ints(*decode_ints(data)),
-    lambda data: encode_code(*decode_code(data)),
-    _call_with_code,
     _step,
 )
 
@@ -100,25 +77,22 @@ def run(data: bytes) -> Exception | None:
 def seeds() -> list[bytes]:
     """Returns two messages for every decoder."""
     handed = HandedReference(ReferenceId(1, 2, 3), 4)
-    call = encode_call_front(1.5, 2, 3, 4, b"module:name", (handed, handed), b"payload")
-    simple = encode_call_front(math.inf, NO_CREATION, 0, 0, b"", (), b"")
-    reply = encode_reply_front(3, 4, (handed,), b"payload")
+    call = encode_call(1.5, 2, 3, 4, b"module:name", b"", b"", (handed, handed), b"payload")
+    by_value = encode_call(1.5, NO_CREATION, 3, 4, b"", b"traceparent:0", b"code", (), b"payload")
+    simple = encode_call(math.inf, NO_CREATION, 0, 0, b"", b"", b"", (), b"")
+    reply = encode_reply(3, 4, (handed,), b"payload")
     return [
         b"\0" + call + encode_tables(b"table", b"channels"),
         b"\0" + encode_tables(b"", b""),
         b"\1" + call + b"tensors",
+        b"\1" + by_value + b"tensors",
         b"\1" + simple,
         b"\2" + reply + b"tensors",
-        b"\2" + encode_reply_front(0, 0, (), b""),
+        b"\2" + encode_reply(0, 0, (), b""),
         b"\3" + encode_ints(1, -1, 1 << 62),
         b"\3" + encode_ints(),
-        b"\4" + encode_code(1 << 40, (3, 4), b"content"),
-        b"\4" + encode_code(1, (), b""),
-        b"\5" + code_names((1, 2, 1 << 40)) + call,
-        b"\5" + code_names((5,)) + simple,
-        b"\5" + code_names(()) + simple,
-        b"\6" + encode_ints(1, 0),
-        b"\6" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
+        b"\4" + encode_ints(1, 0),
+        b"\4" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
     ]
 
 

@@ -17,39 +17,27 @@ from torchweft.channel.table import BufferEntry, ChannelKind, decode_table, enco
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
-from torchweft.protocol.kept_code import KeptCodes
 from torchweft.serialize import inline, values
-from torchweft.serialize.by_value import Code
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 from torchweft.wire import references
 from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
-    CAPTURED,
     ERROR_REPLY,
-    POSITIONAL,
     TABLES,
     HandedReference,
     Kind,
-    code_names,
     decode_call,
-    decode_code,
-    decode_code_names,
     decode_ints,
     decode_pass_span,
     decode_reply,
-    decode_span,
     decode_step,
     decode_tables,
     encode_call,
-    encode_call_front,
-    encode_code,
     encode_ints,
     encode_reply,
-    encode_reply_front,
     encode_tables,
     encode_texts,
     pass_span,
-    with_code,
 )
 
 _RECEIVE_BYTES = 256
@@ -95,32 +83,9 @@ def _read_gradients(frame: Frame) -> None:
     _read_tensors(frame, start, end)
 
 
-_kept: KeptCodes[Code] = KeptCodes(4, 64)
-
-
-def _read_code(frame: Frame) -> None:
-    number, forgotten, content = decode_code(frame.control)
-    _kept.keep(number, forgotten, Code(content))
-
-
-def _read_call_with_code(frame: Frame) -> None:
-    numbers, control = decode_code_names(frame.control)
-    assert len(_kept.find(numbers)) == len(numbers)
-    _read_call(frame._replace(control=control))
-
-
-def _read_call_in_span(frame: Frame) -> None:
-    kind, context, control = decode_span(frame.control)
-    assert len(context) + len(control) < len(frame.control)
-    read = _read_call if kind == Kind.CALL else _read_call_with_code
-    read(frame._replace(control=control))
-
-
 _READERS: dict[int, Callable[[Frame], object]] = {
-    Kind.CODE: _read_code,
-    Kind.CALL_WITH_CODE: _read_call_with_code,
     Kind.CALL: _read_call,
-    Kind.CALL_IN_SPAN: _read_call_in_span,
+    Kind.POST: _read_call,
     Kind.PASS_SPAN: lambda frame: decode_pass_span(frame.control),
     Kind.REPLY: _read_reply,
     Kind.REFERENCES: lambda frame: references.decode(frame.control),
@@ -135,8 +100,6 @@ _READERS: dict[int, Callable[[Frame], object]] = {
 
 def run(data: bytes) -> Exception | None:
     """Parses a stream and decodes all that is in it."""
-    global _kept
-    _kept = KeptCodes(4, 64)
     taken_bytes = 0
 
     def allocate(size_bytes: int) -> memoryview:
@@ -187,29 +150,27 @@ def seeds() -> list[bytes]:
     assert simple is not None
     assert inlined is not None
     inside = inlined[0]
-    call = (1.0, 2, 3, 4, b"module:name", (handed,))
+    call = (1.0, 2, 3, 4, b"module:name", b"traceparent:00-1", b"code", (handed,))
     reply = (3, 4, (handed,))
     name = codec.PassName(1, 7, 2, PassMode())
     gradients = Gradients(8, [], Progress([3], [4], [], [5]))
     head = codec.encode_head(name, gradients, 0, len(simple)) + simple
     by_tables = encode_tables(table, b"")
-    front = encode_call_front(*call, payload)
-    reply_front = encode_reply_front(*reply, b"\x80pickle")
+    front = encode_call(*call, payload)
+    reply_front = encode_reply(*reply, b"\x80pickle")
     whole = [
         _frame(Kind.CALL, TABLES, front + by_tables, buffers),
         _frame(Kind.CALL, TABLES, front + encode_tables(table, fetched), []),
         _frame(Kind.REPLY, TABLES, reply_front + by_tables, buffers),
-        bytes(encode_call(POSITIONAL, *call, simple, inside)),
-        encode_reply(7, 0, *reply, payload, inside),
-        _frame(Kind.CODE, 0, encode_code(1, (), b"code"), []),
-        _frame(Kind.CODE, 0, encode_code(2, (1, 1), b"code"), [])
-        + bytes(with_code(encode_call(CAPTURED, *call, simple, inside), code_names((2,)))),
+        _frame(Kind.CALL, 0, encode_call(*call, simple, inside), []),
+        _frame(Kind.REPLY, 0, encode_reply(*reply, payload, inside), []),
+        _frame(Kind.POST, 0, encode_call(*call, simple, inside), []),
         _frame(Kind.REFERENCES, 0, references.encode([references.Handed(3)]), []),
         _frame(Kind.BACKWARD, 0, codec.encode(name, Abort()), []),
         _frame(Kind.GRADIENTS, TABLES, head + by_tables, buffers),
         b"".join(pass_span(name.pass_id, name.context_id, b"traceparent:00-1")),
         _frame(Kind.GRADIENTS, 0, head + inside, []),
-        encode_reply(7, ERROR_REPLY, 0, 0, (), b"an error"),
+        _frame(Kind.REPLY, ERROR_REPLY, encode_reply(0, 0, (), b"an error"), []),
         *[_frame(kind, 0, encode_ints(5), []) for kind in (Kind.PULLED, Kind.SUPPLY)],
         _frame(Kind.RELEASE_CONTEXT, 0, encode_ints(1), []),
         _frame(Kind.SHUTDOWN, 0, encode_ints(6, 1, 2) + encode_texts(["end of file"]), []),

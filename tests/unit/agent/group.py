@@ -19,7 +19,7 @@ from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import TlsOptions
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind, encode_call_front
+from torchweft.wire.messages import Kind, encode_call
 
 TOKEN = "0123456789abcdef0123456789abcdef"
 """The run's token, which the members of a test group share."""
@@ -112,7 +112,7 @@ def group_of(
             member.close()
 
 
-FRONT = encode_call_front(1.0, 2, 3, 4, b"name", (), b"payload")
+FRONT = encode_call(1.0, 2, 3, 4, b"name", b"", b"", (), b"payload")
 """A call without its tensors, which the members of a test group send."""
 
 

@@ -114,7 +114,7 @@ class Call:
     """Stands in for a served call."""
 
     context_id = 0
-    worker = SimpleNamespace(around=None)
+    worker = SimpleNamespace(carrier=None, watchers=())
 
     def __init__(self) -> None:
         self.result: Any = None

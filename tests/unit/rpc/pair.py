@@ -75,7 +75,6 @@ def _peer_lost(worker: Worker, peer: Peer) -> None:
     worker.agent.cancelling.peer_lost(peer)
     worker.references.peer_lost(peer)
     worker.agent.cancelling.end_creations(worker.unfinished, peer)
-    worker.codes.peer_lost(peer)
 
 
 _barriers: list[threading.Barrier] = []

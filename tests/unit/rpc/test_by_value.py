@@ -1,10 +1,11 @@
-"""Functions by value in calls between two workers: code is sent once, and nothing is stale."""
+"""Functions by value in calls between two workers: code is loaded once, and nothing is stale."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import functools
+import marshal
 import random
 import sys
 import threading
@@ -22,18 +23,18 @@ from tests.unit.agent.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
-from torchweft.errors import CallCancelled, QueueFull, SerializationError, WorkerLost
+from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
 from torchweft.rpc import calls, stack_report
 from torchweft.rpc.functions import async_execution
+from torchweft.serialize import by_value
+from torchweft.serialize.by_value import take_apart
+from torchweft.serialize.objects import pack
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
-    CAPTURED,
+    NAMED,
     NO_CREATION,
-    POSITIONAL,
     Kind,
-    code_names,
     encode_call,
-    with_code,
 )
 
 scale = 10
@@ -53,25 +54,28 @@ def local() -> Iterator[Pair]:
 
 
 @pytest.fixture
-def small() -> Iterator[Pair]:
-    """A pair that keeps four codes."""
-    with knobs.CODE_LIMIT.override(4), pair_of(4) as made:
-        yield made
+def small(local: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
+    """A pair whose callee keeps four codes."""
+    monkeypatch.setattr(by_value, "_received", functools.lru_cache(4)(by_value.Code))
+    return local
 
 
 @contextlib.contextmanager
-def codes_counted(pair: Pair) -> Iterator[list[int]]:
-    """Counts the codes that the callee receives."""
-    numbers: list[int] = []
-    keep = pair.peer_of_callee.kept_codes.keep
+def loads_counted() -> Iterator[list[int]]:
+    """Counts the codes that are loaded, at the callee."""
+    loaded: list[int] = []
+    load = marshal.loads
 
-    def noted(number: int, *others: Any) -> None:
-        numbers.append(number)
-        keep(number, *others)
+    def noted(content: bytes) -> Any:
+        loaded.append(len(content))
+        return load(content)
 
-    pair.peer_of_callee.kept_codes.keep = noted  # type: ignore[method-assign]
-    yield numbers
-    pair.peer_of_callee.kept_codes.keep = keep  # type: ignore[method-assign]
+    by_value._received.cache_clear()
+    with pytest.MonkeyPatch.context() as context:
+        dumps = marshal.dumps
+        module = types.SimpleNamespace(loads=noted, dumps=dumps, version=marshal.version)
+        context.setattr(by_value, "marshal", module)
+        yield loaded
 
 
 def made(value: Any) -> Any:
@@ -81,41 +85,28 @@ def made(value: Any) -> Any:
     return namespace["function"]
 
 
-def bytes_sent(pair: Pair) -> int:
-    assert pair.peer.link is not None
-    return pair.peer.link.bytes_sent
-
-
 def apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-# Once
+# Loaded once
 
 
-def test_the_code_of_a_function_travels_once(pair: Pair) -> None:
-    with codes_counted(pair) as codes:
+def test_the_code_of_a_function_is_loaded_once(pair: Pair) -> None:
+    with loads_counted() as loads:
         for number in range(20):
             assert pair.sync(lambda x: x + 1, number) == number + 1
-        assert len(codes) == 1
-    before = bytes_sent(pair)
-    pair.sync(lambda x: x + 1, 1)
-    assert len(codes) == 1  # Another function of another place, but not counted any more.
-    long = made("a long text " * 500)
-    pair.sync(long)
-    first = bytes_sent(pair) - before
-    before = bytes_sent(pair)
-    pair.sync(long)
-    assert first > 6000
-    # A session sends acknowledgements on a slow machine; the code is far longer than these.
-    assert bytes_sent(pair) - before < first / 10
+        assert len(loads) == 1
+        for number in range(20):
+            assert pair.sync(apply, made("argument"), number) == (number, "argument")
+    assert len(loads) == 2
 
 
 def test_equal_functions_of_other_code_objects_share_their_code(local: Pair) -> None:
-    with codes_counted(local) as codes:
+    with loads_counted() as loads:
         for _ in range(10):
             assert local.sync(made("same"), 1) == (1, "same")
-    assert len(codes) == 1
+    assert len(loads) == 1
 
 
 @pytest.mark.parametrize("way", ["sync", "start", "create"])
@@ -130,7 +121,7 @@ def test_functions_anywhere_in_a_call_in_every_way(local: Pair, way: str, kind: 
         "nested": (lambda functions: functions["a"][0](1), {"a": [function]}),
         "both": (lambda inner, x: inner(x), function, 1),
     }[kind]
-    with codes_counted(local) as codes:
+    with loads_counted() as codes:
         for _ in range(3):
             if way == "sync":
                 assert local.sync(*args) == 4
@@ -138,7 +129,7 @@ def test_functions_anywhere_in_a_call_in_every_way(local: Pair, way: str, kind: 
                 assert local.start(*args).wait() == 4
             else:
                 assert local.fetch(local.create(*args)) == 4
-    assert len(codes) == len(set(codes)) == (2 if kind in ("nested", "both") else 1)
+    assert len(codes) == (2 if kind in ("nested", "both") else 1)
 
 
 def test_keyword_arguments(local: Pair) -> None:
@@ -152,10 +143,10 @@ def test_keyword_arguments(local: Pair) -> None:
 
 
 def test_functions_in_results_travel_whole(local: Pair) -> None:
-    with codes_counted(local) as codes:
+    with loads_counted() as codes:
         result = local.sync(lambda: lambda x: x * scale)
     assert result(2) == 20
-    assert len(codes) == 1  # That of the called function.
+    assert len(codes) == 2
 
 
 def test_calls_to_oneself(local: Pair) -> None:
@@ -164,7 +155,6 @@ def test_calls_to_oneself(local: Pair) -> None:
     result = calls.call_and_wait(caller, me, lambda x: (x + number, tensor), (1,), {}, LIMIT_S)
     assert result == (3, tensor)
     assert result[1] is tensor
-    assert not len(me.kept_codes)
 
 
 # Nothing is stale, and nothing is shared
@@ -179,7 +169,7 @@ def test_what_changes_between_calls_is_seen(local: Pair, monkeypatch: pytest.Mon
     def plain(more: int = 0) -> Any:
         return number, seen, scale, more
 
-    with codes_counted(local) as codes:
+    with loads_counted() as codes:
         for value in range(2, 6):
             function.mark = value  # type: ignore[attr-defined]
             plain.__defaults__ = (value,)
@@ -277,7 +267,7 @@ def test_classes_and_their_objects(local: Pair) -> None:
         def double(self) -> int:
             return self.value * 2
 
-    with codes_counted(local) as codes:
+    with loads_counted() as codes:
         for value in range(3):
             assert local.sync(Local(value).double) == value * 2
             assert local.sync(lambda each: each.double(), Local(value)) == value * 2
@@ -308,7 +298,6 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
     with monkeypatch.context() as context:
         request = local.caller.encoder.request(local.peer, function, (), {}, LIMIT_S)
         context.delitem(sys.modules, "only_there")
-        assert request.entries
         call = PendingCall(local.peer.id, local.peer.name, function, LIMIT_S)
         local.caller.agent.calls.ask_and_wait(local.peer, call, request)
         with pytest.raises(SerializationError, match="No module named 'only_there'"):
@@ -316,46 +305,31 @@ def test_a_module_that_the_callee_lacks_is_its_answer(
     assert local.sync(function) == "only_there"
 
 
-def test_a_call_that_names_code_which_was_not_sent_ends_the_connection(local: Pair) -> None:
-    local.sync(apply, len, [])
-    call = encode_call(POSITIONAL | CAPTURED, 5.0, NO_CREATION, 0, 0, b"", (), b"\x08\0\0\0\0")
-    frame = with_code(call, code_names([99]))
-    local.caller.agent.sender.send(local.peer, [frame])
-    wait_until(lambda: local.peer_of_callee.lost is not None)
-    assert "names code 99, which was not sent" in str(local.peer_of_callee.lost)
-
-
-@pytest.mark.parametrize(
-    ("control", "why"),
-    [
-        (b"", "too short"),
-        (bytes(12) + b"\xff" * (2 << 20) + b"\xff", "more code than its limit"),
-        (b"\xff" * (5 << 20), "has 5242880 bytes"),
-    ],
-)
-def test_code_that_is_malformed_or_too_large_ends_the_connection(
-    local: Pair, control: bytes, why: str
-) -> None:
-    local.sync(apply, len, [])
-    local.caller.agent.sender.send(local.peer, encode_frame(Kind.CODE, 0, 0, control))
-    wait_until(lambda: local.peer_of_callee.lost is not None)
-    assert why in str(local.peer_of_callee.lost)
-
-
 def test_values_that_do_not_fit_the_code_are_the_answer(local: Pair) -> None:
     number = 1
     local.sync(lambda: number)
+    code = take_apart(lambda: number)[0].content  # type: ignore[index, arg-type]
     answers: list[BaseException] = []
     local.callee.reply_error = lambda *answer: answers.append(answer[2])  # type: ignore[method-assign]
-    for flags, payload in (
-        (POSITIONAL | CAPTURED, b"\x08\0\0\0\0"),
-        (CAPTURED, b"\x08\0\0\0\0"),
-        (POSITIONAL | CAPTURED, b"\x03" + bytes(8)),
-        (POSITIONAL, b"\x08\0\0\0\0"),
-    ):
-        call = encode_call(flags, 5.0, NO_CREATION, 0, 0, b"", (), payload)
-        local.caller.agent.sender.send(local.peer, [with_code(call, code_names([1]))])
+    contents = ((NAMED, ()), (0, ()), (0, 1), (NAMED, (1, ("a",))))
+    for number, (flags, content) in enumerate(contents, 100):
+        payload = pack(content, main_by_name=True).payload
+        control = encode_call(5.0, NO_CREATION, 0, 0, b"", b"", code, (), payload)
+        frame = encode_frame(Kind.CALL, flags, number, control)
+        local.caller.agent.sender.send(local.peer, frame)
     wait_until(lambda: len(answers) == 4)
+
+
+def test_code_that_is_none_is_the_answer(local: Pair) -> None:
+    local.sync(len, [])
+    answers: list[BaseException] = []
+    local.callee.reply_error = lambda *answer: answers.append(answer[2])  # type: ignore[method-assign]
+    payload = pack((), main_by_name=True).payload
+    for number, code in enumerate((b"", b"no code", marshal.dumps(3)), 100):
+        control = encode_call(5.0, NO_CREATION, 0, 0, b"", b"", code, (), payload)
+        local.caller.agent.sender.send(local.peer, encode_frame(Kind.CALL, 0, number, control))
+    wait_until(lambda: len(answers) == 3)
+    assert [type(each) for each in answers] == [ProtocolError] + [SerializationError] * 2
 
 
 # Many threads, evictions, losses
@@ -378,16 +352,15 @@ def test_many_threads_with_more_functions_than_are_kept(small: Pair) -> None:
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
     assert not failures
-    assert len(small.peer_of_callee.kept_codes) <= 4
+    assert by_value._received.cache_info().currsize <= 4
 
 
-def test_many_calls_that_wait_hold_the_code_that_was_forgotten_since(small: Pair) -> None:
+def test_many_functions_that_wait(small: Pair) -> None:
     gate = threading.Event()
     _seen[:] = [gate]
     held = [small.start(_wait_for_gate) for _ in range(4)]  # All threads of the callee.
     waiting = [small.start(made(number), number) for number in range(30)]
     wait_until(lambda: len(small.callee.agent.reactor.tasks) >= 30)
-    assert len(small.peer_of_callee.kept_codes) <= 4
     gate.set()
     assert [future.wait() for future in waiting] == [(number, number) for number in range(30)]
     for future in held:
@@ -398,65 +371,13 @@ def _wait_for_gate() -> None:
     assert _seen[0].wait(LIMIT_S)
 
 
-def test_ever_new_functions_take_bounded_memory_on_both_sides(small: Pair) -> None:
-    for number in range(1000):
-        assert small.sync(made(number), 1) == (1, number)
-    sent = small.peer.sent_codes
-    assert len(sent._table) <= 4
-    assert len(sent._sizes) <= 4
-    assert len(sent._unused) + len(sent._forgotten) <= 4
-    assert len(small.peer_of_callee.kept_codes) <= 4
-
-
-def test_a_function_that_is_too_large_travels_whole_each_time(local: Pair) -> None:
-    large = made("x" * (knobs.CODE_LIMIT_BYTES.default // 8))
-    with codes_counted(local) as codes:
+def test_code_that_is_too_large_is_not_kept(local: Pair) -> None:
+    large = made("x" * by_value._KEPT_BYTES)
+    with loads_counted() as loads:
         for _ in range(2):
             assert local.sync(large, 1)[0] == 1
             assert local.sync(apply, large, 1)[0] == 1
-    assert not codes
-
-
-def test_a_call_with_very_many_functions_takes_them_along(small: Pair) -> None:
-    functions = [made(number) for number in range(20)]
-    with codes_counted(small) as codes:
-        result = small.sync(lambda each: [function()[1] for function in each], functions)
-    assert result == list(range(20))
-    assert len(codes) <= 1
-
-
-def test_no_thread_waits_for_another_one_that_sends_code(local: Pair) -> None:
-    assert local.peer.code_lock.acquire(False)
-    with codes_counted(local) as codes:
-        assert local.sync(lambda x: x + scale, 1) == 11
-        assert local.sync(apply, lambda x: x + scale, 1) == 11
-        assert not codes
-        local.peer.code_lock.release()
-        assert local.sync(lambda x: x + scale, 1) == 11
-    assert len(codes) == 1
-
-
-def test_an_interrupt_while_code_is_sent_leaves_everything_sound(small: Pair) -> None:
-    small.sync(made("first"))
-    sender = small.caller.agent.sender
-    send = sender.send
-    for number, is_sent in enumerate((True, False) * 8):
-
-        def interrupted(*args: Any, is_sent: bool = is_sent, **others: Any) -> None:
-            if is_sent:
-                send(*args, **others)
-            raise KeyboardInterrupt
-
-        sender.send = interrupted  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            small.sync(made(("interrupted", number)))
-        sender.send = send  # type: ignore[method-assign]
-        assert small.sync(made(number), 1) == (1, number)
-    with codes_counted(small) as codes:
-        for _ in range(2):
-            for number in range(4):
-                small.sync(made(("last", number)))
-    assert len(codes) == 4  # There is room for all that the limit allows.
+    assert len(loads) == 4
 
 
 def test_before_the_first_connection(pair: Pair) -> None:
@@ -489,21 +410,6 @@ def test_sessions_that_are_cut_go_on() -> None:
             assert results == [(each, (number + each) % 8) for each in range(5)]
 
 
-def test_a_lost_worker_is_forgotten_on_both_sides(local: Pair) -> None:
-    for number in range(3):
-        local.sync(made(number))
-    local.caller.agent.lose(local.peer, "for the test")
-    local.callee.agent.lose(local.peer_of_callee, "for the test")
-    wait_until(
-        lambda: not local.peer.sent_codes._table and not len(local.peer_of_callee.kept_codes)
-    )
-    with pytest.raises(WorkerLost):
-        local.sync(made(1))
-    with pytest.raises(WorkerLost):
-        local.create(made(2))
-    assert not local.peer.sent_codes._table
-
-
 def test_a_full_queue_counts_the_code_of_waiting_calls() -> None:
     size = 20_000
     with knobs.QUEUE_LIMIT_BYTES.override(5 * size + 5000), pair_of(2) as pair:
@@ -527,9 +433,10 @@ def test_a_full_queue_counts_the_code_of_waiting_calls() -> None:
 
 def test_whether_a_function_is_slow_is_known_by_its_code(local: Pair) -> None:
     function = lambda s: time.sleep(s)  # noqa: E731
+    content = take_apart(function)[0].content  # type: ignore[index, arg-type]
     for duration_s in (0.0, 0.01, 0.0):
         local.sync(function, duration_s)
-        (code,) = local.peer_of_callee.kept_codes._table.values()
+        code = by_value.received(content)
         while code.is_slow != (duration_s > 0):  # A busy machine makes some calls slow.
             local.sync(function, duration_s)
 
@@ -546,10 +453,3 @@ def test_a_report_names_calls_that_wait(local: Pair) -> None:
     gate.set()
     for future in (*held, late):
         future.wait()
-
-
-def test_peers_of_another_python_get_no_code(local: Pair) -> None:
-    local.peer.keeps_code = False
-    with codes_counted(local) as codes:
-        assert local.sync(lambda x: x + math.floor(scale), 1) == 11
-    assert not codes

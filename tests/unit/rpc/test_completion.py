@@ -24,7 +24,8 @@ class Worker:
     """Stands in for a worker: records its answers and queues its tasks."""
 
     name = "callee"
-    on_failure = around = None
+    on_failure = carrier = None
+    watchers = ()
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []

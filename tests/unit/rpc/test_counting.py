@@ -12,7 +12,7 @@ from tests.tables import cases
 from torchweft.agent.calls import PendingCall
 from torchweft.protocol.observing.latency import percentile
 from torchweft.rpc import counting
-from torchweft.rpc.counting import OTHERS, Tally, counted_pending, key_of, name_of
+from torchweft.rpc.counting import OTHERS, Tally, key_of, name_of
 from torchweft.rpc.functions import batched
 from torchweft.rpc.tracing.calls import Names
 from torchweft.wire.frames import Frame
@@ -31,10 +31,9 @@ FAILURE = Frame(Kind.REPLY, ERROR_REPLY, 1, b"", ())
 
 
 def ended(tally: Tally, function: Any, frame: Frame | None = REPLY) -> None:
-    call = counted_pending(tally)(1, "worker1", function, 5.0)
+    call = PendingCall(1, "worker1", function, 5.0)
     call.frame = frame
-    call.finish()
-    assert call.is_done
+    tally.note_made(call)
 
 
 @cases(
@@ -134,10 +133,3 @@ def test_the_number_of_functions_is_limited(monkeypatch: pytest.MonkeyPatch) -> 
         ended(tally, name)
     found = {each.function: each.calls for each in tally.counts()}
     assert found == {"m.a": 1, "m.b": 1, OTHERS: 3}
-
-
-def test_a_counted_call_takes_no_more_memory() -> None:
-    plain = PendingCall(1, "worker1", work, 5.0)
-    counted = counted_pending(Tally("out"))(1, "worker1", work, 5.0)
-    assert type(counted).__basicsize__ == type(plain).__basicsize__
-    assert not hasattr(counted, "__dict__")

@@ -29,7 +29,6 @@ from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
-from torchweft.rpc.batching.stacking import encoded_rows_of, take_apart
 from torchweft.rpc.ports import Ports
 from torchweft.rpc.requests import own_copy
 from torchweft.serialize import tensors as tensor_tables
@@ -118,21 +117,6 @@ def test_a_reference_is_fetched_as_by_a_call(pair: Pair, arrived: list[int | Non
     reference = pair.create(double, torch.ones(2))
     assert torch.equal(pair.fetch(reference), torch.full((2,), 2.0))
     assert arrived == [CALL, ANSWER]
-
-
-def test_an_answer_that_was_encoded_before_is_mapped(pair: Pair, arrived: list[int | None]) -> None:
-    result = take_apart({"rows": torch.arange(6.0).view(2, 3), "version": 7})
-    callers = {pair.peer_of_callee}
-    encoder = pair.callee.encoder
-    rows = encoded_rows_of(result, lambda value: encoder.pack_result_for(callers, value))
-    assert rows is not None
-    *content, inlined = pair.callee.encoder.packed_result(pair.peer_of_callee, rows[1])
-    assert inlined is None
-    assert content[1][0].tolist() == [3.0, 4.0, 5.0]
-    # For another worker it stays as it is.
-    pair.peer_of_callee.device_maps = device_maps.IDENTITY
-    found = pair.callee.encoder.packed_result(pair.peer_of_callee, rows[1])
-    assert (found[0], found[3]) == (rows[1].payload, (rows[1].content, False))
 
 
 def test_posts_go_as_calls_do(pair: Pair, arrived: list[int | None]) -> None:

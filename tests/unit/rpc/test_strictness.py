@@ -38,15 +38,11 @@ from torchweft.serialize.objects import pack_plain
 from torchweft.serialize.tensors import as_memory, describe
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
-    CAPTURED,
     NAMED,
     NO_CREATION,
-    POSITIONAL,
     TABLES,
     Kind,
-    code_names,
-    encode_call_front,
-    encode_code,
+    encode_call,
     encode_tables,
 )
 
@@ -243,7 +239,7 @@ def answer(
 ) -> BaseException | None:
     """Returns the error that answers a call with content that Weft did not encode."""
     packed = pack_freely(content)
-    front = encode_call_front(5.0, NO_CREATION, 0, 0, name, (), packed.payload)
+    front = encode_call(5.0, NO_CREATION, 0, 0, name, b"", b"", (), packed.payload)
     errors: list[BaseException] = []
     world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]
     if by_tables:
@@ -267,17 +263,12 @@ def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: boo
     method = b"torchweft.rpc.serving:call_method"
     for content, name, flags in (
         (many, identity, 0),
-        (many, identity, POSITIONAL),
-        (Attributed(many, {"note": 1}), identity, POSITIONAL),
-        ((many, {}), identity, 0),
+        (many, identity, NAMED),
+        (Attributed(many, {"note": 1}), identity, 0),
         ([many, {}], identity, 0),
         (many, b"", 0),
-        (many, b"", POSITIONAL),
-        ((many, {}, Named(identity)), b"", 0),
-        (((many, 0, 5), {}), fetch, 0),
-        ((many, 0, 5), fetch, POSITIONAL),
-        (many, method, POSITIONAL),
-        ((many, {}), method, 0),
+        ((many, 0, 5), fetch, 0),
+        (many, method, 0),
     ):
         error = answer(world, content, name, flags, by_tables=by_tables)
         assert isinstance(error, ArgumentTypeError), (name, error)
@@ -287,19 +278,20 @@ def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: boo
 
 def test_content_that_is_no_arguments_is_answered_with_an_error(world: World) -> None:
     identity = f"{program.__name__}:identity".encode()
-    for content in (None, 3, (), ((),), ((), {}, 3), ((), 3), (3, {}), "text", {"a": 1, "b": 2}):
-        assert isinstance(answer(world, content, identity), Exception), content
-    for content in (None, 3, (), "text", {"a": 1}):
-        error = answer(world, content, identity, POSITIONAL)
-        assert error is None or isinstance(error, TypeError), content
-    for content in (None, 3, (), (1,), ("a",), (1, "a,b"), (1, 2, "a,a"), ["a", 1, "a"]):
+    for content in (None, 3, [], [3], "text", {"a": 1, "b": 2}):
+        for flags in (0, NAMED):
+            error = answer(world, content, identity, flags)
+            assert isinstance(error, ArgumentTypeError), content
+    for content in ((), (1,), ("a",), (1, ("a", "b")), (1, 2, ("a", "a")), (1, ["a"])):
         assert isinstance(answer(world, content, identity, NAMED), ProtocolError), content
+    for content in ((1, (2,)), (1, ({},))):
+        assert isinstance(answer(world, content, identity, NAMED), TypeError), content
 
 
 def test_tensors_that_are_malformed_answer_the_call_or_end_the_connection(world: World) -> None:
     identity = f"{program.__name__}:identity".encode()
-    front = encode_call_front(5.0, NO_CREATION, 0, 0, identity, (), b"")
-    for control, flags in ((front + b"\xff" * 9, POSITIONAL), (front, POSITIONAL | TABLES)):
+    front = encode_call(5.0, NO_CREATION, 0, 0, identity, b"", b"", (), b"")
+    for control, flags in ((front + b"\xff" * 9, 0), (front, TABLES)):
         errors: list[BaseException] = []
         world.worker.reply_error = lambda peer, number, error: errors.append(error)  # type: ignore[method-assign]  # noqa: B023
         refusal = world.receive(Frame(Kind.CALL, flags, 7, control, ()))
@@ -340,10 +332,11 @@ def test_arguments_of_methods_and_modules_are_counted_from_the_programs_first(wo
 
 def test_a_function_in_a_call_is_registered(world: World) -> None:
     remote = Made("torchweft.nn.remote_module:_received", (None, "cpu", True))
-    assert isinstance(answer(world, ((), {}, Named(b"os:getpid"))), NotAllowed)
-    assert answer(world, ((1,), {}, Named(f"{program.__name__}:identity".encode()))) is None
+    assert isinstance(answer(world, (Named(b"os:getpid"),)), NotAllowed)
+    assert answer(world, (Named(f"{program.__name__}:identity".encode()), 1)) is None
+    assert isinstance(answer(world, ()), ProtocolError)
     for function in (remote, 3, "text", [], Named(b"builtins:KeyError")):
-        error = answer(world, ((), {}, function))
+        error = answer(world, (function,))
         assert isinstance(error, (NotAllowed, CallError, TypeError)), error
 
 
@@ -352,19 +345,7 @@ def test_a_verdict_in_another_encoding_has_no_codec_imported(world: World) -> No
     assert isinstance(world.receive(Frame(Kind.VERDICT, 0, 0, told, ())), ProtocolError)
 
 
-def test_a_strict_worker_takes_no_code(world: World) -> None:
-    call = encode_call_front(5.0, NO_CREATION, 0, 0, b"", (), b"")
-    for frame in (
-        Frame(Kind.CODE, 0, 0, encode_code(1, (), b"code"), ()),
-        Frame(Kind.CALL_WITH_CODE, CAPTURED, 7, code_names(()) + call, ()),
-        Frame(
-            Kind.CALL_IN_SPAN,
-            CAPTURED,
-            7,
-            bytes((Kind.CALL_WITH_CODE, 0, 0)) + code_names(()) + call,
-            (),
-        ),
-    ):
-        with pytest.raises(ProtocolError, match="is unknown"):
-            world.agent.receiver.dispatch(world.sender, frame, None)
-    assert not len(world.sender.kept_codes)
+def test_a_strict_worker_takes_no_code(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    control = encode_call(5.0, NO_CREATION, 0, 0, b"", b"", b"code", (), b"")
+    assert world.receive(Frame(Kind.CALL, 0, 7, control, ())) is not None
+    assert "brings code" in caplog.text

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -14,12 +16,13 @@ from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.trace import Created, Made, Served, read
 from torchweft.rpc.completion import Call
-from torchweft.rpc.tracing.calls import Names, watcher_of
+from torchweft.rpc.tracing.calls import Names, TracingWatcher
 from torchweft.rpc.tracing.rows import WIDTH, Rows
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 
 REQUEST = Frame(Kind.CALL, 0, 7, b"", ())
+ARRIVED_S = time.monotonic()
 
 
 def work() -> None: ...
@@ -35,8 +38,9 @@ class Caller:
 class Answers:
     """Takes the answers of calls; the row of a call exists before it is answered."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, watcher: TracingWatcher) -> None:
         self.rows, self.told = rows, []  # type: ignore[var-annotated]
+        self.watchers = (watcher,)
 
     def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
         self.told.append((number, result, len(self.rows)))
@@ -48,24 +52,36 @@ class Answers:
 class Noting:
     def __init__(self, limit: int = 100) -> None:
         self.rows = Rows(limit)
-        self.watcher = watcher_of(self.rows, Names())
+        self.watcher = TracingWatcher(self.rows, Names())
 
     def records(self) -> list[Any]:
         self.rows.end()
         return read(self.rows.take(100))
 
     def served(self) -> tuple[Any, Answers]:
-        call = self.watcher.served(Call)(Caller(), REQUEST, 1.0)
-        answers = Answers(self.rows)
+        call: Any = Call(Caller(), REQUEST, ARRIVED_S)
+        answers = Answers(self.rows, self.watcher)
         call.worker, call.owned, call.function, call.context_id = answers, None, b"m:work", 5
         return call, answers
+
+    def begun(self) -> tuple[Any, Answers]:
+        call, answers = self.served()
+        call.notes = {}
+        self.watcher.serving_begins(call)
+        assert call.begins(-1, math.inf, time.monotonic())
+        return call, answers
+
+    def made(self, parent: Any = None) -> PendingCall:
+        call = PendingCall(9, "callee", work, 5.0, None, parent)
+        call.watchers, call.notes = (self.watcher,), {}
+        return call
 
 
 @pytest.mark.parametrize("frame", [None, Frame(Kind.REPLY, ERROR_REPLY, 1, b"", ())])
 def test_a_call_is_noted_when_it_ends(frame: Frame | None) -> None:
     noting = Noting()
     parent, _ = noting.served()
-    call = noting.watcher.pending(PendingCall)(9, "callee", work, 5.0, None, parent)
+    call = noting.made(parent)
     call.number, call.frame = 12, frame
     assert len(noting.rows) == 0
     call.finish()
@@ -81,13 +97,13 @@ def test_a_call_is_noted_when_it_ends(frame: Frame | None) -> None:
 
 def test_a_served_call_is_noted_before_it_is_answered() -> None:
     noting = Noting()
-    call, answers = noting.served()
-    assert call.begins(-1, 5.0, 1.5)
+    call, answers = noting.begun()
     call("result", None)
     assert answers.told == [(7, "result", 1)]
     (served,) = noting.records()
     assert isinstance(served, Served)
-    assert (served.arrived_s, served.began_s, served.caller, served.number) == (1.0, 1.5, 3, 7)
+    assert (served.arrived_s, served.caller, served.number) == (ARRIVED_S, 3, 7)
+    assert served.arrived_s <= served.began_s
     assert (served.function, served.context_id, served.failed) == ("m.work", 5, False)
     assert served.ended_s <= served.answered_s
     call("again", None)
@@ -106,7 +122,7 @@ def test_a_call_that_fails_before_its_turn_is_answered_all_the_same() -> None:
 
 def test_a_made_value_is_noted_with_its_reference() -> None:
     noting = Noting()
-    noting.watcher.note_creation(work, ReferenceId(1, 2, 8))
+    noting.watcher.creation_sent(noting.made(), ReferenceId(1, 2, 8))
     (created,) = noting.records()
     assert isinstance(created, Created)
     assert (created.owner, created.number, created.function) == (2, 8, f"{__name__}.work")
@@ -114,31 +130,31 @@ def test_a_made_value_is_noted_with_its_reference() -> None:
 
 def test_watchers_may_watch_together() -> None:
     first, second = Noting(), Noting()
-    both = second.watcher.pending(first.watcher.pending(PendingCall))
-    both(9, "callee", work, 5.0).finish()
+    both = first.made()
+    both.watchers = (first.watcher, second.watcher)
+    both.finish()
     assert len(first.records()) == len(second.records()) == 1
 
 
 def test_the_newest_rows_are_kept_and_the_others_counted() -> None:
     noting = Noting(limit=3)
     for number in range(5):
-        call, _ = noting.served()
-        call.begins(-1, 5.0, float(number))
+        call, _ = noting.begun()
+        call.function = f"m:work{number}".encode()
         call("result", None)
     assert noting.rows.end() == 2
     records = read(noting.rows.take(2)) + read(noting.rows.take(2))
-    assert [each.began_s for each in records] == [2.0, 3.0, 4.0]
+    assert [each.function for each in records] == ["m.work2", "m.work3", "m.work4"]
     assert all(each.answered_s > each.ended_s for each in records)
 
 
 def test_rows_of_all_kinds_are_taken_in_their_order() -> None:
     noting = Noting(limit=6)
     for number in range(3):
-        call, _ = noting.served()
-        call.begins(-1, 5.0, float(number))
+        call, _ = noting.begun()
         call("result", None)
-        noting.watcher.note_creation(work, ReferenceId(1, 2, number))
-        noting.watcher.pending(PendingCall)(9, "callee", work, 5.0).finish()
+        noting.watcher.creation_sent(noting.made(), ReferenceId(1, 2, number))
+        noting.made().finish()
     assert noting.rows.end() == 3
     taken = noting.rows.take(2) + noting.rows.take(100)
     assert [each[0] for each in taken] == [3, 4, 5, 6, 7, 8]
@@ -149,11 +165,10 @@ def test_rows_of_all_kinds_are_taken_in_their_order() -> None:
 def test_rows_are_not_tracked_by_the_garbage_collector() -> None:
     """Kept objects that it tracks would make each collection longer."""
     noting = Noting()
-    call, _ = noting.served()
-    call.begins(-1, 5.0, 1.0)
+    call, _ = noting.begun()
     call("result", None)
-    noting.watcher.pending(PendingCall)(9, "callee", work, 5.0).finish()
-    noting.watcher.note_creation(work, ReferenceId(1, 2, 8))
+    noting.made().finish()
+    noting.watcher.creation_sent(noting.made(), ReferenceId(1, 2, 8))
     gc.collect()
     kept = [*noting.rows._fields, *noting.rows._ends]
     assert len(kept) == 3 * WIDTH + 2

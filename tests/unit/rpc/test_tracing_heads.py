@@ -17,19 +17,24 @@ from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
     NO_GRAD,
-    PLAIN,
     Kind,
-    code_names,
     encode_call,
-    encode_post,
     encode_reply,
-    in_span,
-    with_code,
 )
 
 SECRET = b"the values of the program"
-CALL = encode_call(4, 1.0, 9, 3, 8, b"module:function", (), SECRET, b"t" * 30)
-REPLY = encode_reply(7, 0, 3, 8, (), SECRET, b"t" * 20)
+HEAD = (1.0, 9, 3, 8, b"module:function")
+
+
+def framed(kind: Kind, control: bytes) -> Buffer:
+    return encode_frame(kind, 0, 7, control)[0]
+
+
+CALL = framed(Kind.CALL, encode_call(*HEAD, b"", b"", (), SECRET, b"t" * 30))
+BY_VALUE = encode_call(*HEAD, b"a context", SECRET, (), SECRET, b"t" * 30)
+REPLY = framed(Kind.REPLY, encode_reply(3, 8, (), SECRET, b"t" * 20))
+PORT = encode_call(1.0, -1, 0, 0, SECRET, b"", b"", (), SECRET, b"t" * 10)
+OUTSIDE = encode_call(1.0, -1, NO_GRAD, 0, b"m:f", b"", b"", (), SECRET)
 NAME = PassName(3, 5, 4, PassMode())
 
 GRADIENTS = encode_head(NAME, Gradients(8, (), Progress([1], [2])), 0, len(SECRET))
@@ -37,12 +42,10 @@ GRADIENTS += SECRET + b"t" * 12
 
 CASES = [
     (CALL, Ids(3, 8, 9, 30)),
-    (encode_call(4, 1.0, -1, NO_GRAD, 0, b"m:f", (), SECRET), Ids(0, 0, -1, 0)),
-    (with_code(CALL, code_names((1, 2))), Ids(3, 8, 9, 30)),
-    (in_span([CALL], b"a context")[0], Ids(3, 8, 9, 30)),
-    (in_span([with_code(CALL, code_names((1, 2)))], b"a context")[0], Ids(3, 8, 9, 30)),
+    (framed(Kind.CALL, OUTSIDE), Ids(0, 0, -1, 0)),
+    (framed(Kind.CALL, BY_VALUE), Ids(3, 8, 9, 30)),
     (REPLY, Ids(3, 8, -1, 20)),
-    (encode_post(6, SECRET, b"t" * 10), Ids(inline_bytes=10)),
+    (framed(Kind.POST, PORT), Ids(inline_bytes=10)),
     (
         encode_frame(Kind.GRADIENTS, 0, 5, GRADIENTS)[0],
         Ids(3, 8, inline_bytes=12),
@@ -55,12 +58,11 @@ CASES = [
 @pytest.mark.parametrize(("frame", "expected"), CASES)
 def test_the_numbers_of_a_message_are_kept_and_no_value(frame: Buffer, expected: Ids) -> None:
     kind, flags, control = frame[0], frame[1], frame[HEADER_BYTES:]
-    head = head_in(kind, flags, control)
+    head = head_in(kind, control)
     assert ids_in(kind, flags, head, len(control)) == expected
     assert not has_secret(head)
     cut, cut_of_message = HEAD_OF_CONTROL[kind], HEAD_OF_MESSAGE[kind]
-    if cut is not None:
-        assert control[cut] == head
+    assert control[cut] == head
     if cut_of_message is not None:
         assert frame[cut_of_message] == frame[:HEADER_BYTES] + head
 
@@ -177,7 +179,7 @@ def test_the_size_of_a_received_frame_is_that_on_the_connection(
     link, rows = traced
     control = encode(NAME, Failed(1, "op", SECRET)) + b"c" * 500
     buffers = [memoryview(b"x" * size) for size in sizes]
-    parts = encode_frame(Kind.BACKWARD, PLAIN, 5, control, buffers)
+    parts = encode_frame(Kind.BACKWARD, 16, 5, control, buffers)
     link.receives([*parts, REPLY])
     first, second = records(rows)
     assert isinstance(first, Received)

@@ -24,7 +24,6 @@ from hypothesis import strategies as st
 
 from tests.interpreters import frees_functions
 from tests.unit.serialize import importable
-from tests.unit.serialize.trips import by_codes
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import by_value
 from torchweft.serialize.by_value import Code, bind, take_apart
@@ -53,7 +52,6 @@ def whole(value: Any) -> Any:
 
 WAYS: dict[str, Callable[[Any], Any]] = {
     "in parts": lambda function: bound(function)[0],
-    "by codes": by_codes,
     "whole": whole,
 }
 
@@ -175,15 +173,15 @@ def test_another_code_object_under_the_same_id_is_another_one() -> None:
         namespace.clear()
 
 
-def test_equal_code_has_an_equal_digest() -> None:
-    digests = set()
+def test_equal_code_has_equal_bytes() -> None:
+    contents = set()
     for _ in range(3):
         namespace: dict[str, Any] = {"__name__": "made"}
         exec("def function(x): return [x, 'a', (1, 2.5)]", namespace)
         function = namespace["function"]
-        digests.add(apart(function)[0].digest)
-        digests.add(apart(bound(function)[0])[0].digest)
-    assert len(digests) == 1
+        contents.add(apart(function)[0].content)
+        contents.add(apart(bound(function)[0])[0].content)
+    assert len(contents) == 1
 
 
 @pytest.mark.parametrize(
@@ -214,7 +212,7 @@ def test_a_change_of_what_the_code_says_is_seen(change: str) -> None:
     assert apart(function)[0] is before
     exec(change, {"function": function, "namespace": namespace, "math": math})
     code = apart(function)[0]
-    assert code.digest != before.digest or "efaults" in change
+    assert code.content != before.content or "efaults" in change
     expected = pickle.loads(cloudpickle.dumps(function))
     arrived = bound(function)[0]
     for name in (*ATTRIBUTES, "__annotations__"):
@@ -252,8 +250,7 @@ def test_a_submodule_that_is_imported_later_is_imported_by_the_receiver(
     assert "xml.dom.minidom" in sys.modules
 
 
-@pytest.mark.parametrize("way", ["by codes", "whole"])
-def test_captured_values_are_new_in_each_call(way: str) -> None:
+def test_captured_values_are_new_in_each_call() -> None:
     seen, count = [1], 0
 
     def function() -> Any:
@@ -264,7 +261,7 @@ def test_captured_values_are_new_in_each_call(way: str) -> None:
         return seen, count, function.calls  # type: ignore[attr-defined]
 
     for _ in range(2):
-        assert WAYS[way](function)() == ([1, 1], 1, 1)
+        assert whole(function)() == ([1, 1], 1, 1)
     assert (seen, count) == ([1], 0)
 
 
@@ -273,7 +270,7 @@ def test_coroutines_and_tracebacks_are_those_of_the_original() -> None:
         await asyncio.sleep(0)
         return value
 
-    assert asyncio.run(by_codes(later)(3)) == 3
+    assert asyncio.run(whole(later)(3)) == 3
 
     def fails() -> None:
         raise ValueError("here")
@@ -327,10 +324,7 @@ def unusual() -> dict[str, Any]:
 def test_an_unusual_function_is_not_taken_apart_and_travels(kind: str) -> None:
     function = unusual()[kind]
     assert take_apart(function) is None
-    codes: list[Code] = []
-    packed = pack(function, main_by_name=True, codes=codes)
-    assert not codes
-    arrived: Any = unpack(packed.payload, [], [])
+    arrived: Any = whole(function)
     assert arrived() == function()
     assert arrived.__doc__ == function.__doc__
 
@@ -476,7 +470,7 @@ def test_random_functions_arrive_as_cloudpickle_sends_them(source: str, way: str
     function = namespace["function"]
     expected = pickle.loads(cloudpickle.dumps(function))
     if way == "in parts" and vars(function):
-        way = "by codes"  # Attributes go in a pickle.
+        way = "whole"  # Attributes go in a pickle.
     for _ in range(2):
         arrived = WAYS[way](function)
         for name in (*ATTRIBUTES, "__annotations__"):

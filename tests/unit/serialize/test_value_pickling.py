@@ -12,11 +12,10 @@ from typing import Any, cast
 import cloudpickle
 import pytest
 import torch
-from torch import nn
 
-from tests.unit.serialize.trips import by_codes
-from torchweft.errors import NotAllowed, SerializationError
-from torchweft.serialize.by_value import Code
+from tests.unit.serialize.trips import object_trip
+from torchweft.errors import NotAllowed
+from torchweft.serialize.by_value import Code, take_apart
 from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.reading import make_reader
 
@@ -24,7 +23,7 @@ from torchweft.serialize.reading import make_reader
 def test_functions_that_share_globals_share_them_after_the_trip() -> None:
     namespace: dict[str, Any] = {"__name__": "made", "total": 1}
     exec("def add():\n global total\n total += 1\ndef get(): return total", namespace)
-    add, get = by_codes([namespace["add"], namespace["get"]])
+    add, get = object_trip([namespace["add"], namespace["get"]])
     add()
     assert get() == 2
     assert namespace["total"] == 1
@@ -43,7 +42,7 @@ def test_a_function_and_its_method_that_refer_to_each_other() -> None:
     def function() -> type[Local]:
         return Local
 
-    arrived = by_codes(function)
+    arrived = object_trip(function)
     assert arrived()().method() is arrived
     assert "Local" in arrived()().parent()
     assert arrived().__doc__ == Local.__doc__
@@ -54,31 +53,17 @@ def test_a_function_that_refers_to_a_module_without_an_import() -> None:
     decorate: Any = torch.autograd.function.once_differentiable
     function = decorate(lambda ctx, gradient: gradient)
     assert "torch._C._functions" not in sys.modules
-    assert by_codes(function).__globals__["_functions"] is torch._C._functions  # type: ignore[attr-defined]
+    assert object_trip(function).__globals__["_functions"] is torch._C._functions  # type: ignore[attr-defined]
 
 
 def test_tensors_and_functions_are_one_object_each_in_a_pickle() -> None:
     tensor = torch.ones(2)
     function = lambda: tensor  # noqa: E731
-    codes: list[Code] = []
-    packed = pack([function, tensor, (function,)], main_by_name=True, codes=codes)
-    assert len(codes) == len(packed.tensors) == 1
-    arrived: Any = unpack(packed.payload, packed.tensors, [], codes=codes)
+    packed = pack([function, tensor, (function,)], main_by_name=True)
+    assert len(packed.tensors) == 1
+    arrived: Any = unpack(packed.payload, packed.tensors, [])
     assert arrived[0]() is arrived[1] is tensor
     assert arrived[2][0] is arrived[0]
-
-
-def test_the_code_in_a_pickle_stays_outside_of_it() -> None:
-    secret = "a text that only the code has"
-
-    def function() -> str:
-        return "a text that only the code has"
-
-    codes: list[Code] = []
-    packed = pack([function], main_by_name=True, codes=codes)
-    assert secret.encode() not in packed.payload
-    assert secret.encode() in codes[0].content
-    assert secret.encode() in pack([function], main_by_name=True).payload
 
 
 # Readers that refuse functions by value
@@ -88,16 +73,12 @@ def test_a_reader_with_an_allow_list_refuses_code_in_the_same_words() -> None:
     reader = make_reader(["tests"], False, "ps")
     function = lambda: 1  # noqa: E731
     texts = set()
-    codes: list[Code] = []
-    for packed in (
-        pack([function], main_by_name=True, codes=codes),
-        pack([function], main_by_name=True),
-    ):
-        with pytest.raises(NotAllowed) as caught:
-            reader.unpack(packed.payload, [], [], codes=codes)
-        texts.add(str(caught.value))
+    packed = pack([function], main_by_name=True)
     with pytest.raises(NotAllowed) as caught:
-        reader.bind(codes[0], ())
+        reader.unpack(packed.payload, [], [])
+    texts.add(str(caught.value))
+    with pytest.raises(NotAllowed) as caught:
+        reader.bind(Code(b"code"), ())
     texts.add(str(caught.value))
     old = reader.unpack
     with pytest.raises(NotAllowed) as caught:
@@ -109,12 +90,11 @@ def test_a_reader_with_an_allow_list_refuses_code_in_the_same_words() -> None:
 
 def test_a_strict_reader_refuses_code() -> None:
     reader = make_reader(None, True, "ps")
-    codes: list[Code] = []
-    packed = pack([lambda: 1], main_by_name=True, codes=codes)
+    packed = pack([lambda: 1], main_by_name=True)
     with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
-        reader.unpack(packed.payload, [], [], codes=codes)
+        reader.unpack(packed.payload, [], [])
     with pytest.raises(NotAllowed, match="is strict and was sent a pickle"):
-        reader.bind(codes[0], ())
+        reader.bind(Code(b"code"), ())
 
 
 def test_enumerations_and_dataclasses_of_a_function_travel() -> None:
@@ -137,7 +117,7 @@ def test_enumerations_and_dataclasses_of_a_function_travel() -> None:
         def origin(cls) -> Any:
             return cls(0)
 
-    arrived = by_codes([Point(3), Colour.RED, Point])
+    arrived = object_trip([Point(3), Colour.RED, Point])
     assert (arrived[0].x, arrived[0].doubled, arrived[0].colour.double()) == (3, 6, 2)
     assert arrived[1] is arrived[0].colour
     assert arrived[2].origin() == arrived[2](0)
@@ -146,27 +126,12 @@ def test_enumerations_and_dataclasses_of_a_function_travel() -> None:
 def test_one_code_of_many_functions_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)  # Else each has a copy.
     functions = [(lambda x, y=y: x + y) for y in range(5)]
-    codes: list[Code] = []
-    packed = pack(functions, main_by_name=True, codes=codes)
-    assert len(codes) == 1
-    arrived: Any = unpack(packed.payload, [], [], codes=codes)
+    code = take_apart(functions[0])[0].content  # type: ignore[index, arg-type]
+    packed = pack(functions, main_by_name=True)
+    assert packed.payload.count(code) == 1
+    arrived: Any = unpack(packed.payload, [], [])
     assert [each(1) for each in arrived] == [1, 2, 3, 4, 5]
     assert len({id(each.__code__) for each in arrived}) == 1
-
-
-def test_a_payload_with_too_few_codes_is_refused() -> None:
-    codes: list[Code] = []
-    packed = pack([lambda: 1], main_by_name=True, codes=codes)
-    with pytest.raises(SerializationError, match="cannot be rebuilt"):
-        unpack(packed.payload, [], [], codes=[])
-
-
-def test_a_value_that_needs_no_code_is_packed_as_ever() -> None:
-    for value in ([1, "a"], {"f": len}, (torch.ones(1), nn.Linear(1, 1))):
-        codes: list[Code] = []
-        packed = pack(value, main_by_name=True, codes=codes)
-        assert not codes
-        assert packed.payload == pack(value, main_by_name=True).payload
 
 
 MAIN = """
@@ -220,14 +185,10 @@ def test_the_tools_of_the_standard_library_in_a_main_program_go_by_value(
     monkeypatch.setitem(sys.modules, "__main__", main)
     exec(MAIN, vars(main))
     wanted = main.follow, main.fibonacci, main.show, main.Model, [main.T, main.Id, main.Weighted]
-    lists: list[list[Code]] = [[] for _ in wanted]
-    packed = [
-        (pack(value, main_by_name=False, codes=codes), codes)
-        for value, codes in zip(wanted, lists, strict=True)
-    ]
+    packed = [pack(value, main_by_name=False) for value in wanted]
     vars(main).clear()  # The receiver's program defines none of these.
     follow, fibonacci, show, model, kinds = cast(
-        "Any", [unpack(each.payload, [], [], codes=codes) for each, codes in packed]
+        "Any", [unpack(each.payload, [], []) for each in packed]
     )
     assert follow({"id": 4}) == 5
     assert fibonacci(20) == 6765
@@ -241,6 +202,6 @@ def test_the_tools_of_the_standard_library_in_a_main_program_go_by_value(
 
 def test_cached_functions_that_are_local_travel() -> None:
     cached = functools.lru_cache(lambda value: value + 1)
-    arrived = by_codes([cached, cached])
+    arrived = object_trip([cached, cached])
     assert arrived[0](1) == 2
     assert arrived[1].cache_info().currsize == 1

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.serialize.by_value import Code
 from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.tensors import as_memory, describe, rebuild
 
@@ -35,14 +34,6 @@ def raw(tensor: Tensor) -> bytes:
     if plain.element_size() == 1:
         plain = plain.view(torch.uint8)  # torch cannot copy every one-byte dtype
     return bytes(as_memory(plain.contiguous().view(-1)))
-
-
-def by_codes(value: Any, main_by_name: bool = True) -> Any:
-    """Returns a value after a trip in a pickle whose code travels separately."""
-    codes: list[Code] = []
-    packed = pack(value, main_by_name=main_by_name, codes=codes)
-    received = [Code(code.content) for code in codes]
-    return unpack(packed.payload, packed.tensors, packed.externals, codes=received)
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> Tensor:

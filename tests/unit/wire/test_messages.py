@@ -12,43 +12,30 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ID_LIMIT, ReferenceId
-from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
+from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
-    CAPTURED,
+    CALL_HEAD_BYTES,
     ERROR_REPLY,
     MAX_SPAN_BYTES,
+    NAMED,
     NO_CREATION,
     NO_GRAD,
-    NUMBER,
-    NUMBER_OFFSET,
-    PLAIN,
-    POSITIONAL,
+    REPLY_HEAD_BYTES,
     TABLES,
     HandedReference,
     Kind,
-    code_names,
     decode_call,
-    decode_code,
-    decode_code_names,
     decode_ints,
     decode_pass_span,
-    decode_post,
     decode_reply,
-    decode_span,
     decode_step,
     decode_tables,
     encode_call,
-    encode_call_front,
-    encode_code,
     encode_ints,
-    encode_post,
     encode_reply,
-    encode_reply_front,
     encode_tables,
     encode_texts,
-    in_span,
     pass_span,
-    with_code,
 )
 
 unsigned = st.integers(0, 2**64 - 1)
@@ -69,92 +56,28 @@ def test_kinds_fit_the_header() -> None:
 
 
 def test_flags_are_single_bits_of_their_own() -> None:
-    bits = (ERROR_REPLY, TABLES, POSITIONAL, CAPTURED)
-    assert sum(bits) == ERROR_REPLY | TABLES | POSITIONAL | CAPTURED == 15
+    assert sorted((ERROR_REPLY, TABLES, NAMED)) == [1, 2, 4]
 
 
 call_heads = st.tuples(
     *(st.floats(allow_nan=False), st.integers(NO_CREATION, 2**63 - 1), contexts, natural),
-    *(sections, references, sections),
+    *(sections, sections, sections, references, sections),
 )
 
 
 @settings(max_examples=examples(60))
-@given(unsigned, flags, call_heads, tensor_parts, st.booleans())
-def test_a_call_survives(
-    number: int, flags: int, head: tuple[Any, ...], tensors: list[bytes], is_view: bool
-) -> None:
+@given(call_heads, tensor_parts, st.booleans())
+def test_a_call_survives(head: tuple[Any, ...], tensors: list[bytes], is_view: bool) -> None:
     *_, payload = head
     inside = b"".join(tensors)
-    frame = encode_call(flags, *head, inside)
-    NUMBER.pack_into(frame, NUMBER_OFFSET, number)
-    control = frame[HEADER_BYTES:]
-    assert HEADER.unpack_from(frame) == (Kind.CALL, flags, 0, len(control), number)
-    remaining_s, creation, name, value = decode_call(memoryview(control) if is_view else control)
+    control = encode_call(*head, inside)
+    *decoded, value = decode_call(memoryview(control) if is_view else control)
     context_id, message_id, handed, start, end = value
-    assert (remaining_s, creation, context_id, message_id, name, handed) == head[:-1]
+    remaining_s, creation, name, span, code = decoded
+    numbers = remaining_s, creation, context_id, message_id
+    assert (*numbers, name, span, code, handed) == head[:-1]
     assert control[start:end] == payload
     assert control[end:] == inside
-    assert encode_call_front(*head) + inside == control
-
-
-@settings(max_examples=examples(60))
-@given(unsigned, flags, call_heads, sections, numbers, st.booleans())
-def test_a_call_with_code_is_a_call_behind_the_numbers_of_its_codes(
-    number: int,
-    flags: int,
-    head: tuple[Any, ...],
-    tensors: bytes,
-    codes: tuple[int, ...],
-    is_view: bool,
-) -> None:
-    call = encode_call(flags, *head, tensors)
-    frame = with_code(call, code_names(codes))
-    NUMBER.pack_into(frame, NUMBER_OFFSET, number)
-    control = frame[HEADER_BYTES:]
-    assert HEADER.unpack_from(frame) == (Kind.CALL_WITH_CODE, flags, 0, len(control), number)
-    decoded, rest = decode_code_names(memoryview(control) if is_view else control)
-    assert decoded == codes
-    assert rest == call[HEADER_BYTES:]
-
-
-@settings(max_examples=examples(60))
-@given(unsigned, flags, call_heads, sections, numbers, sections, st.booleans())
-def test_a_call_in_a_span_is_a_call_behind_the_context_of_the_span(
-    number: int,
-    flags: int,
-    head: tuple[Any, ...],
-    tensors: bytes,
-    codes: tuple[int, ...],
-    context: bytes,
-    is_view: bool,
-) -> None:
-    call = encode_call(flags, *head, tensors)
-    for inner in (call, with_code(call, code_names(codes))):
-        NUMBER.pack_into(inner, NUMBER_OFFSET, number)
-        (frame,) = in_span([inner], context)
-        control = frame[HEADER_BYTES:]
-        assert HEADER.unpack_from(frame) == (Kind.CALL_IN_SPAN, flags, 0, len(control), number)
-        decoded = decode_span(memoryview(control) if is_view else control)
-        assert decoded == (inner[0], context, inner[HEADER_BYTES:])
-
-
-@pytest.mark.parametrize("sizes", [(10,), (10, 5000), (5000, 0, 7)])
-def test_buffers_follow_a_call_in_a_span_as_they_followed_the_call(sizes: tuple[int, ...]) -> None:
-    buffers = [memoryview(bytes([place] * size)) for place, size in enumerate(sizes)]
-    sent = b"".join(in_span(encode_frame(Kind.CALL, 2, 7, b"a call", buffers), b"context"))
-    kind, flags, count, size, number = HEADER.unpack_from(sent)
-    assert (kind, flags, count, number) == (Kind.CALL_IN_SPAN, 2, len(sizes), 7)
-    assert struct.unpack_from(f"<{count}Q", sent, HEADER_BYTES) == sizes
-    begin = HEADER_BYTES + 8 * count
-    assert decode_span(sent[begin : begin + size]) == (Kind.CALL, b"context", b"a call")
-    assert sent[begin + size :] == b"".join(buffers)
-
-
-@pytest.mark.parametrize("control", [b"", b"\x03", b"\x03\xff\xff", b"\x04\0\0", b"\x1e\0\0rest"])
-def test_a_malformed_call_in_a_span_is_refused(control: bytes) -> None:
-    with pytest.raises(ProtocolError, match="a call in a span"):
-        decode_span(control)
 
 
 def test_the_context_of_a_pass_is_in_a_message_of_its_own() -> None:
@@ -166,36 +89,15 @@ def test_the_context_of_a_pass_is_in_a_message_of_its_own() -> None:
 
 
 @settings(max_examples=examples(60))
-@given(unsigned, numbers, sections, st.booleans())
-def test_code_survives(
-    number: int, forgotten: tuple[int, ...], content: bytes, is_view: bool
-) -> None:
-    control = encode_code(number, forgotten, content)
-    decoded = decode_code(memoryview(control) if is_view else control)
-    assert decoded == (number, forgotten, content)
-
-
-@settings(max_examples=examples(60))
-@given(
-    unsigned,
-    flags,
-    st.tuples(contexts, natural, references, sections),
-    tensor_parts,
-    st.booleans(),
-)
-def test_a_reply_survives(
-    number: int, flags: int, head: tuple[Any, ...], tensors: list[bytes], is_view: bool
-) -> None:
+@given(st.tuples(contexts, natural, references, sections), tensor_parts, st.booleans())
+def test_a_reply_survives(head: tuple[Any, ...], tensors: list[bytes], is_view: bool) -> None:
     *_, payload = head
     inside = b"".join(tensors)
-    frame = encode_reply(number, flags, *head, inside)
-    control = frame[HEADER_BYTES:]
-    assert HEADER.unpack_from(frame) == (Kind.REPLY, flags, 0, len(control), number)
+    control = encode_reply(*head, inside)
     *decoded, start, end = decode_reply(memoryview(control) if is_view else control)
     assert tuple(decoded) == head[:-1]
     assert control[start:end] == payload
     assert control[end:] == inside
-    assert encode_reply_front(*head) + inside == control
 
 
 @settings(max_examples=examples(40))
@@ -210,8 +112,8 @@ def test_tables_at_the_end_of_a_message_survive(
 
 def test_more_references_than_a_short_count_holds() -> None:
     many = (HANDED,) * 66_000
-    call = decode_call(encode_call_front(math.inf, NO_CREATION, 0, 0, b"f", many, b"payload"))
-    reply = decode_reply(encode_reply_front(0, 0, many, b"payload"))
+    call = decode_call(encode_call(math.inf, NO_CREATION, 0, 0, b"f", b"", b"", many, b"payload"))
+    reply = decode_reply(encode_reply(0, 0, many, b"payload"))
     (*_, (_, _, of_call, *_)), (_, _, of_reply, *_) = call, reply
     assert len(of_call) == len(of_reply) == 66_000
     assert of_call[-1] == of_reply[-1] == HANDED
@@ -227,10 +129,9 @@ class Endless(bytes):
 def test_more_bytes_than_a_message_has_are_an_error_that_says_so() -> None:
     payload = Endless()
     for encode in (
-        lambda: encode_call(0, 1.0, 2, 3, 4, b"name", (), payload),
-        lambda: encode_call_front(1.0, 2, 3, 4, b"name", (), payload),
-        lambda: encode_reply(1, 0, 3, 4, (), payload),
-        lambda: encode_reply_front(3, 4, (), payload),
+        lambda: encode_call(1.0, 2, 3, 4, b"name", b"", b"", (), payload),
+        lambda: encode_call(1.0, 2, 3, 4, b"", b"", payload, (), b""),
+        lambda: encode_reply(3, 4, (), payload),
     ):
         with pytest.raises(SerializationError, match="send them as tensors"):
             encode()
@@ -265,10 +166,10 @@ def test_texts_of_a_step_are_a_list_of_texts(texts: bytes) -> None:
 
 Decode = Callable[[bytes], object]
 FRONTS: list[tuple[Decode, bytes]] = [
-    (decode_call, encode_call_front(1.0, 2, 3, 4, b"name", (HANDED, HANDED), b"payload")),
-    (decode_call, encode_call_front(1.0, NO_CREATION, 0, 0, b"", (), b"")),
-    (decode_reply, encode_reply_front(1, 2, (HANDED,), b"payload")),
-    (decode_reply, encode_reply_front(0, 0, (), b"")),
+    (decode_call, encode_call(1.0, 2, 3, 4, b"name", b"span", b"code", (HANDED,), b"payload")),
+    (decode_call, encode_call(1.0, NO_CREATION, 0, 0, b"", b"", b"", (), b"")),
+    (decode_reply, encode_reply(1, 2, (HANDED,), b"payload")),
+    (decode_reply, encode_reply(0, 0, (), b"")),
 ]
 
 
@@ -280,47 +181,19 @@ def test_the_front_of_a_message_that_is_cut_is_refused(decode: Decode, valid: by
             decode(valid[:size])
 
 
-@pytest.mark.parametrize("decode", [decode_code_names, decode_code])
-def test_code_that_is_cut_is_refused(decode: Decode) -> None:
-    for count in (1, 2, 3):
-        names, code = code_names(range(count)), encode_code(7, range(count), b"")
-        valid = names if decode is decode_code_names else code
-        decode(valid)
-        for size in range(len(valid)):
-            with pytest.raises(ProtocolError):
-                decode(valid[:size])
-    for count in (b"\xff\xff", b"\xff\xff\xff\xff"):
-        with pytest.raises(ProtocolError):
-            decode(b"" if decode is decode_code_names else bytes(8) + count + bytes(40))
-
-
 @pytest.mark.parametrize(("decode", "valid"), FRONTS)
 def test_numbers_that_lead_beyond_a_message_are_refused(decode: Decode, valid: bytes) -> None:
-    # The last numbers of a head: the size of a call's name, the references, and the payload.
-    head_bytes = 42 if decode is decode_call else 24
+    # The last numbers of a head: the sizes of name, span and code of a call, and the last two.
+    head_bytes = CALL_HEAD_BYTES if decode is decode_call else REPLY_HEAD_BYTES
     fields = [(head_bytes - 8, 4), (head_bytes - 4, 4)]
-    fields += [(head_bytes - 10, 2)] if decode is decode_call else []
+    if decode is decode_call:
+        fields += [(head_bytes - 12, 4), (head_bytes - 14, 2), (head_bytes - 16, 2)]
     for place, size in fields:
         for number in ((1 << 8 * size) - 1, 1 << (8 * size - 1), 40):
             damaged = bytearray(valid)
             damaged[place : place + size] = number.to_bytes(size, "little")
             with pytest.raises(ProtocolError, match="cut short"):
                 decode(bytes(damaged))
-
-
-@settings(max_examples=examples(60))
-@given(unsigned, st.binary(max_size=255), sections)
-def test_a_plain_message_for_a_port(port: int, head: bytes, tensors: bytes) -> None:
-    frame = encode_post(port, head, tensors)
-    kind, flags, count, size, number = HEADER.unpack_from(frame)
-    assert (kind, flags, count, number) == (Kind.POST, PLAIN, 0, port)
-    control = frame[HEADER_BYTES:]
-    assert len(control) == size
-    found, start = decode_post(control)
-    assert (found, control[start:]) == (head, tensors)
-    for cut in range(len(head) + 1):
-        with pytest.raises(ProtocolError, match="and its head"):
-            decode_post(control[:cut])
 
 
 def test_tables_that_are_longer_than_their_message_are_refused() -> None:
@@ -342,9 +215,6 @@ def test_tables_that_are_longer_than_their_message_are_refused() -> None:
             decode_reply,
             decode_tables,
             decode_ints,
-            decode_code,
-            decode_code_names,
-            decode_post,
             decode_step,
         ]
     ),
@@ -385,13 +255,13 @@ def test_numbers_out_of_range_are_refused_when_they_are_read(
     fields: dict[str, Any], said: str
 ) -> None:
     call: dict[str, Any] = {"remaining_s": 1.0, "creation": 3, "context_id": 0, "message_id": 0}
-    call |= {"function": b"f", "references": (), "payload": b""} | fields
+    call |= {"name": b"f", "span": b"", "code": b"", "references": (), "payload": b""} | fields
     with pytest.raises(ProtocolError, match=said):
-        decode_call(encode_call(0, **call)[HEADER_BYTES:])
+        decode_call(encode_call(**call))
     answer = {name: call[name] for name in ("context_id", "message_id", "references", "payload")}
     if not fields.keys() & {"creation", "remaining_s"}:
         with pytest.raises(ProtocolError, match=said):
-            decode_reply(memoryview(encode_reply(1, 0, **answer))[HEADER_BYTES:])
+            decode_reply(memoryview(encode_reply(**answer)))
 
 
 def test_a_list_with_a_negative_number_is_refused() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
 
 from opentelemetry import context as contexts
 from opentelemetry import propagate
@@ -18,7 +17,6 @@ from opentelemetry.context import Context
 from torchweft.agent.peers import Peer
 from torchweft.autograd.codec import PassName
 from torchweft.ids import worker_of
-from torchweft.protocol.backward import Message
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import MAX_SPAN_BYTES, pass_span
 
@@ -92,22 +90,15 @@ class Passes:
         found = self._known.get(key)
         return None if found is None else found.context
 
-    def encode(
-        self,
-        encode: Callable[..., list[Buffer]],
-        peer: Peer,
-        name: PassName,
-        messages: Sequence[Message],
-    ) -> list[Buffer]:
-        """Returns messages of a pass, the first ones to a worker behind the pass's context."""
-        buffers = encode(peer, name, messages)
+    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
+        """Returns the context of a pass as a message, before the first message to a worker."""
         pass_id, key = name.pass_id, (name.pass_id, name.context_id)
         known = self._known.get(key)
         if known is None and worker_of(pass_id) != self.me:
-            return buffers
+            return []
         if known is None:  # The thread that leads a pass is the one that sends.
             known = self._take(key, carried_in(contexts.get_current()))
         if not known.carried or peer.id in known.told or peer.id == worker_of(pass_id):
-            return buffers
+            return []
         known.told.add(peer.id)
-        return [*pass_span(*key, known.carried), *buffers]
+        return pass_span(*key, known.carried)

@@ -12,7 +12,6 @@ from torch.optim.optimizer import (
 from torchweft.agent.agent import Slot
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.rpc.node import Node, current_node
-from torchweft.rpc.watching import Watcher
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
@@ -44,7 +43,6 @@ class Spans:
             ) from error
         self._tracer = tracer.Tracer(tracer_provider)
         self._node: Node | None = None
-        self._watcher: Watcher | None = None
         self._hooks: list[Any] = []
 
     def start(self) -> Spans:
@@ -64,13 +62,13 @@ class Spans:
                 f"spans are on already in worker {node.agent.info.name!r}: stop those first"
             )
         self._node = node
-        self._watcher = self._tracer.watcher(node.agent.me.id)
         self._hooks = [
             register_optimizer_step_pre_hook(self._tracer.step_begins),
             register_optimizer_step_post_hook(self._tracer.step_ends),
         ]
         node.on_end[self] = self.stop
-        node.watching.begin(self._watcher)
+        self._tracer.begin(node.agent.me.id)
+        node.worker.watch(self._tracer)
         return self
 
     def stop(self) -> None:
@@ -79,8 +77,7 @@ class Spans:
         if node is None:
             return
         node.on_end.pop(self, None)
-        if self._watcher is not None:
-            node.watching.end(self._watcher)
+        node.worker.unwatch(self._tracer)
         for hook in self._hooks:
             hook.remove()
         node.agent.slots.pop(_SPANS, None)

@@ -17,9 +17,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from torchweft.observe.tracing.joining import CALLS, Call, Joined, Message
+from torchweft.observe.tracing.joining import Call, Joined, Message
 from torchweft.observe.tracing.reading import FORMAT, ON_CONNECTION, PROFILED, RECEIVE, SEND
 from torchweft.protocol.observing.trace import FETCH, Pulled, Ran, Thread, WorkerTrace
+from torchweft.wire.messages import Kind
 
 Event = dict[str, Any]
 Track = int | tuple[str, int]
@@ -206,7 +207,7 @@ def _slices_of_message(
     if message.channels:
         args["tensors"] = dict(message.channels)
     # A request goes on to the function that it starts.
-    goes_on = message.kind in CALLS and call is not None and call.served is not None
+    goes_on = message.kind == Kind.CALL and call is not None and call.served is not None
     if sent is not None:
         told = {**args, "to": joined.name_of(message.receiver)}
         span = (sent.began_s, max(sent.ended_s, sent.began_s))

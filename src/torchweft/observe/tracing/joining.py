@@ -30,7 +30,6 @@ from torchweft.protocol.observing.trace import (
 )
 from torchweft.wire.messages import NO_CREATION, Kind
 
-CALLS = frozenset({int(Kind.CALL), int(Kind.CALL_WITH_CODE), int(Kind.CALL_IN_SPAN)})
 _REPLY, _GRADIENTS = int(Kind.REPLY), int(Kind.GRADIENTS)
 
 _SERVICE = "torchweft.rpc.tracing.service."
@@ -292,7 +291,7 @@ def _key_of(message: Message) -> Key:
 
 def _call_of(message: Message) -> tuple[int, int]:
     """Returns caller and number of the call that a message belongs to."""
-    if message.kind in CALLS and message.number:
+    if message.kind == Kind.CALL and message.number:
         return message.sender, message.number
     if message.kind == _REPLY:
         return message.receiver, message.number
@@ -330,7 +329,7 @@ def _calls(
                 )
                 call.served = record
     for message in messages:
-        if message.kind in CALLS:
+        if message.kind == Kind.CALL:
             key: Key = (message.sender, message.number)
             if not message.number:
                 key = (message.sender, message.receiver, message.creation)

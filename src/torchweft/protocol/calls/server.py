@@ -14,7 +14,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torchweft.errors import CallCancelled, ProtocolError
@@ -141,6 +141,10 @@ class Answering(Protocol):
 
     unfinished: set[AnsweredCall]
 
+    @property
+    def watchers(self) -> Sequence[Any]:
+        """Hear of the outcomes of calls; see ``torchweft.rpc.watching``."""
+
     def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
         """Answers call ``number`` with a result."""
 
@@ -158,13 +162,15 @@ class AnsweredCall(ServedCall, ABC):
         worker: Sends answers. Invoked directly: an action would cost each call too much.
         context_id: The autograd context in which it runs, or 0.
         owned: The owned value that the outcome becomes; None if a caller waits.
+        notes: What watchers keep with the call; unset if there were none at its begin.
     """
 
-    __slots__ = ("context_id", "owned", "worker")
+    __slots__ = ("context_id", "notes", "owned", "worker")
 
     worker: Answering
     context_id: int
     owned: Any
+    notes: dict[Any, Any]
 
     @abstractmethod
     def create(self, creation: int) -> Any:
@@ -205,14 +211,16 @@ class AnsweredCall(ServedCall, ABC):
             self.worker.unfinished.add(self)
             return True
         self.deadline_s = self.arrived_s + remaining_s
-        # ``is_unwanted``, inlined.
-        if self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None:
+        if super().is_unwanted(now_s):
             self.end()
             return False
         return True
 
     def __call__(self, result: Any, error: BaseException | None) -> None:
         """Ends the call with its outcome. Hot path."""
+        watchers = self.worker.watchers
+        for each in watchers:
+            each.serving_ends(self, error)
         try:
             if self.owned is not None:
                 self.keep(result, error)
@@ -224,14 +232,12 @@ class AnsweredCall(ServedCall, ABC):
                 self.worker.reply_error(self.peer, self.number, error)
         except BaseException as failure:
             self._deliver_instead(self.not_delivered(failure))
-        # ``end``, inlined.
-        if self.number and not self.has_ended:
-            del self.peer.served[self.number]
-        self.has_ended = True
-        self._on_cancel = None
+        self.end()
         if self.owned is not None:
             self.owned = None  # Futures of nested calls may outlive the value.
             self.worker.unfinished.discard(self)
+        for each in watchers:
+            each.served(self, error)
 
     def _deliver_instead(self, error: BaseException) -> None:
         if self.owned is not None:
@@ -273,8 +279,8 @@ class AnsweredCall(ServedCall, ABC):
 
     def is_unwanted(self, now_s: float) -> bool:
         """Returns whether its caller no longer waits, or its value can no longer be wanted."""
-        if self.number:  # As of any served call; hot path of batches.
-            return self.was_cancelled or now_s > self.deadline_s or self.peer.lost is not None
+        if self.number:
+            return super().is_unwanted(now_s)
         return self.peer.lost is not None and not self.is_referred_to()
 
 

@@ -20,9 +20,7 @@ from torchweft.agent.served_calls import current_call
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
-from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import ServedCall
-from torchweft.rpc.batching.gathering import WIDTHS, OfFunction, OfMethod
 from torchweft.rpc.batching.queue import BatchQueue, LocalCall
 from torchweft.rpc.batching.running import Entry, Keywords, Options, Runner
 from torchweft.rpc.batching.stacking import Parts, take_apart
@@ -210,19 +208,6 @@ def expect_calls(function: Callable[..., Any], count: int) -> None:
     batches.expect(getattr(function, "__self__", None), count)
 
 
-def have_method_gathered(call: Any, reference: ReferenceId, method: Any) -> None:
-    """Has further calls of a batched method put into their queue unread, if that is possible.
-
-    Args:
-        call: A call of it by another worker, which waits in its queue.
-        reference: The reference by which it was called.
-        method: The method.
-    """
-    batches = getattr(method, _BATCHES, None)
-    if isinstance(batches, _Batches) and hasattr(method, "__func__"):
-        batches.have_method_gathered(call, reference, method)
-
-
 _Queues = dict[int, tuple[Callable[[], object], BatchQueue]]
 """Queues by the id of their object, with a weak reference to it."""
 
@@ -262,40 +247,16 @@ class _Batches:
         bound, parts = self._parts_of(args, kwargs)
         call: Any = current_call.get()
         if call is not None and self._is_called_by(call):
-            queue = self._queue_of(bound, call.worker.agent)
-            self._have_gathered(call, queue)
-            queue.put(call, bound, parts)
+            self._queue_of(bound, call.worker.agent).put(call, bound, parts)
             return TAKEN
         return self._result(bound, parts)
-
-    def _have_gathered(self, call: Any, queue: BatchQueue) -> None:
-        """Has further calls like a served one put into their queue unread, if that is possible."""
-        name, worker = call.function, call.worker
-        if type(name) is bytes and not self._is_method and self._plain_count in WIDTHS:
-            known = worker.gathering.get(name)
-            if known is None or known.queue is not queue:
-                width = self._plain_count
-                OfFunction(worker, name, width, queue, self.is_of)
-
-    def have_method_gathered(self, call: Any, reference: ReferenceId, method: Any) -> None:
-        """Does the same for a call of a method by a reference."""
-        width, worker = self._plain_count - 1, call.worker
-        queue = self._queue_of((method.__self__,), worker.agent)
-        key = reference, method.__name__
-        known = worker.gathering.get(key)
-        if width in WIDTHS and (known is None or known.queue is not queue):
-            OfMethod(worker, key, call.peer, reference, method, width, queue, self.is_of)
-
-    def is_of(self, function: object) -> bool:
-        """Whether these are the queues of a function."""
-        return getattr(function, _BATCHES, None) is self
 
     def _is_called_by(self, call: ServedCall) -> bool:
         """Whether a served call is one of this function, and not of another that calls it."""
         called = call.function
         if type(called) is bytes:
             called = resolve(called)
-        return self.is_of(called) and not call.has_ended
+        return getattr(called, _BATCHES, None) is self and not call.has_ended
 
     def _parts_of(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

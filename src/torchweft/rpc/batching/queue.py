@@ -18,7 +18,7 @@ from torchweft.agent.agent import Agent, Slot
 from torchweft.errors import CallCancelled, ConfigurationError, QueueFull
 from torchweft.protocol.batching import LAST, NOTHING, REFUSE, Batcher, Request
 from torchweft.protocol.calls import SLOW_S, AnsweredCall
-from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Unread, Waiting
+from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Waiting
 from torchweft.rpc.batching.stacking import Parts
 from torchweft.rpc.batching.statistics import BatchStatistics, Counts
 from torchweft.rpc.worker import WORKER
@@ -28,12 +28,8 @@ from torchweft.runtime.fair_queue import LAST as RUN_LAST
 from torchweft.runtime.fair_queue import OWN
 from torchweft.runtime.reports import log_exception
 from torchweft.runtime.timers import Timer
-from torchweft.serialize.inline import EncodedValue
 
 _TRY_AGAIN_S = 1.0
-_new = tuple.__new__  # The named tuple's own constructor is Python code.
-_END = AnsweredCall.__call__
-"""Ends a call of another worker, unless somebody watches its end."""
 
 
 class BatchQueue:
@@ -70,25 +66,19 @@ class BatchQueue:
 
     # Arrival
 
-    def put(
-        self, call: AnsweredCall, bound: tuple[Any, ...], parts: Any, unread: Unread | None = None
-    ) -> None:
+    def put(self, call: AnsweredCall, bound: tuple[Any, ...], parts: Parts) -> None:
         """Adds a served call, which ends with its outcome later; refuses it if too many wait.
 
         Args:
             call: The call.
             bound: The object whose method is called, or nothing.
-            parts: The other arguments, or the message that has them.
-            unread: How to read that message; None for arguments that were read.
+            parts: The other arguments.
         """
         with self._lock:
-            request = self._add(call, bound, parts, unread)
-            self._counts.refused += request is REFUSE and unread is None
+            request = self._add(call, bound, parts)
+            self._counts.refused += request is REFUSE
         if request is REFUSE:
-            if unread is not None:  # A race: the thread that reads must not send the refusal.
-                unread.queue_again(call, parts)
-            else:
-                call(None, self._full())
+            call(None, self._full())
             return
         call.on_cancel(self._leave)
         self._carry_out(request)  # This thread looks at the tasks next.
@@ -101,9 +91,8 @@ class BatchQueue:
         Raises:
             ConfigurationError: The thread runs a batch of this queue.
         """
-        batches = self._worker.batches
-        if batches is not None:
-            call.context = batches.context_here()
+        if self._worker.carrier is not None:
+            call.context = self._worker.carrier.context_here()
         if threading.get_ident() == self._runs_in:
             raise ConfigurationError(
                 f"{self._name} is called within a batch of its own, and would wait for itself; "
@@ -114,19 +103,17 @@ class BatchQueue:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or not self._room.wait(None if math.isinf(left_s) else left_s):
                     return False
-            request = self._add(call, bound, parts, None)
+            request = self._add(call, bound, parts)
         self._carry_out(request)
         self._agent.reactor.wake()
         return True
 
-    def _add(
-        self, call: Waiting, bound: tuple[Any, ...], parts: Any, unread: Unread | None
-    ) -> Request:
+    def _add(self, call: Waiting, bound: tuple[Any, ...], parts: Parts) -> Request:
         now_s = time.monotonic()
         request = self._batcher.arrived(call, now_s)
         if request is not REFUSE:
             mark = device_streams.mark() if device_streams.HAS_CUDA else None
-            self._entries[call] = _new(Entry, (call, bound, parts, now_s, mark, unread))
+            self._entries[call] = Entry(call, bound, parts, now_s, mark)
         return request
 
     def _full(self) -> QueueFull:
@@ -211,9 +198,6 @@ class BatchQueue:
         entries = [entry for entry in batch if not entry.call.is_unwanted(now_s)]
         if len(entries) < len(batch):
             self._end_all_left(batch, entries)
-        outdated = [each for each in {entry.unread for entry in entries} if _is_outdated(each)]
-        if outdated:
-            entries = _queue_again(entries, outdated)
         if not entries:
             return
         if self._is_slow:
@@ -223,19 +207,8 @@ class BatchQueue:
         run_s = time.monotonic() - now_s
         self._is_slow = run_s > SLOW_S
         self._counts.add_run(run_s, sum(error is not None for _, error in outcomes))
-        if len(entries) == 1:
-            entries[0].call(*outcomes[0])
-            return
-        rows: list[tuple[Any, EncodedValue]] = []
-        with self._agent.answers.together():
-            for entry, (result, error) in zip(entries, outcomes, strict=True):
-                call = entry.call
-                if type(result) is EncodedValue and type(call).__call__ is _END:
-                    rows.append((call, result))
-                else:
-                    call(result, error)
-            if rows:
-                rows[0][0].worker.replies.reply_rows(rows)
+        for entry, (result, error) in zip(entries, outcomes, strict=True):
+            entry.call(result, error)
 
     def _end_all_left(self, batch: list[Entry], wanted: list[Entry]) -> None:
         """Ends the calls of a batch for whose results nobody waits."""
@@ -245,21 +218,6 @@ class BatchQueue:
             self._counts.left += len(left)
         for entry in left:
             _end_left(entry, None)
-
-
-def _is_outdated(unread: Unread | None) -> bool:
-    return unread is not None and unread.is_outdated()
-
-
-def _queue_again(entries: list[Entry], outdated: list[Unread | None]) -> list[Entry]:
-    """Queues calls that are no longer those of this queue's function; returns the others."""
-    left = []
-    for entry in entries:
-        if entry.unread is not None and entry.unread in outdated:
-            entry.unread.queue_again(entry.call, entry.parts)
-        else:
-            left.append(entry)
-    return left
 
 
 def _end_left(entry: Entry, _: object) -> None:

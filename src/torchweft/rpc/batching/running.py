@@ -16,8 +16,6 @@ from torchweft.rpc.batching.stacking import Parts, named, put_together
 from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
-from torchweft.serialize.inline import decode_stacked
-from torchweft.serialize.objects import Packed
 from torchweft.wire.messages import NO_GRAD
 
 
@@ -51,56 +49,22 @@ class Keywords(dict[str, Any]):
     """The keyword arguments of a call, behind its positional ones."""
 
 
-class Unread(Protocol):
-    """How to read the arguments of calls whose messages differ in nothing but their tensors.
-
-    Attributes:
-        start: Where the tensors of a message begin.
-        width: How many tensors there are.
-    """
-
-    start: int
-    width: int
-
-    def read(self, peer: Any, message: Any) -> Any:
-        """Returns the arguments in a message of a worker."""
-
-    def is_outdated(self) -> bool:
-        """Whether the calls are no longer those of the function of this queue."""
-
-    def queue_again(self, call: Any, message: Any) -> None:
-        """Queues a call as if it had just been read."""
-
-
 class Entry(NamedTuple):
     """A call in a queue.
 
     Attributes:
         call: Ends with its outcome.
         bound: The object whose method is called, or nothing.
-        parts: The other arguments; the message that has them, if they were not read.
+        parts: The other arguments.
         arrived_s: When it was put into the queue.
         mark: The end of the GPU work that computes the arguments.
-        unread: How to read them; None if they were read.
     """
 
     call: Waiting
     bound: tuple[Any, ...]
-    parts: Any
+    parts: Parts
     arrived_s: float
     mark: Mark | None = None
-    unread: Unread | None = None
-
-    def as_read(self) -> Entry:
-        """Returns the entry with its arguments read.
-
-        Raises:
-            ProtocolError: The message is malformed.
-        """
-        if self.unread is None:
-            return self
-        args = self.unread.read(self.call.peer, self.parts)
-        return self._replace(parts=stacking.take_apart(args), unread=None)
 
     @property
     def caller(self) -> str:
@@ -145,21 +109,16 @@ class Runner:
     def outcomes(self, entries: list[Entry]) -> list[Outcome]:
         """Returns the outcome of each call; never raises."""
         try:
-            stacked = _stack_unread(entries)
-            if stacked is not None:
-                return self._run(entries, stacked)
-            read, outcomes = _read(entries)
-            for entry in read:
+            for entry in entries:
                 if entry.mark is not None:
                     device_streams.use(entry.mark, entry.parts.leaves)
-            found = iter(self._by_kind(read))
-            return [each or next(found) for each in outcomes]
+            return self._by_kind(entries)
         except BaseException as error:
             return [(None, error)] * len(entries)
 
     def _by_kind(self, entries: list[Entry]) -> list[Outcome]:
         if len(entries) < 2:
-            return self._run(entries) if entries else []
+            return self._run(entries)
         if stacking.are_alike([entry.parts for entry in entries]):
             return self._run(entries)
         kinds = [stacking.kind_of(entry.parts, self._is_padded) for entry in entries]
@@ -183,22 +142,13 @@ class Runner:
     def _differs(self, entry: Entry, example: Entry) -> BaseException:
         return stacking.differs(self._name, entry.caller, entry.parts, example.parts)
 
-    def _run(self, entries: list[Entry], unread: list[Tensor] | None = None) -> list[Outcome]:
-        """Runs calls of one kind; with ``isolate``, by halves after an error.
-
-        Args:
-            entries: The calls.
-            unread: Their stacked arguments, if they were not read.
-        """
+    def _run(self, entries: list[Entry]) -> list[Outcome]:
+        """Runs calls of one kind; with ``isolate``, by halves after an error."""
         try:
-            if unread is None:
-                return self._results(entries)
-            return self._results_of_unread(entries, unread)
+            return self._results(entries)
         except BaseException as error:
             if not self._options.isolate or len(entries) == 1:
                 return self._failed(entries, error)
-        if unread is not None:
-            entries = [entry.as_read() for entry in entries]
         middle = len(entries) // 2
         return self._run(entries[:middle]) + self._run(entries[middle:])
 
@@ -220,8 +170,6 @@ class Runner:
         graph = graph_of(self._name, stacked, result.leaves)
         if graph is not None:
             rows = self._rows_with_graphs(entries, columns, stacked, result, graph)
-        elif not any(entry.stays_here for entry in entries):
-            return _rows_to_send(result, entries)
         else:
             rows = stacking.rows_of(result, len(entries))
         return [
@@ -229,25 +177,14 @@ class Runner:
             for entry, row in zip(entries, rows, strict=True)
         ]
 
-    def _results_of_unread(self, entries: list[Entry], stacked: list[Tensor]) -> list[Outcome]:
-        """Does the same for calls of other workers whose arguments are tensors without grad."""
-        result = self._made(entries, stacked, {})
-        parts = Parts(stacking.tensors_alone(len(stacked)), stacked)
-        self._former_kind = stacking.kind_of_rows(parts, self._is_padded)
-        graph = graph_of(self._name, (), result.leaves)
-        if graph is None:
-            return _rows_to_send(result, entries)
-        rows = self._rows_with_graphs(entries, (), (), result, graph)
-        return [(row, None) for row in rows]
-
     def _made(self, entries: list[Entry], args: Sequence[Any], kwargs: dict[str, Any]) -> Parts:
         """Calls the function with stacked arguments; returns its checked result."""
         run = partial(_outside_of_calls, self._function, *entries[0].bound, *args, **kwargs)
-        batches = None if self._worker is None else self._worker.batches
-        if batches is None:
+        carrier = None if self._worker is None else self._worker.carrier
+        if carrier is None:
             made = run()
         else:
-            made = batches.run([entry.call for entry in entries], self._function, run)
+            made = carrier.run_batch([entry.call for entry in entries], self._function, run)
         result = stacking.take_apart(made)
         stacking.check_rows(
             result, len(entries), self._name, lambda: [entry.caller for entry in entries]
@@ -283,50 +220,6 @@ class Runner:
             ]
             rows.append(put_together(result.structure, leaves))
         return rows
-
-
-def _stack_unread(entries: list[Entry]) -> list[Tensor] | None:
-    """Joins the arguments of calls none of which was read; None if they need a closer look."""
-    first = entries[0].unread
-    if first is None:
-        return None
-    start, width = first.start, first.width
-    contents = []
-    for _, _, message, _, _, unread in entries:
-        if unread is not first and (unread is None or unread.width != width):
-            return None
-        contents.append(message[start if unread is first else unread.start :])
-    return decode_stacked(contents, width)
-
-
-def _read(entries: list[Entry]) -> tuple[list[Entry], list[Outcome | None]]:
-    """Reads the arguments of calls; returns the calls, and the outcomes of those that failed.
-
-    The outcome of each other call is None.
-    """
-    read: list[Entry] = []
-    outcomes: list[Outcome | None] = []
-    for entry in entries:
-        outcome = None
-        try:
-            read.append(entry.as_read())
-        except Exception as error:
-            outcome = None, error
-        outcomes.append(outcome)
-    return read, outcomes
-
-
-def _rows_to_send(result: Parts, entries: list[Entry]) -> list[Outcome]:
-    """Splits a result without a graph into those of calls of other workers."""
-
-    def pack(value: Any) -> Packed:
-        callers = {entry.call.peer for entry in entries}
-        packed: Packed = first.worker.encoder.pack_result_for(callers, value)
-        return packed
-
-    first: Any = entries[0].call
-    rows = stacking.encoded_rows_of(result, pack) or stacking.rows_of(result, len(entries))
-    return [(row, None) for row in rows]
 
 
 def _row(leaf: Any, place: int) -> Any:

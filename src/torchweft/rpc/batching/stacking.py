@@ -14,11 +14,8 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import BatchError
-from torchweft.serialize.inline import LIMIT_BYTES, EncodedValue, encode_rows
-from torchweft.serialize.objects import Packed
 
 _TENSOR, _OTHER = "tensor", "other"
-_new = tuple.__new__  # The named tuple's own constructor is Python code.
 
 
 class Parts(NamedTuple):
@@ -115,11 +112,6 @@ def kind_of(parts: Parts, is_padded: bool) -> Hashable:
         if isinstance(leaf, Tensor):
             described += (leaf.dtype, leaf.device, leaf.ndim if is_padded else leaf.shape)
     return tuple(described)
-
-
-def kind_of_rows(stacked: Parts, is_padded: bool) -> Hashable:
-    """Returns the kind of calls whose arguments, all tensors, were stacked."""
-    return kind_of(Parts(stacked.structure, [each[0] for each in stacked.leaves]), is_padded)
 
 
 def are_alike(calls: Sequence[Parts]) -> bool:
@@ -220,42 +212,6 @@ def rows_of(result: Parts, count: int) -> list[Any]:
     if not columns:
         return [put_together(structure, ()) for _ in range(count)]
     return [put_together(structure, row) for row in zip(*columns, strict=True)]
-
-
-def encoded_rows_of(result: Parts, pack: Callable[[Any], Packed]) -> list[EncodedValue] | None:
-    """Does the same for callers on other workers; None if each row has to be encoded by itself.
-
-    Args:
-        result: The result, without grad.
-        pack: Packs the result of one call so that all callers can read it.
-    """
-    structure, leaves = result
-    columns: dict[int, list[bytes]] = {}
-    example = []
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            rows = encode_rows(leaf)
-            if rows is None:
-                return None
-            if structure is _TENSOR:
-                return [_new(EncodedValue, (b"", row)) for row in rows]
-            leaf = leaf[0]
-            columns[id(leaf)] = rows
-        example.append(leaf)
-    if not columns:
-        return None
-    try:
-        payload, tensors, externals = pack(put_together(structure, example))
-    except Exception:
-        return None  # Of a class of the program. The callers get the error.
-    # The tensors of the message, in their order, must be the leaves and no others.
-    ordered = [columns.pop(id(tensor)) for tensor in tensors if id(tensor) in columns]
-    if externals or columns or len(ordered) < len(tensors):
-        return None
-    if sum(len(rows[0]) for rows in ordered) > LIMIT_BYTES:
-        return None
-    contents = map(b"".join, zip(*ordered, strict=True))
-    return [_new(EncodedValue, (payload, content)) for content in contents]
 
 
 def majority(kinds: Sequence[Hashable], former: Hashable) -> Hashable:

@@ -1,21 +1,23 @@
-"""Derives types of calls that are noted, at their caller and at their callee."""
+"""Notes calls, at their caller and at their callee, and the parts of backward passes."""
 
 from __future__ import annotations
 
 import time
 from _thread import get_ident
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torchweft.agent.calls import PendingCall
+from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.ids import ReferenceId
-from torchweft.protocol.observing.trace import CREATED, MADE, SERVED
-from torchweft.rpc.completion import Call
+from torchweft.protocol.backward import Progress
+from torchweft.protocol.calls import AnsweredCall
+from torchweft.protocol.observing.trace import BACKWARD, CREATED, MADE, RAN, SERVED
 from torchweft.rpc.counting import kept_of, key_of, name_of
+from torchweft.rpc.tracing.passes import operations_due
 from torchweft.rpc.tracing.rows import Rows
 from torchweft.rpc.watching import Watcher
-from torchweft.wire.messages import ERROR_REPLY
+from torchweft.wire.messages import ERROR_REPLY, NO_CREATION
 
 _MOST_NAMES = 10_000
 _clock: Callable[[], float] = time.monotonic
@@ -44,103 +46,131 @@ class Names:
         return name
 
 
-def watcher_of(rows: Rows, names: Names) -> Watcher:
-    """Returns what derives the types of calls that are noted."""
+class TracingWatcher(Watcher):
+    """Notes the calls and the parts of backward passes of one worker.
 
-    def note_creation(function: Any, reference: ReferenceId) -> None:
-        name, owner = names.name_of(function), reference.owner
-        rows.note((rows.number(), CREATED, _clock(), get_ident(), owner, reference.number, name))
+    Args:
+        rows: Takes the notes.
+        names: The names of the called functions.
+    """
 
-    pending = partial(_traced_pending, rows, names)
-    served = partial(_traced_served, rows, names)
-    return Watcher(pending, served, note_creation, is_brief=True)
+    def __init__(self, rows: Rows, names: Names) -> None:
+        self._rows = rows
+        self._names = names
 
+    def call_begins(self, call: PendingCall) -> bytes:
+        """Keeps which thread makes a call."""
+        call.notes[self] = get_ident()
+        return b""
 
-def _traced_pending(rows: Rows, names: Names, base: type[PendingCall]) -> type[PendingCall]:
-    note, number, clock = rows.note_fields, rows.number, _clock
-    known, name_of = names.by_key, names.name_of
-    finish, failed = base.finish, ERROR_REPLY
+    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
+        """Notes a call that makes a value."""
+        rows, name = self._rows, self._names.name_of(call.function)
+        owner, number = reference.owner, reference.number
+        rows.note((rows.number(), CREATED, _clock(), get_ident(), owner, number, name))
 
-    class Traced(base):  # type: ignore[valid-type, misc]
-        """A call that is noted at its caller, before those that wait for it go on."""
-
-        __slots__ = ()
-
-        def finish(self) -> None:
-            function, frame, parent = self.function, self.frame, self.parent
-            try:
-                name = known[id(function.__code__)]
-            except (AttributeError, KeyError):
-                name = name_of(function)
-            note(
-                (
-                    number(),
-                    MADE,
-                    self.started_s,
-                    clock(),
-                    self.thread,
-                    self.worker,
-                    self.number,
-                    name,
-                    -1 if parent is None else parent.peer.id,
-                    0 if parent is None else parent.number,
-                    self.on_done is not None,
-                    frame is None or frame[1] & failed != 0,
-                    0,
-                )
+    def call_ends(self, call: PendingCall) -> None:
+        """Notes a call at its caller."""
+        function: Any = call.function
+        frame, parent = call.frame, call.parent
+        try:
+            name = self._names.by_key[id(function.__code__)]
+        except (AttributeError, KeyError):
+            name = self._names.name_of(function)
+        self._rows.note_fields(
+            (
+                self._rows.number(),
+                MADE,
+                call.started_s,
+                _clock(),
+                call.notes.get(self, 0),
+                call.worker,
+                call.number,
+                name,
+                -1 if parent is None else parent.peer.id,
+                0 if parent is None else parent.number,
+                call.on_done is not None,
+                frame is None or frame.flags & ERROR_REPLY != 0,
+                0,
             )
-            finish(self)
+        )
 
-    return Traced
+    def serving_begins(self, call: AnsweredCall) -> None:
+        """Keeps when and where the turn of a call has come."""
+        call.notes[self] = _Serving(_clock(), get_ident())
 
-
-def _traced_served(rows: Rows, names: Names, base: type[Call]) -> type[Call]:
-    note, note_end = rows.note_fields, rows.note_end
-    number, clock = rows.number, _clock
-    known, name_of = names.by_key, names.name_of
-    begins, answer = base.begins, base.__call__
-
-    class Traced(base):  # type: ignore[valid-type, misc]
-        """A served call that is noted before its caller goes on."""
-
-        __slots__ = ("began_s", "creation", "thread")
-
-        def begins(self, creation: int, remaining_s: float, now_s: float) -> bool:
-            self.began_s, self.creation, self.thread = now_s, creation, get_ident()
-            return begins(self, creation, remaining_s, now_s)
-
-        def __call__(self, result: Any, error: BaseException | None) -> None:
-            try:
-                began_in, function = self.thread, self.function
-            except AttributeError:  # It fails before its turn has come.
-                answer(self, result, error)
-                return
-            if self.has_ended:
-                answer(self, result, error)
-                return
-            try:
-                name = known[function]
-            except (TypeError, KeyError):
-                name = name_of(function)
-            row = number()
-            note(
-                (
-                    row,
-                    SERVED,
-                    self.arrived_s,
-                    self.began_s,
-                    clock(),
-                    began_in,
-                    get_ident(),
-                    self.peer.id,
-                    self.number,
-                    self.creation,
-                    name,
-                    self.context_id,
-                    error is not None,
-                )
+    def serving_ends(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Notes a served call before its caller goes on."""
+        serving = self._serving(call)
+        if serving is None or call.has_ended:
+            return
+        function: Any = call.function
+        try:
+            name = self._names.by_key[function]
+        except (TypeError, KeyError):
+            name = self._names.name_of(function)
+        made = getattr(call, "reference", None)
+        serving.row = self._rows.number()
+        self._rows.note_fields(
+            (
+                serving.row,
+                SERVED,
+                call.arrived_s,
+                serving.began_s,
+                _clock(),
+                serving.thread,
+                get_ident(),
+                call.peer.id,
+                call.number,
+                NO_CREATION if made is None else made.number,
+                name,
+                call.context_id,
+                error is not None,
             )
-            answer(self, result, error)
-            note_end((row, clock()))
+        )
 
-    return Traced
+    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Notes when a call was answered."""
+        serving = self._serving(call)
+        if serving is not None and serving.row is not None:
+            self._rows.note_end((serving.row, _clock()))
+
+    def _serving(self, call: AnsweredCall) -> _Serving | None:
+        notes: dict[Any, _Serving] = getattr(call, "notes", {})
+        return notes.get(self)
+
+    def part_runs(
+        self, local: LocalPass, work: Callable[[], tuple[list[Outgoing], Progress]]
+    ) -> tuple[list[Outgoing], Progress]:
+        """Notes a step of a part of a pass, with the names of its operations."""
+        names = operations_due(local)
+        began_s = _clock()
+        outgoing, progress = work()
+        if progress.executed or outgoing:
+            ended_s = _clock()
+            details = (
+                ("operations", names),
+                ("messages", tuple(progress.executed)),
+                ("answered", tuple(progress.answered)),
+            )
+            name, context_id = next(iter(names), "leaves"), local.context_id
+            row = (self._rows.number(), RAN, began_s, ended_s, get_ident(), BACKWARD)
+            self._rows.note((*row, name, context_id, details))
+        return outgoing, progress
+
+
+class _Serving:
+    """What is kept of a served call until it is answered.
+
+    Attributes:
+        began_s: When its turn came.
+        thread: The thread in which it began.
+        row: Its row, once it has an outcome.
+    """
+
+    __slots__ = ("began_s", "row", "thread")
+
+    def __init__(self, began_s: float, thread: int) -> None:
+        self.began_s = began_s
+        self.thread = thread
+        self.row: int | None = None

@@ -12,24 +12,21 @@ from torchweft.autograd import codec
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import (
     CALL_HEAD_BYTES,
-    CODES_BYTES,
     NO_CREATION,
     NO_GRAD,
-    PLAIN,
     REPLY_HEAD_BYTES,
     TABLES,
     Kind,
     sizes_of_call,
     sizes_of_reply,
-    span_front,
 )
 
 _CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
-_CALL_WITH_CODE, _GRADIENTS = int(Kind.CALL_WITH_CODE), int(Kind.GRADIENTS)
-_CALL_IN_SPAN = int(Kind.CALL_IN_SPAN)
+_GRADIENTS = int(Kind.GRADIENTS)
 
 LENGTHS: dict[int, int] = {
     _CALL: CALL_HEAD_BYTES,
+    _POST: CALL_HEAD_BYTES,
     _REPLY: REPLY_HEAD_BYTES,
     _GRADIENTS: codec.HEAD_BYTES,
     int(Kind.BACKWARD): codec.NAME_BYTES,
@@ -37,20 +34,9 @@ LENGTHS: dict[int, int] = {
 """Bytes to keep of the control part, by the kind of message."""
 
 
-def head_in(kind: int, flags: int, control: Buffer) -> bytes:
+def head_in(kind: int, control: Buffer) -> bytes:
     """Returns what is kept of a control part."""
-    if kind == _CALL_WITH_CODE:
-        return bytes(control[: _codes_bytes(control) + CALL_HEAD_BYTES])
-    if kind == _CALL_IN_SPAN:  # With the context, which has a size of its own.
-        kind, start = span_front(control)
-        return bytes(control[:start]) + head_in(kind, flags, control[start:])
-    if kind == _POST:
-        return bytes(control[: 1 if flags & PLAIN else CALL_HEAD_BYTES])
     return bytes(control[: LENGTHS.get(kind, 0)])
-
-
-def _codes_bytes(control: Buffer) -> int:
-    return CODES_BYTES + 8 * int.from_bytes(control[:CODES_BYTES], "little")
 
 
 class Ids(NamedTuple):
@@ -84,15 +70,7 @@ def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
         return Ids(context_id, message_id, NO_CREATION, inline_bytes)
     if kind == Kind.BACKWARD and len(head) == codec.NAME_BYTES:
         return Ids(codec.context_in(head))
-    if kind == _POST and flags & PLAIN and head:
-        return Ids(inline_bytes=control_bytes - 1 - head[0])
-    if kind == _CALL_IN_SPAN:
-        kind, start = span_front(head)
-        head, control_bytes = head[start:], control_bytes - start
-    if kind == _CALL_WITH_CODE:
-        codes = _codes_bytes(head)
-        head, control_bytes = head[codes:], control_bytes - codes
-    if kind in (_CALL, _CALL_WITH_CODE, _POST) and len(head) == CALL_HEAD_BYTES:
+    if kind in (_CALL, _POST) and len(head) == CALL_HEAD_BYTES:
         found = sizes_of_call(head)
     elif kind == _REPLY and len(head) == REPLY_HEAD_BYTES:
         found = sizes_of_reply(head)

@@ -99,10 +99,7 @@ def frames_noter(rows: Rows) -> Callable[[Sequence[Frame], int], None]:
             size = HEADER_BYTES + len(control)
             if buffers:
                 size += sum([8 + len(each) for each in buffers])
-            cut = cuts[kind]
-            head = head_in(kind, flags, control) if cut is None else control[cut]
-            if type(head) is not bytes:
-                head = bytes(head)
+            head = bytes(control[cuts[kind]])
             row = number()
             note((row, RECEIVED, now_s, thread, peer, size, kind, flags, identity, head, 0, 0, 0))
 
@@ -115,7 +112,7 @@ def note_parts(rows: Rows, parts: list[Buffer], peer: int) -> list[int]:
     now_s, thread, place = _clock(), get_ident(), 0
     while place < len(parts):
         part = memoryview(parts[place])
-        kind, flags, count, control, _ = HEADER.unpack_from(part)
+        kind, _, count, control, _ = HEADER.unpack_from(part)
         begin = HEADER_BYTES + 8 * count
         least = begin + control
         size = len(part)
@@ -123,7 +120,7 @@ def note_parts(rows: Rows, parts: list[Buffer], peer: int) -> list[int]:
         if count and size == least:  # Otherwise its only buffer is in the same part.
             size += sum([len(each) for each in parts[place : place + count]])
             place += count
-        head = bytes(part[:HEADER_BYTES]) + head_in(kind, flags, part[begin:least])
+        head = bytes(part[:HEADER_BYTES]) + head_in(kind, part[begin:least])
         number = rows.number()
         rows.note_fields((number, SENT, now_s, thread, peer, size, head, 0, 0, 0, 0, 0, 0))
         numbers.append(number)

@@ -1,4 +1,4 @@
-"""Derives the types that note fetched tensors and the parts of backward passes."""
+"""Notes fetched tensors, and names the operations in parts of backward passes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch.autograd.graph import Node
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.autograd.contexts import PLACEHOLDER
-from torchweft.autograd.graph import LocalPass, Outgoing
+from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.walk import Reached
-from torchweft.protocol.backward import Progress
-from torchweft.protocol.observing.trace import BACKWARD, FETCH, RAN
+from torchweft.protocol.observing.trace import FETCH, RAN
 from torchweft.rpc.tracing.rows import Note, Number
 
 _MOST_NODES = 2000
@@ -42,31 +41,6 @@ def traced_messages(note: Note, number: Number) -> type[TensorMessages]:
                 details = (("from", peer.name),)
                 row = (number(), RAN, began_s, ended_s, get_ident(), FETCH, "tensors", 0, details)
                 note(row)
-
-    return Traced
-
-
-def traced_pass(base: type[LocalPass], note: Note, number: Number) -> type[LocalPass]:
-    """Returns a type of parts of passes that notes them, with the names of their operations."""
-
-    class Traced(base):  # type: ignore[valid-type, misc]
-        """Notes the parts of a pass that run on this worker."""
-
-        def work(self) -> tuple[list[Outgoing], Progress]:
-            names = operations_due(self)
-            began_s = time.monotonic()
-            outgoing, progress = super().work()
-            if progress.executed or outgoing:
-                ended_s = time.monotonic()
-                details = (
-                    ("operations", names),
-                    ("messages", tuple(progress.executed)),
-                    ("answered", tuple(progress.answered)),
-                )
-                name, context_id = next(iter(names), "leaves"), self._context.id
-                row = (number(), RAN, began_s, ended_s, get_ident(), BACKWARD, name, context_id)
-                note((*row, details))
-            return outgoing, progress
 
     return Traced
 

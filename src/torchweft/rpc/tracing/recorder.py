@@ -1,7 +1,7 @@
 """Records what one worker does while it is traced.
 
-The types of calls, links and passes are replaced by subclasses that note rows. So a worker that is
-not traced pays nothing. ``rows`` keeps the rows.
+A watcher notes calls and passes, and subclasses of links and of tensor messages note these. So a
+worker that is not traced pays nothing. ``rows`` keeps the rows.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import threading
 import time
 from _thread import get_ident
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch.optim.optimizer import (
@@ -33,12 +32,11 @@ from torchweft.protocol.observing.trace import (
     Row,
 )
 from torchweft.rpc.node import current_node
-from torchweft.rpc.tracing.calls import Names, watcher_of
+from torchweft.rpc.tracing.calls import Names, TracingWatcher
 from torchweft.rpc.tracing.links import TracedLinks
-from torchweft.rpc.tracing.passes import traced_messages, traced_pass
+from torchweft.rpc.tracing.passes import traced_messages
 from torchweft.rpc.tracing.profiling import Profiling
 from torchweft.rpc.tracing.rows import Note, Number, Rows
-from torchweft.rpc.watching import Watcher, Watching
 from torchweft.rpc.worker import Worker
 from torchweft.transport.link import Link
 from torchweft.wire.messages import Kind
@@ -73,16 +71,14 @@ class Recorder:
 
     Args:
         worker: The worker.
-        watching: Has its calls noted.
     """
 
-    def __init__(self, worker: Worker, watching: Watching) -> None:
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._agent = worker.agent
-        self._watching = watching
         self._lock = threading.RLock()
         self._recording: Recording | None = None
-        self._watcher: Watcher | None = None
+        self._watcher: TracingWatcher | None = None
         self._hooks: list[Any] = []
 
     @property
@@ -127,10 +123,9 @@ class Recorder:
 
     def _switch_on(self, recording: Recording) -> None:
         rows, note, number = recording.rows, recording.rows.note, recording.rows.number
-        parts = partial(traced_pass, note=note, number=number)
-        self._watcher = watcher_of(rows, recording.names)._replace(parts=parts)
-        self._watching.begin(self._watcher)
         agent, worker = self._agent, self._worker
+        self._watcher = TracingWatcher(rows, recording.names)
+        worker.watch(self._watcher)
         worker.tensor_messages.__class__ = traced_messages(note, number)
         worker.tensor_messages.on_offered = _note_offered(note, number)
         agent.on_pulled = _note_pulled(note, number)
@@ -155,7 +150,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         if self._watcher is not None:
-            self._watching.end(self._watcher)
+            worker.unwatch(self._watcher)
 
     def end(self, trace: int, leader: int) -> dict[str, Any]:
         """Stops noting; returns plain values about the recording, without its rows.
@@ -252,7 +247,7 @@ class Recorder:
 
 def _of_this_worker() -> Recorder:
     node = current_node()
-    recorder = Recorder(node.worker, node.watching)
+    recorder = Recorder(node.worker)
     node.on_end[RECORDER] = recorder.close
     return recorder
 

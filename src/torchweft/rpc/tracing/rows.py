@@ -39,11 +39,8 @@ WIDTH = 13
 _MADE_FIELDS, _SENT_FIELDS, _RECEIVED_FIELDS = 12, 7, 10
 _FILLED_UP = (0,) * (WIDTH - 3)
 
-HEAD_OF_CONTROL: Sequence[slice | None] = [
-    slice(LENGTHS[kind]) if kind in LENGTHS else None for kind in range(256)
-]
-"""Cuts from a control part what is kept of it, by the kind of message. None for kinds without a
-fixed size: see ``heads.head_in``."""
+HEAD_OF_CONTROL: Sequence[slice] = [slice(LENGTHS.get(kind, 0)) for kind in range(256)]
+"""Cuts from a control part what is kept of it, by the kind of message."""
 HEAD_OF_MESSAGE: Sequence[slice | None] = [
     slice(HEADER_BYTES + LENGTHS[kind]) if kind in (Kind.CALL, Kind.REPLY) else None
     for kind in range(256)

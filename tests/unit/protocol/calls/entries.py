@@ -52,6 +52,7 @@ class Served(AnsweredCall):
         self.owned = None
         self.worker = self
         self.unfinished: set[AnsweredCall] = set()
+        self.watchers: tuple[Any, ...] = ()
         self.told: list[Any] = []
         self.failure: BaseException | None = None
         self.is_wanted = self.is_referred = True

@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft.errors import ConfigurationError, QueueFull
 from torchweft.rpc.functions import BatchStatistics, batch_statistics, batched
-from torchweft.transport.link import Link
 
 _may_go_on = threading.Event()
 _began = threading.Event()
@@ -44,22 +43,6 @@ def recursive(values: Tensor) -> Tensor:
 @batched
 def reading_nothing() -> None:
     """Takes nothing, returns nothing."""
-
-
-def test_answers_of_a_batch_are_written_together(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writes: list[int] = []
-    write = Link._write_some
-
-    def counted(link: Link, parts: list[object], may_block: bool) -> list[object]:
-        writes.append(len(parts))
-        return write(link, parts, may_block)  # type: ignore[arg-type, return-value]
-
-    monkeypatch.setattr(Link, "_write_some", counted)
-    calls = [pair.start(eight, torch.tensor(float(each))) for each in range(8)]
-    assert [each.wait().item() for each in calls] == [1.0 + each for each in range(8)]
-    assert 8 in writes
 
 
 def test_threads_of_the_worker_wait_for_room(pair: Pair) -> None:
