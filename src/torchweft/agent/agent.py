@@ -181,8 +181,10 @@ class Agent:
             streams = self.slots[SERVED_STREAMS]
             self.reactor.before_task, self.reactor.after_task = streams.begin, streams.end
         self.receiver = Receiver(self.me.id, self.reactor, self.lose)
-        self.first_contacts = FirstContacts(self.reactor, self.lifetime, self.connect, self.lose)
-        self.sender = Sender(self.lifetime, self.first_contacts, self.receiver, self.lose)
+        self.first_contacts = FirstContacts(
+            self.reactor, self.lifetime, self.connect, self._cannot_write
+        )
+        self.sender = Sender(self.lifetime, self.first_contacts, self.receiver, self._cannot_write)
         self.waiter = Waiter(self.reactor)
         self.calls = OpenCalls(
             self.peers,
@@ -197,7 +199,7 @@ class Agent:
             self.reactor, self.timers, self.calls.__len__, lambda: self.links.mend()
         )
         self.answers = Answers(
-            self.reactor, self._checks.arm_soon, self.sender, self.lifetime, self.lose
+            self.reactor, self._checks.arm_soon, self.sender, self.lifetime, self._cannot_write
         )
         self.cancelling = Cancelling(self.reactor, self.calls, self.receiver)
         if patience is None:
@@ -419,6 +421,12 @@ class Agent:
                 return
 
     # Loss and leaving
+
+    def _cannot_write(self, peer: Peer, cause: str) -> None:
+        """Declares a worker lost to which nothing can be written, after what it has said last."""
+        if peer.link is not None:
+            self.receiver.hear_last(peer, peer.link)
+        self.lose(peer, cause)
 
     def lose(self, peer: Peer, cause: str) -> None:
         """Declares a worker lost: calls to it fail at once, then ``when_lost`` runs as a task."""

@@ -204,6 +204,7 @@ class Links:
         try:
             link.flush()
         except LinkClosed as error:
+            self._receiver.hear_last(peer, link)
             self._lose(peer, str(error))
 
     def pause(self, link: Link) -> None:

@@ -10,6 +10,7 @@ for a message of the peer (``torchweft.agent.waiting``). One thread at a time ha
 from __future__ import annotations
 
 import logging
+from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
@@ -20,6 +21,7 @@ from torchweft.errors import ProtocolError
 from torchweft.protocol import entitlement
 from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.entitlement import RULES
+from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
@@ -193,6 +195,14 @@ class Receiver:
                 raise
             finally:
                 link.handling.release()
+
+    def hear_last(self, peer: Peer, link: Link) -> None:
+        """Handles what a worker has sent before its connection ended: it may tell why."""
+        if get_ident() != interrupts.main_id and link.claim():
+            try:
+                self.read(peer, link)
+            finally:
+                link.unclaim()
 
     def take(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame that a waiting thread has read for itself."""

@@ -169,7 +169,7 @@ class World:
         if self.sender.lost is not None:
             raise self.sender.lost
         try:
-            self.agent.receiver.dispatch(self.sender, frame, None)
+            self.agent.receiver.dispatch(self.sender, frame)
         except ProtocolError as error:
             self.agent.lose(self.sender, "nonsense")
             refusal: Exception | None = error

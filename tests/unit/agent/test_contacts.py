@@ -243,8 +243,7 @@ def test_silence_has_a_new_connection_tried_beside_the_old_one(
 def freeze(member: Member, other: Member) -> Callable[[], None]:
     """Stops a member, but not its kernel, from reading and answering; returns the undo."""
     link, acceptor, thawed = member.session(other), member.agent._acceptor, threading.Event()
-    me = object()
-    wait_until(lambda: link.readers.setdefault(0, me) is me)
+    wait_until(link.claim)
     greet = acceptor.greet
 
     def greet_later(connection: socket.socket) -> None:
@@ -255,7 +254,7 @@ def freeze(member: Member, other: Member) -> Callable[[], None]:
 
     def thaw() -> None:
         thawed.set()
-        link.readers.pop(0)
+        link.unclaim()
         member.agent.reactor.resume_reading(link.read_fd)
 
     return thaw

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import math
 import queue
-import threading
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.unit.agent.group import Member, group_of
-from torchweft.agent import open_calls
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled, CallTimeout
@@ -109,37 +107,6 @@ def test_calls_to_oneself_are_given_up_too() -> None:
         served = callee.next()
         assert member.agent.calls.cancel(call, CallCancelled("given up"))
         callee.until_cancelled(served)
-
-
-def test_an_answer_that_another_thread_has_read_is_not_waited_for_at_the_connection(
-    pair: tuple[Member, Callee], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, callee = pair
-    calls, may_end, outcomes = first.agent.calls, threading.Event(), []
-    run_on_done, wait_in_main = open_calls._run_on_done, calls._wait_in_main
-
-    def run_late(call: PendingCall, _: object) -> None:
-        may_end.wait(LIMIT_S)
-        run_on_done(call, None)
-
-    def end_and_wait(call: PendingCall) -> None:
-        may_end.set()
-        wait_in_main(call)
-
-    def read(*_: object, **__: object) -> None:
-        pytest.fail("it reads the connection, on which nothing comes")
-
-    monkeypatch.setattr(open_calls, "_run_on_done", run_late)
-    monkeypatch.setattr(calls, "_wait_in_main", end_and_wait)
-    call = ask(first, 1, on_done=outcomes.append)
-    callee.next()
-    link = first.agent.peers[1].link
-    assert link is not None
-    monkeypatch.setattr(link, "receive_own", read)
-    assert calls.take_reply(1, Frame(Kind.REPLY, 0, call.number, b"", ()), None)
-    first.agent.reactor.wake()
-    calls.wait(call)
-    assert outcomes == [call]
 
 
 def test_what_is_nested_is_given_up_with_its_parent(pair: tuple[Member, Callee]) -> None:

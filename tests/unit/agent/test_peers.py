@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.thorough import examples
-from tests.unit.transport.reading import not_main, reading  # noqa: F401
+from tests.unit.transport.reading import not_main, reading, received  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.connector import Connector
@@ -142,7 +142,7 @@ def exchange(sides: list[Side]) -> None:
         frames = []
         with reading(receiving):
             while not frames or frames[-1].id != source + 7:
-                frames += receiving.receive(may_block=True)
+                frames += received(receiving, may_block=True)
 
 
 @pytest.mark.parametrize("dialler", [0, 1])

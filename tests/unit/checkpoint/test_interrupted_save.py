@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.interrupting import interrupt_at
 from tests.unit.mapreduce.lone_worker import joined
-from tests.unit.rpc.test_interrupted import interrupt_at
 from torchweft.agent.current import current
 from torchweft.checkpoint import save, save_async
 from torchweft.checkpoint.saving import _TURNS

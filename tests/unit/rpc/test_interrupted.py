@@ -8,6 +8,7 @@ raise at each of these steps in turn, until a call has no more of them; ``make t
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import signal
 import sys
@@ -24,10 +25,9 @@ from tests.interrupting import Interrupt, interrupt_at
 from tests.thorough import every
 from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
-from torchweft import autograd
+from torchweft import autograd, native
 from torchweft.agent import current as current_agent
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.open_calls import is_waiting
+from torchweft.agent import links
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import ENGINE
@@ -42,11 +42,30 @@ def double(value: Any) -> Any:
     return value * 2
 
 
-@pytest.fixture(scope="module", params=["unix", "tcp"])
+TWINS = ["plain", "native"]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(twin, over) for twin in TWINS for over in ("unix", "tcp")],
+    ids="-".join,
+)
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    with pair_of(2, request.param) as made:
+    twin, over = request.param
+    with with_twin(twin), pair_of(2, over) as made:
         made.sync(double, 1)
         yield made
+
+
+@contextlib.contextmanager
+def with_twin(twin: str) -> Iterator[None]:
+    """Has workers that are made in the block use a twin of links."""
+    if twin == "native" and native.native is None:
+        pytest.skip(native.reason)
+    with pytest.MonkeyPatch.context() as patch:
+        if twin == "plain":
+            patch.setattr(links, "native", None)
+        yield
 
 
 def check_is_sound(pair: Pair) -> None:
@@ -54,13 +73,14 @@ def check_is_sound(pair: Pair) -> None:
     agent = pair.caller.agent
     link = pair.peer.link
     assert link is not None
-    # The timer thread does this once a second.
-    agent.calls.mend()
+    agent.links.mend()  # The timer thread does this once a second.
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(pair.back, double, 3).result() == 6
     assert pair.sync(double, 4) == 8
     wait_until(lambda: not len(agent.calls), "the end of all calls")
-    wait_until(lambda: not link.readers and link.taken_by is None and not link.pending)
+    wait_until(link.claim, "the right to read")
+    link.unclaim()
+    agent.reactor.resume_reading(link.read_fd)
     assert pair.peer.lost is None
     assert pair.peer_of_callee.lost is None
 
@@ -269,15 +289,13 @@ def test_the_future_of_an_interrupted_wait_is_completed(pair: Pair) -> None:
     outcomes: list[object] = []
     for step in range(1, 61, every(1)):
         future = pair.start(double_soon)
-        has_left = threading.Event()
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(allow_when_waited_for, future._call, has_left)
-            is_interrupted = interrupt_at(step, future.wait)
-            has_left.set()
+        allow = threading.Timer(0.01, may_end.set)  # By then the main thread waits, or has left.
+        allow.start()
+        is_interrupted = interrupt_at(step, future.wait)
+        allow.join()
         check_is_sound(pair)
         if is_interrupted:
             outcomes.append(ended(future))
-        assert not pair.caller.agent.calls._client.completions
     assert 4 in outcomes
 
 
@@ -289,19 +307,13 @@ def test_a_signal_handler_may_call_during_a_wait(pair: Pair) -> None:
         outcomes.append(pair.sync(double, 5))
         may_end.set()
 
-    def signal_when_waited_for(waited: PendingCall) -> None:
-        while not is_waiting(waited):
-            pass
-        signal.pthread_kill(interrupts.main_id, signal.SIGUSR2)
-
-    before = signal.signal(signal.SIGUSR2, call)
+    before = signal.signal(signal.SIGALRM, call)
     try:
         future = pair.start(double_soon)
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(signal_when_waited_for, future._call)
-            assert future.wait() == 4
+        signal.setitimer(signal.ITIMER_REAL, 0.05)  # By then it waits; both are right.
+        assert future.wait() == 4
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        signal.signal(signal.SIGALRM, before)
     assert outcomes == [10]
     check_is_sound(pair)
 
@@ -322,38 +334,3 @@ def double_soon() -> int:
     assert may_end.wait(LIMIT_S)
     may_end.clear()
     return 4
-
-
-def allow_when_waited_for(call: PendingCall, has_left: threading.Event) -> None:
-    """Lets the function return once the main thread waits for it, or has ended its wait."""
-    while not is_waiting(call) and not has_left.wait(0.001):
-        pass
-    may_end.set()
-
-
-def test_who_waits_is_known_by_the_stacks(pair: Pair) -> None:
-    """The timer thread thereby tells an interrupted call from a long one."""
-    link = pair.peer.link
-    assert link is not None
-    seen: list[bool] = []
-
-    def look(_: object) -> None:
-        (call,) = [*pair.caller.agent.calls._client._entries.values()]
-        looked.append(call)
-        seen.append(is_waiting(call))
-        pair.caller.agent.calls.mend()
-        taken_by = link.taken_by
-        seen.append(taken_by is None or taken_by.owner is call)  # type: ignore[attr-defined]
-
-    looked: list[Any] = []
-    hooks.append(look)
-    pair.sync(calls_the_hook)
-    assert seen == [True, True]
-    assert not is_waiting(looked[0])
-
-
-hooks: list[Callable[[object], None]] = []
-
-
-def calls_the_hook() -> None:
-    hooks.pop()(None)

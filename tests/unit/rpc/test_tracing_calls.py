@@ -74,6 +74,7 @@ class Noting:
     def made(self, parent: Any = None) -> PendingCall:
         call = PendingCall(9, "callee", work, 5.0, None, parent)
         call.watchers, call.notes = (self.watcher,), {}
+        self.watcher.call_begins(call)
         return call
 
 

@@ -89,16 +89,19 @@ def test_a_session_that_has_ended_keeps_nothing() -> None:
 
 def test_much_is_acknowledged_at_once_less_with_a_message_and_little_when_asked() -> None:
     incoming = Incoming()
-    assert not incoming.received(ACKNOWLEDGE_BYTES - 1)
+    incoming.position += ACKNOWLEDGE_BYTES - 1
     assert not incoming.is_due
-    assert not incoming.received(1)
+    incoming.position += 1
     assert incoming.is_due
+    assert not incoming.is_much
     assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES
     assert incoming.acknowledgement() is None
     assert not incoming.is_due
-    assert incoming.received(ALONE_BYTES)
+    incoming.position += ALONE_BYTES
+    assert incoming.is_much
     assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + ALONE_BYTES
-    assert not incoming.received(LEAST_BYTES + 1)
+    incoming.position += LEAST_BYTES + 1
+    assert not incoming.is_much
     assert incoming.acknowledgement() == ACKNOWLEDGE_BYTES + ALONE_BYTES + LEAST_BYTES + 1
 
 
@@ -107,12 +110,12 @@ def test_acknowledgements_are_not_acknowledged(position: int) -> None:
     """Otherwise two idle peers would acknowledge each other forever."""
     (frame,) = encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(position))
     incoming = Incoming()
-    incoming.received(len(frame))
+    incoming.position += len(frame)
     assert incoming.acknowledgement() is None
     # Every frame with a tensor is longer.
     (least,) = encode_frame(Kind.CALL, 0, 0, b"", [memoryview(b"x")])
     assert len(least) > len(frame)
-    incoming.received(len(least))
+    incoming.position += len(least)
     assert incoming.acknowledgement() == len(frame) + len(least)
 
 
@@ -133,7 +136,7 @@ class Stream:
     def deliver(self, size: int) -> None:
         came, self.under_way = self.under_way[:size], self.under_way[size:]
         self.arrived += came
-        self.incoming.received(len(came))
+        self.incoming.position += len(came)
 
     def say(self) -> None:
         position = self.incoming.acknowledgement()

@@ -28,7 +28,6 @@ from torchweft.protocol.observing.trace import (
 )
 from torchweft.rpc.tracing.heads import LENGTHS, context_of, ids_in
 from torchweft.wire.frames import HEADER, HEADER_BYTES
-from torchweft.wire.messages import Kind
 
 Note = Callable[[Any], None]
 Number = Callable[[], int]
@@ -41,11 +40,6 @@ _FILLED_UP = (0,) * (WIDTH - 3)
 
 HEAD_OF_CONTROL: Sequence[slice] = [slice(LENGTHS.get(kind, 0)) for kind in range(256)]
 """Cuts from a control part what is kept of it, by the kind of message."""
-HEAD_OF_MESSAGE: Sequence[slice | None] = [
-    slice(HEADER_BYTES + LENGTHS[kind]) if kind in (Kind.CALL, Kind.REPLY) else None
-    for kind in range(256)
-]
-"""Cuts from a whole message of one of the usual kinds what is kept of it. None for other kinds."""
 
 
 class Rows:

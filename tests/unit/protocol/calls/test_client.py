@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.tables import cases
-from tests.unit.protocol.calls.entries import Asked, Peer, Served, answer, has_outcome, request
+from tests.unit.protocol.calls.entries import Asked, Peer, Served, answer, has_outcome
 from torchweft.errors import CallCancelled, CallTimeout, NotInitialized, ProtocolError, WorkerLost
 from torchweft.protocol.calls import (
     CallClient,
     Complete,
-    Completion,
     TellCancelled,
     nest,
-    own_answer,
 )
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import Kind
 
 
 @pytest.fixture
@@ -75,34 +69,6 @@ def test_a_call_whose_time_is_up_ends_and_its_callee_is_told(client: CallClient[
     assert client.has(later.number)
 
 
-def test_one_call_may_be_late_alone(client: CallClient[Asked]) -> None:
-    call, other = sent(client, timeout_s=1.0), sent(client, timeout_s=1.0)
-    assert wait_in_main(client, call, 1.0) == [Complete(call), TellCancelled(1, (1,))]
-    assert wait_in_main(client, call, 1.0) == []
-    assert not has_outcome(other)
-
-
-def test_a_wait_that_may_be_interrupted_ends_no_call_with_a_future(
-    client: CallClient[Asked],
-) -> None:
-    call = sent(client, timeout_s=1.0)
-    call.on_done = print
-    assert wait_in_main(client, call, 1.0) == []
-    assert client.expire(1.0)[0] == [Complete(call), TellCancelled(1, (1,))]
-
-
-def test_a_wait_of_another_thread_ends_all_late_calls(client: CallClient[Asked]) -> None:
-    calls = [sent(client, timeout_s=limit_s) for limit_s in (1.0, 0.5, 9.0)]
-    calls[0].on_done = print
-    actions = client.wait_ended(calls[0], 1.0, may_be_interrupted=False)
-    assert actions == [Complete(calls[0]), Complete(calls[1]), TellCancelled(1, (1, 2))]
-    assert client.has(calls[2].number)
-
-
-def wait_in_main(client: CallClient[Asked], call: Asked, now_s: float) -> list[Any]:
-    return client.wait_ended(call, now_s, may_be_interrupted=True)
-
-
 def test_a_cancelled_call_ends_with_the_given_error(client: CallClient[Asked]) -> None:
     call, error = sent(client), CallCancelled("given up")
     assert client.cancelled(call, error) == [Complete(call), TellCancelled(1, (1,))]
@@ -141,7 +107,6 @@ def test_a_kept_call_is_sent_once_there_is_a_connection(client: CallClient[Asked
     [
         lambda client, call: client.cancelled(call, CallCancelled("given up")),
         lambda client, call: client.expire(5.0)[0],
-        lambda client, call: wait_in_main(client, call, 5.0),
         lambda client, call: client.parents_cancelled({call.parent}),
     ],
 )
@@ -303,143 +268,3 @@ def test_a_loss_that_has_ended_the_call_is_not_raised(client: CallClient[Asked])
     answered = sent(client)
     client.answered(answered.worker, answer(answered.number))
     assert client.opened(answered, was_sent=True, loss=lambda: error) == []
-
-
-# Frames that the main thread has received
-
-
-OWN, PULLED, OTHER = answer(7), Frame(Kind.PULLED, 0, 0, b"", ()), answer(8)
-CALL = request(7)
-
-
-@cases(
-    ("frames", "handled"),
-    [
-        ([], (None, [])),
-        ([OWN], (OWN, [])),
-        ([PULLED, OWN, PULLED], (OWN, [PULLED, PULLED])),
-        ([PULLED], (None, [PULLED])),
-        ([OTHER], None),
-        ([OWN, OTHER], None),
-        ([CALL], None),
-        ([OWN, CALL], None),
-        ([PULLED, CALL, OWN], None),
-    ],
-)
-def test_the_main_thread_handles_only_its_answer_and_pulled_tensors(
-    frames: list[Frame], handled: object
-) -> None:
-    assert own_answer(frames, 7) == handled
-
-
-# Interrupts of the main thread
-
-
-class Interrupt(BaseException):
-    """Raised in the main thread."""
-
-
-@pytest.mark.parametrize("steps", range(6))
-@pytest.mark.parametrize("leaves", [True, False])
-def test_one_thread_completes_a_call_wherever_the_main_thread_is_interrupted(
-    client: CallClient[Asked], steps: int, leaves: bool
-) -> None:
-    """``leaves`` is False where the interrupt keeps the main thread also from handing over."""
-    call, completed = sent(client), []
-    completion = Completion(call, completed.append)
-    left = iter([False] * steps + [True] * 9)
-
-    def step() -> None:
-        if next(left):
-            raise Interrupt
-
-    def complete() -> None:
-        step()
-        client.completions[call.number] = completion
-        step()
-        completion.consumed.append(20)
-        step()
-        is_taken = client.take_consumed(completion)
-        step()
-        if is_taken:
-            completed.append(call)
-        step()
-        client.completions.pop(call.number, None)
-
-    with contextlib.suppress(Interrupt):
-        complete()
-    resumed = [completion] if leaves and client.interrupted(completion) else []
-    resumed += client.abandoned(lambda _: False)
-    completed += [taken for each in resumed if (taken := client.resume(each)) is not None]
-    was_consumed = bool(completion.consumed)
-    assert client.has(call.number) is not was_consumed, "otherwise its answer is still to be read"
-    # The future ignores a second completion, by the thread that resumed the interrupted one.
-    assert set(completed) == ({call} if was_consumed else set())
-    assert len(completed) <= 1 or steps == 4
-    assert not client.completions
-    assert client.abandoned(lambda _: False) == []
-
-
-def test_an_answer_that_others_have_consumed_is_not_taken(client: CallClient[Asked]) -> None:
-    call = sent(client)
-    completion = Completion(call, lambda done: None)
-    assert not client.take_consumed(completion)
-    assert client.has(call.number)
-
-
-def test_a_call_that_ended_before_it_was_taken_is_not_completed(client: CallClient[Asked]) -> None:
-    call = sent(client)
-    completion = Completion(call, lambda done: None)
-    completion.consumed.append(20)
-    client.cancelled(call, CallCancelled("given up"))
-    assert not client.take_consumed(completion)
-
-
-def test_a_completion_is_not_abandoned_while_the_main_thread_waits(
-    client: CallClient[Asked],
-) -> None:
-    calls = [sent(client), sent(client)]
-    for call in calls:
-        client.completions[call.number] = Completion(call, lambda done: None)
-        client.completions[call.number].consumed.append(20)
-    (abandoned,) = client.abandoned(lambda call: call is calls[0])
-    assert abandoned.call is calls[1]
-
-
-@pytest.mark.parametrize("is_taken", [True, False])
-def test_an_interrupted_completion_is_resumed_once(
-    client: CallClient[Asked], is_taken: bool
-) -> None:
-    call = sent(client)
-    completion = Completion(call, lambda done: None)
-    client.completions[call.number] = completion
-    completion.consumed.append(20)
-    if is_taken:
-        completion.taken += map(client.pop, (call.number,), (None,))
-    assert client.interrupted(completion)
-    assert client.interrupted(completion)
-    assert client.resume(completion) is call
-    assert client.resume(completion) is None
-    assert not client.completions
-    assert len(client) == 0
-
-
-def test_a_completion_whose_answer_others_read_needs_no_resuming(client: CallClient[Asked]) -> None:
-    call = sent(client)
-    completion = Completion(call, lambda done: None)
-    client.completions[call.number] = completion
-    assert not client.interrupted(completion)
-    assert not client.completions
-    assert client.has(call.number)
-
-
-def test_a_completion_that_another_thread_has_ended_is_not_resumed(
-    client: CallClient[Asked],
-) -> None:
-    call = sent(client)
-    completion = Completion(call, lambda done: None)
-    client.completions[call.number] = completion
-    completion.consumed.append(20)
-    client.cancelled(call, CallCancelled("given up"))
-    assert client.interrupted(completion)
-    assert client.resume(completion) is None

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.certificates import Authority
 from tests.thorough import examples
+from tests.unit.transport.reading import received
 from tests.unit.transport.secure.meeting import LIMIT_S, secure_pair
 from torchweft.errors import NotSupported
 from torchweft.transport.link import Link, LinkClosed
@@ -432,7 +433,7 @@ class End:
     def read(self, count: int) -> list[Frame]:
         frames: list[Frame] = []
         while len(frames) < count:
-            frames += self.link.receive(may_block=True)
+            frames += received(self.link, may_block=True)
         return frames
 
     def flush(self) -> None:
@@ -454,7 +455,7 @@ def test_a_link_works_over_it(narrow: Pair) -> None:
     ]
     with ThreadPoolExecutor(1) as pool:
         for message in messages:
-            one.link.send(message, may_block=False)
+            one.link.send(message, may_block=False)  # The main thread leaves it to ``flush``.
         reading = pool.submit(other.read, 3)
         one.flush()
         frames = reading.result(LIMIT_S)
