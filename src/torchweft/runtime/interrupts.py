@@ -43,7 +43,7 @@ class Flag:
 
     def __init__(self) -> None:
         self._lock = allocate_lock()
-        self._lock.acquire()
+        self._lock.acquire(False)
 
     def set(self) -> None:
         """Sets the flag, and wakes the waiting threads."""
