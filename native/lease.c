@@ -305,6 +305,14 @@ static PyObject *lease_settle(lease *self, PyObject *Py_UNUSED(nothing))
     Py_RETURN_NONE;
 }
 
+/* give_up(): other threads may read the links; what the lease owes it still owes. */
+static PyObject *lease_give_up(lease *self, PyObject *Py_UNUSED(nothing))
+{
+    if (give_up(self, false))
+        return NULL;
+    Py_RETURN_NONE;
+}
+
 /* release(leaves_unarmed=False) */
 static PyObject *lease_release(lease *self, PyObject *arguments, PyObject *named)
 {
@@ -342,6 +350,7 @@ static PyMethodDef methods[] = {
     {"take", lease_take, METH_O | METH_CLASS, NULL},
     {"wait", (PyCFunction)lease_wait, METH_VARARGS, NULL},
     {"settle", (PyCFunction)lease_settle, METH_NOARGS, NULL},
+    {"give_up", (PyCFunction)lease_give_up, METH_NOARGS, NULL},
     {"release", (PyCFunction)(void (*)(void))lease_release, METH_VARARGS | METH_KEYWORDS, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -79,6 +79,13 @@ def raising(work: Callable[[], None]) -> str:
 
     moments = random.Random(7)
     arrived, wrong = 0, set[str]()
+    def ignore(swallowed: Any) -> None:
+        """Counts what the interpreter drops, in a finalizer or a callback of a weak reference."""
+        nonlocal dropped
+        dropped += isinstance(swallowed.exc_value, Alarm)
+
+    dropped = 0
+    sys.unraisablehook = ignore
     signal.signal(signal.SIGALRM, handler)
     while raised < RAISED:
         before = raised
@@ -93,18 +100,18 @@ def raising(work: Callable[[], None]) -> str:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     work()
-    return f"{raised} raised, {arrived} arrived, wrong: {sorted(wrong)}"
+    return f"{raised} raised, {arrived + dropped} arrived, wrong: {sorted(wrong)}"
 
 
 def calling(work: Callable[[], None]) -> str:
     """Has a handler call while the main thread works."""
-    called = 0
+    called, sent = 0, list[torchweft.Future[int]]()
 
     def handler(*_: object) -> None:
         nonlocal called
         called += 1
         rpc.remote("worker0", echo, args=(called,))
-        assert rpc.rpc_sync("worker0", echo, args=(called,)) == called
+        sent.append(rpc.rpc_async("worker0", echo, args=(called,)))
         signal.setitimer(signal.ITIMER_REAL, 0.0007)
 
     signal.signal(signal.SIGALRM, handler)
@@ -112,7 +119,9 @@ def calling(work: Callable[[], None]) -> str:
     while called < CALLS_OF_HANDLER:
         work()
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    return f"{called} calls of the handler"
+    assert called >= CALLS_OF_HANDLER
+    assert [each.wait() for each in sent] == list(range(1, called + 1))
+    return "the handler has called"
 
 
 class Session:

@@ -33,8 +33,6 @@ from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
 from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing.calls import TracingWatcher
 from torchweft.rpc.tracing.recorder import RECORDER
-from torchweft.transport.link import Link
-from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.messages import Kind
 
 LIMIT_S = 50.0
@@ -82,7 +80,7 @@ def is_plain() -> bool:
         not current().slots[RECORDER].is_on
         and not any(isinstance(each, TracingWatcher) for each in worker.watchers)
         and type(worker.tensor_messages).__name__ == "TensorMessages"
-        and {type(link) for link in links} <= {Link, ResumableLink}
+        and all(link.watcher is None for link in links)
     )
 
 

@@ -166,7 +166,12 @@ class OpenCalls:
             return call.frame or call.error or call.is_done or peer.lost
 
         is_there = self._waiter.read(lease, wanted, Spins.ANSWERS, call.deadline_s, is_over)
+        link, frame = peer.link, call.frame
+        if link is not None and link.watcher is not None and frame is not None:
+            link.watcher.received(frame)
         if is_there and may_complete:
+            if call.on_done is not None:
+                lease.give_up()  # Completing it may wait for tensors, whose news come here.
             if self._client.pop(call.number, None) is not None:
                 call.finish()
                 if call.on_done is not None:

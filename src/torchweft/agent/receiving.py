@@ -189,7 +189,10 @@ class Receiver:
         while incoming and link.handling.acquire(False):
             try:
                 while incoming:
-                    self.dispatch(peer, incoming.popleft())
+                    frame = incoming.popleft()
+                    if link.watcher is not None:
+                        link.watcher.received(frame)
+                    self.dispatch(peer, frame)
             except ProtocolError:
                 incoming.clear()
                 raise
@@ -206,6 +209,9 @@ class Receiver:
 
     def take(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame that a waiting thread has read for itself."""
+        link = peer.link
+        if link is not None and link.watcher is not None:
+            link.watcher.received(frame)
         try:
             self.dispatch(peer, frame)
         except ProtocolError as error:

@@ -27,6 +27,7 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.membership.registration import why_not_by_value
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request
+from torchweft.runtime.interrupts import is_of_handler
 from torchweft.runtime.thread_modes import (
     check_untraced,
     has_dispatch_modes,
@@ -389,7 +390,9 @@ def _pack_apart(
     by_name = peer.main_by_name
     try:
         parts = take_apart(function)
-    except Exception:
+    except Exception as error:
+        if is_of_handler(error):
+            raise
         return None  # Its annotations run code of the program; the pickler reports the error.
     if parts is None:
         return None

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from torchweft.errors import ProtocolError, SerializationError
+from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module
 
 _STABLE_VERSION = 2
@@ -455,6 +456,8 @@ def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, 
         try:
             loaded = code.load()
         except Exception as error:
+            if is_of_handler(error):
+                raise
             raise SerializationError(
                 f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
             ) from error

@@ -51,8 +51,8 @@ class Watcher(Protocol):
     def sent(self, noted: Any) -> None:
         """Notes that the messages of ``sending``, which returned ``noted``, are written."""
 
-    def received(self, frames: Sequence[Frame]) -> None:
-        """Notes frames."""
+    def received(self, frame: Frame) -> None:
+        """Notes a frame that is about to be handled."""
 
 
 class Link:
@@ -266,12 +266,7 @@ class Link:
             flags = self._all_flags if self.parser.is_within_large else 0
         size = self._receive_some(flags)
         if size:
-            self._arrived(self.parser.received(size))
-
-    def _arrived(self, frames: Sequence[Frame]) -> None:
-        if self.watcher is not None and frames:
-            self.watcher.received(frames)
-        self.incoming.extend(frames)
+            self.incoming.extend(self.parser.received(size))
 
     def _receive_some(self, flags: int) -> int:
         """Receives into the parser's space; returns the number of bytes, 0 if none arrived yet."""

@@ -125,8 +125,6 @@ class NativeLink(Link):
             count = self.native.read(may_spin)
         except OSError as error:
             raise LinkClosed(str(error)) from error
-        if self.watcher is not None and count:
-            self.watcher.received(list(self.incoming)[-count:])
         if count is None and not self.native.is_large:
             raise LinkClosed("the connection is closed" if self._is_closed else "end of file")
 
@@ -137,7 +135,7 @@ class NativeLink(Link):
             space = self.parser.space()[0]
             size = min(len(space), len(view))
             space[:size] = view[:size]
-            self._arrived(self.parser.received(size))
+            self.incoming.extend(self.parser.received(size))
             view = view[size:]
         self.native.is_large = not self.parser.is_idle
 

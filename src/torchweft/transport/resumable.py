@@ -251,7 +251,7 @@ class ResumableLink(Link):
             size = self._receive_some(_DONTWAIT)
             if not size:
                 break
-            self._arrived(self.parser.received(size))
+            self.incoming.extend(self.parser.received(size))
 
     def _receive_some(self, flags: int) -> int:
         if self._is_broken:

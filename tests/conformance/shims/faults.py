@@ -147,9 +147,10 @@ class Faults:
         kwargs: dict[str, Any],
         timeout_s: float,
         creation: int = NO_CREATION,
+        span: bytes = b"",
     ) -> Any:
         """Does as ``Encoder.request``; marks the request if the plan concerns it."""
-        request = self._make_request(peer, function, args, kwargs, timeout_s, creation)
+        request = self._make_request(peer, function, args, kwargs, timeout_s, creation, span)
         name = self._name_of(peer, function, args, creation)
         if name is None or not self._plan.concerns(name):
             return request

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import remains
 from tests.contract.processes import autograd_functions
 from tests.contract.processes import gate_functions as functions
 from tests.contract.processes.gate_functions import leaf
@@ -87,7 +88,7 @@ def test_an_interrupt_while_a_gate_waits_ends_the_pass(nursery: Nursery, in_cont
             signal.signal(signal.SIGUSR1, before)
         assert time.monotonic() - begin_s < functions.PROMPT_S
         rpc.rpc_sync(FIRST, functions.go_on)
-        autograd_functions.await_nothing_left()
+        remains.await_no_autograd()
         weight, model = leaf(1), leaf(1)
         sent = torch.tanh(model * 2)
         (sent.sin() + sent).sum().backward()

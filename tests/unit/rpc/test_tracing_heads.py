@@ -87,7 +87,9 @@ class FakeLink(Link):
             space = self.parser.space()[0][:200]
             size = min(len(space), len(sent))
             space[:size], sent = sent[:size], sent[size:]
-            self._arrived(self.parser.received(size))
+            for frame in self.parser.received(size):
+                assert self.watcher is not None
+                self.watcher.received(frame)
 
 
 @pytest.fixture

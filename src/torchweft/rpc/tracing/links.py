@@ -84,9 +84,9 @@ class LinkNotes:
         for row in noted:
             self._rows.note_end((row, now_s))
 
-    def received(self, frames: Sequence[Frame]) -> None:
-        """Notes frames that were received."""
-        self._note_frames(frames, self._peer)
+    def received(self, frame: Frame) -> None:
+        """Notes a frame that was received."""
+        self._note_frames((frame,), self._peer)
 
 
 def frames_noter(rows: Rows) -> Callable[[Sequence[Frame], int], None]:
