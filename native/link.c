@@ -457,10 +457,13 @@ void link_arm(const connection *self, bool is_armed)
 
 int link_hand_over(connection *self)
 {
+    if (self->is_handed_over)
+        return 0;
     PyObject *done = PyObject_CallOneArg(self->add_task, self->task);
     if (done == NULL)
         return -1;
     Py_DECREF(done);
+    self->is_handed_over = true;
     uint64_t one = 1;
     if (write(self->wake_fd, &one, sizeof one) < 0)
         return 0; /* The reactor has ended. */
@@ -585,6 +588,7 @@ static PyMemberDef members[] = {
     {"is_looking", T_BOOL, offsetof(connection, is_looking), READONLY, NULL},
     {"is_large", T_BOOL, offsetof(connection, is_large), 0, NULL},
     {"is_broken", T_BOOL, offsetof(connection, is_broken), 0, NULL},
+    {"is_handed_over", T_BOOL, offsetof(connection, is_handed_over), 0, NULL},
     {"bytes_sent", T_ULONGLONG, offsetof(connection, bytes_sent), READONLY, NULL},
     {"bytes_received", T_ULONGLONG, offsetof(connection, bytes_received), 0, NULL},
     {NULL, 0, 0, 0, NULL},

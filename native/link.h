@@ -44,6 +44,7 @@ typedef struct {
     unsigned long long control_limit, frame_limit;
     bool is_large;       /* The next frame does not fit into `data`. */
     bool must_read;      /* A thread of the reactor has to look: an error, or a large frame. */
+    bool is_handed_over; /* Such a thread is about to look. */
     bool is_claimed;     /* A thread of the reactor reads. */
     lease *lease;        /* That of the thread that reads, or NULL. */
     unsigned long long bytes_sent, bytes_received;

@@ -25,6 +25,7 @@ from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.native_link import NativeLink
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
@@ -217,8 +218,9 @@ class Receiver:
         except ProtocolError as error:
             self.turn_away(peer, error)
 
-    def take_over(self, peer: Peer, link: Link) -> None:
+    def take_over(self, peer: Peer, link: NativeLink) -> None:
         """Handles what a waiting thread has read, and reads on; a task."""
+        link.native.is_handed_over = False  # First: what comes from now on needs another look.
         if link.claim():
             try:
                 self.read(peer, link)
