@@ -246,7 +246,7 @@ class Grammar:
 
     def _integers(self) -> bytes:
         kinds = (Kind.CANCEL, Kind.PULLED, Kind.SUPPLY, Kind.RELEASE_CONTEXT, Kind.UNSENT)
-        values = [self._small() for _ in range(self.chance.choice((1, 1, 2)))]
+        values = [self._small() for _ in range(self.chance.choice((1, 1, 2, 3)))]
         kind = self.chance.choice(kinds)
         return _joined(encode_frame(kind, 0, self._number(), encode_ints(*values)))
 
