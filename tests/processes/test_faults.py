@@ -152,7 +152,7 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
             assert same == number
             assert torch.equal(first, sent + number)
             assert torch.equal(third, sent)
-        assert functions.channel_to("worker0") == "STREAM"
+        assert functions.channel_to("worker0") == "stream"
         assert rpc.rpc_sync("worker0", functions.channel_to, args=("driver",)) == "cma"
         # A tensor that a worker cannot pull may also be the result of its own call.
         path = ["worker1", "worker0", "worker1"]

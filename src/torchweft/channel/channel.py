@@ -245,7 +245,8 @@ class Channel:
         from_bytes: Size of the smallest buffer that it takes.
         is_held: Whether the sender keeps a buffer until the receiver reports that it has it.
         is_for_devices: Whether it carries memory of devices, and not that of the host.
-        sends_parts: Whether it takes buffers that are still being filled; see ``begin``.
+        sends_apart: Whether it sends bytes beside the message, and so has ``begin`` called. It takes
+            buffers that are still being filled.
         is_tried: Whether the first buffer for a peer begins a trial.
 
     Args:
@@ -256,7 +257,7 @@ class Channel:
     number: ClassVar[int]
     is_held: ClassVar[bool] = True
     is_for_devices: ClassVar[bool] = False
-    sends_parts: ClassVar[bool] = False
+    sends_apart: ClassVar[bool] = False
     is_tried: ClassVar[bool] = False
     from_bytes = 0
 
@@ -298,16 +299,17 @@ class Channel:
         may_wait: bool,
         copies: HostCopies | None = None,
     ) -> None:
-        """Called once the message of some handles is certain to be sent.
+        """Called once the message of some handles is certain to be sent, if it sends apart.
 
         Args:
             peer: The receiver.
             token: The message.
             handles: The handles that ``put`` made for it.
             may_wait: Whether to block while much is waiting for the same peer already.
-            copies: The copies from devices that still fill some buffers of the message. Only a
-                channel that sends parts is given them; it waits for all of them.
+            copies: The copies from devices that still fill some buffers of the message, if any. The
+                channel waits for all of them.
         """
+        raise NotImplementedError
 
     def get(self, peer: Peer, token: int, entries: Sequence[Entry]) -> Sequence[Received]:
         """Returns the buffers of a received message that came over the channel. May block.

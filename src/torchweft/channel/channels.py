@@ -260,14 +260,18 @@ class Parcel:
     def offer(self, channel: Channel, buffers: Sequence[Any], left: list[int]) -> list[int]:
         """Offers buffers to a channel; returns the positions of those that it has not taken."""
         handles = channel.put(self._peer, self.token, [buffers[position] for position in left])
-        taken = [handle for handle in handles if handle is not None]
+        taken: list[Handle] = []
+        rest: list[int] = []
+        for position, handle in zip(left, handles, strict=False):
+            if handle is None:
+                rest.append(position)
+            else:
+                taken.append(handle)
+                self._entries[position] = Entry(channel.number, handle.size_bytes, handle.content)
         if not taken:
             return left
         self.taken.append((channel, taken))
-        for position, handle in zip(left, handles, strict=True):
-            if handle is not None:
-                self._entries[position] = Entry(channel.number, handle.size_bytes, handle.content)
-        return [position for position in left if self._entries[position] is None]
+        return rest
 
     def close(self, buffers: Sequence[Any], left: list[int]) -> None:
         """Has the buffers that are left follow the message, and keeps the handles of others."""
@@ -297,8 +301,10 @@ class Parcel:
         """
         try:
             for channel, handles in self.taken:
-                copies = self.copies if channel.sends_parts else None
-                channel.begin(self._peer, self.token, handles, may_wait=may_wait, copies=copies)
+                if channel.sends_apart:
+                    channel.begin(
+                        self._peer, self.token, handles, may_wait=may_wait, copies=self.copies
+                    )
         except BaseException:
             self.take_back()
             raise
@@ -314,9 +320,9 @@ class Parcel:
         """Returns the bytes that do not go over the link, by ``"sent shm"`` and the like."""
         found: dict[str, int] = {}
         for channel, handles in self.taken:
-            for handle in handles:
-                name = "lent" if handle.is_shared else f"sent {channel.name}"
-                found[name] = found.get(name, 0) + handle.size_bytes
+            lent = sum([handle.size_bytes for handle in handles if handle.is_shared])
+            copied = sum([handle.size_bytes for handle in handles]) - lent
+            found |= {"lent": found.get("lent", 0) + lent, f"sent {channel.name}": copied}
         return found
 
 
@@ -440,7 +446,7 @@ class Channels:
                     break
                 if channel.is_for_devices:
                     continue
-                if parcel.copies is not None and not channel.sends_parts:
+                if parcel.copies is not None and not channel.sends_apart:
                     parcel.copies.wait()
                     parcel.copies = None
                 left = parcel.offer(channel, memory, left)
@@ -526,21 +532,22 @@ class Channels:
             WorkerLost: The sender was lost before its buffers could be fetched.
         """
         token, entries = self._read_table(table, following)
-        found: list[Received | None] = [None] * len(entries)
         waiting = self._by_channel(peer, entries)
-        is_held = any(channel.is_held for channel in waiting)
+        found: list[Received | None] = [None] * len(entries)
+        is_held = any([channel.is_held for channel in waiting])
         try:
-            if any(channel.is_for_devices for channel in waiting):
+            if any([channel.is_for_devices for channel in waiting]):
                 devices = wanted()
                 entries = [each._replace(device=devices.get(n)) for n, each in enumerate(entries)]
-            for channel, positions in list(waiting.items()):
-                del waiting[channel]
+            while waiting:
+                channel, positions = waiting.popitem()
                 own = [entries[position] for position in positions]
                 got = self._get(peer, channel, token, own)
                 for position, buffer in zip(positions, got, strict=True):
                     found[position] = buffer
         finally:
-            self._drop(peer, token, entries, waiting)
+            if waiting:
+                self._drop(peer, token, entries, waiting)
             if is_held:
                 self._home.post(peer, Kind.PULLED, encode_ints(token))
         rest = iter(following)

@@ -7,8 +7,8 @@ copying them. Pinning gains from a second thread if a core is free (16 MiB: 13 G
 
 The helper serves both kinds of copies: out of another process's memory, and into memory shared with
 it. The two threads take pieces in turn, so that neither waits long for a thread without a
-processor. The helper is kept off its caller's core: the scheduler tends to wake a thread on its waker's core,
-where the two would only alternate.
+processor. The helper is kept off its caller's core: the scheduler tends to wake a thread on its
+waker's core, where the two would only alternate.
 
 If no core is free the helper does harm: it holds a piece while it waits for a processor. So the
 caller looks for a free core after it has copied the first piece alone. By then the thread that just

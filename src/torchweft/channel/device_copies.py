@@ -1,9 +1,9 @@
 """Copies a message's device memory to the host and back, for channels that carry host memory.
 
 To the host (``Staging``), all copies of a message are enqueued before any is waited for, and only
-their end is waited for. A copy to pinned memory runs beside the CPU, at about twice the speed of a copy to other memory. The
-pinned memory is that of torch's cache, so it is made once. Small tensors of a message share one
-piece of it.
+their end is waited for. A copy to pinned memory runs beside the CPU, at about twice the speed of a
+copy to other memory. The pinned memory is that of torch's cache, so it is made once. Small tensors
+of a message share one piece of it.
 
 A large buffer can be sent while it is copied. Its copy is cut into parts, and ``HostCopies.parts``
 returns each part when it is on the host.

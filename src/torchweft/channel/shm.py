@@ -121,7 +121,7 @@ class _Lent(Handle):
     __slots__ = ("_pool", "_tag")
 
     def __init__(self, pool: SharedPool, loan: Loan, size_bytes: int) -> None:
-        super().__init__(_LOAN.pack(*loan), size_bytes)
+        self.content, self.size_bytes, self.kept = _LOAN.pack(*loan), size_bytes, None
         self._pool = pool
         self._tag = loan.tag
 

@@ -96,7 +96,7 @@ class Stripes(Channel):
     """Tensors that travel over data connections; see the module."""
 
     name, number = "striped", 4
-    sends_parts = True
+    sends_apart = True
 
     def __init__(self, home: Home) -> None:
         super().__init__(home)

@@ -43,7 +43,7 @@ def encode_table(token: int, entries: Sequence[Entry]) -> bytes:
         token: Identifies the message.
         entries: The buffers, in order.
     """
-    if all(entry.channel == FOLLOWS for entry in entries):
+    if not any([entry.channel for entry in entries]):
         return b""
     parts = [_HEAD.pack(token, len(entries))]
     for channel, size_bytes, content, _ in entries:
@@ -75,33 +75,31 @@ def decode_table(
     if len(data) < _HEAD.size + count * _ENTRY.size:
         raise ProtocolError(f"a buffer table of {len(data)} bytes announces {count} buffers")
     entries, position = [], _HEAD.size
+    total_bytes, following = 0, []
     for _ in range(count):
         if position + _ENTRY.size > len(data):
             raise ProtocolError(f"{len(data)} bytes of a buffer table end before its entries")
         channel, size_bytes, length = _ENTRY.unpack_from(data, position)
         position += _ENTRY.size + length
         entries.append(Entry(channel, size_bytes, data[position - length : position]))
+        total_bytes += size_bytes
+        if channel == FOLLOWS:
+            following.append(size_bytes)
+            if length:
+                raise ProtocolError("a buffer that follows its message has a handle")
+        elif not size_bytes:
+            raise ProtocolError("an empty buffer is to be fetched over a channel")
     if position != len(data):
         raise ProtocolError(
             f"a buffer table has {len(data)} bytes, and its entries take {position}"
         )
-    _check(entries, following_bytes, limit_bytes)
-    return BufferTable(token, entries)
-
-
-def _check(entries: Sequence[Entry], following_bytes: Sequence[int], limit_bytes: int) -> None:
-    total = sum([entry.size_bytes for entry in entries])
-    if total > limit_bytes:
-        raise ProtocolError(f"a message announces {total} bytes; the limit is {limit_bytes}")
-    following = [entry for entry in entries if entry.channel == FOLLOWS]
-    if any(entry.content for entry in following):
-        raise ProtocolError("a buffer that follows its message has a handle")
-    if not all(entry.size_bytes for entry in entries if entry.channel != FOLLOWS):
-        raise ProtocolError("an empty buffer is to be fetched over a channel")
-    if [entry.size_bytes for entry in following] != list(following_bytes):
+    if total_bytes > limit_bytes:
+        raise ProtocolError(f"a message announces {total_bytes} bytes; the limit is {limit_bytes}")
+    if following != list(following_bytes):
         raise ProtocolError(
             f"a buffer table announces {len(following)} buffers behind the message; "
             f"{len(following_bytes)} of {sum(following_bytes)} bytes came"
         )
-    if len(following) == len(entries):
+    if len(following) == count:
         raise ProtocolError("a buffer table lists no buffer to fetch; it should have been empty")
+    return BufferTable(token, entries)

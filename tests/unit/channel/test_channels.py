@@ -205,7 +205,7 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
         FOLLOWS,
     ]
     assert [memory.nbytes for memory in parcel.following] == [5, 150, 99, 0]
-    assert parcel.moved() == {"sent best": 100, "sent next": 250}
+    assert parcel.moved() == {"lent": 0, "sent best": 100, "sent next": 250}
     assert peer.held.statistics() == (1, 350)
     parcel.begin(may_wait=False)
     assert [fake.events for fake in fakes] == [["begin 1"], ["begin 1"], []]
@@ -228,7 +228,7 @@ def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
 ) -> None:
     fakes[0].room = fakes[1].room = 0
     parcel = channels.put(peer, tensors(500))
-    assert parcel.moved() == {"sent free": 500}
+    assert parcel.moved() == {"lent": 0, "sent free": 500}
     assert peer.held.statistics() == (0, 0)
     parcel.take_back()
     assert fakes[2].events == ["taken back"]
