@@ -245,8 +245,8 @@ class Channel:
         from_bytes: Size of the smallest buffer that it takes.
         is_held: Whether the sender keeps a buffer until the receiver reports that it has it.
         is_for_devices: Whether it carries memory of devices, and not that of the host.
-        sends_apart: Whether it sends bytes beside the message, and so has ``begin`` called. It takes
-            buffers that are still being filled.
+        sends_apart: Whether it sends bytes beside the message, and so has ``begin`` called. It may
+            take buffers that are still being filled.
         is_tried: Whether the first buffer for a peer begins a trial.
 
     Args:

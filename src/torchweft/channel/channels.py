@@ -534,13 +534,14 @@ class Channels:
         token, entries = self._read_table(table, following)
         waiting = self._by_channel(peer, entries)
         found: list[Received | None] = [None] * len(entries)
-        is_held = any([channel.is_held for channel in waiting])
+        is_held = any(channel.is_held for channel in waiting)
         try:
-            if any([channel.is_for_devices for channel in waiting]):
+            if any(channel.is_for_devices for channel in waiting):
                 devices = wanted()
                 entries = [each._replace(device=devices.get(n)) for n, each in enumerate(entries)]
             while waiting:
-                channel, positions = waiting.popitem()
+                channel = next(iter(waiting))
+                positions = waiting.pop(channel)
                 own = [entries[position] for position in positions]
                 got = self._get(peer, channel, token, own)
                 for position, buffer in zip(positions, got, strict=True):

@@ -43,7 +43,7 @@ def encode_table(token: int, entries: Sequence[Entry]) -> bytes:
         token: Identifies the message.
         entries: The buffers, in order.
     """
-    if not any([entry.channel for entry in entries]):
+    if not any(entry.channel for entry in entries):
         return b""
     parts = [_HEAD.pack(token, len(entries))]
     for channel, size_bytes, content, _ in entries:

@@ -17,6 +17,7 @@ from typing import Any
 from tests.fuzz.target import Target
 from tests.fuzz.targets.membership import WORDS, assert_sound, registration
 from tests.unit.channel.home import SomePeer, make_home
+from torchweft import knobs
 from torchweft.channel.channel import Meeting
 from torchweft.channel.channels import CHANNELS, read_description
 from torchweft.errors import ProtocolError
@@ -38,7 +39,8 @@ from torchweft.wire.messages import Kind
 _KEY = Secret(b"the key of the run, of no use elsewhere")
 _CHALLENGE_BYTES = HEADER_BYTES + 6 + NONCE_BYTES
 _HERE, _PEER = read_facts(), SomePeer()
-_CHANNELS = [channel(make_home()) for channel in CHANNELS]
+with knobs.SHM_LIMIT_BYTES.override(0):
+    _CHANNELS = [channel(make_home()) for channel in CHANNELS]
 _MAY_RAISE = (ProtocolError, ConnectionError)
 
 
