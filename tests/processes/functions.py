@@ -22,9 +22,9 @@ from torch.futures import Future
 
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.channel.channels import HeldStatistics
 from torchweft.channel.copying import PullError
 from torchweft.channel.memory import PoolStatistics
+from torchweft.channel.ways import HeldStatistics
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.collective import current_gatherings
 from torchweft.rpc.leaving import Leaving

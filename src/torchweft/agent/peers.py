@@ -16,7 +16,7 @@ from torchweft import knobs
 from torchweft.agent.deaths import cause_of
 from torchweft.agent.device_maps import IDENTITY, DeviceMaps, maps_between
 from torchweft.arguments import did_you_mean, wrong_type
-from torchweft.channel.channels import Held, Ways
+from torchweft.channel.ways import Held, Ways
 from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, WorkerLost
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.protocol.calls import ServedCall

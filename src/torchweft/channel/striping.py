@@ -200,15 +200,7 @@ class Outbox:
     ) -> list[SendingConnection]:
         """Adds a part of a transfer whose other bytes are added later, or were before.
 
-        Args:
-            token: Token of its message.
-            position: The transfer's position among those of the message.
-            buffer: Memory of the whole transfer.
-            start: Where the part begins.
-            end: Where it ends.
-
-        Returns:
-            Idle connections, as ``put`` does.
+        Takes the memory of the whole transfer, and the part of it. Returns connections as ``put``.
         """
         return self._put([_Transfer(token, position, buffer, start, end)])
 
@@ -463,12 +455,6 @@ class Arrivals:
         for arrival in failed:
             if arrival.missing_bytes:
                 arrival.done.release()
-
-    @property
-    def is_incomplete(self) -> bool:
-        """Whether some transfer has begun, or is waited for, and is not complete."""
-        with self._lock:
-            return any(arrival.missing_bytes for arrival in self._under_way.values())
 
     @property
     def count(self) -> int:

@@ -13,8 +13,9 @@ import torch
 from tests.unit.channel.home import Posts, SomePeer, make_home
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle
-from torchweft.channel.channels import UNTRIED, Channels, Held, Ways
+from torchweft.channel.channels import Channels
 from torchweft.channel.table import FOLLOWS, decode_table, encode_table
+from torchweft.channel.ways import UNTRIED, Held, Ways
 from torchweft.errors import ProtocolError
 from torchweft.wire.messages import Kind, decode_ints
 

@@ -21,8 +21,9 @@ from tests.unit.channel.fake_transport import FakeNetwork
 from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.channel import channels, cuda, rdma
-from torchweft.channel.channel import Channel, Entry, NotInTime
+from torchweft.channel.channel import CannotGet, Channel, Entry, NotInTime
 from torchweft.channel.channels import CHANNELS
+from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.frames import Frame
@@ -81,7 +82,7 @@ class Pair:
             self.bring(self.tensor(size_bytes))
             if self.moved() > before:
                 return
-            wait_until(lambda: channels.UNTRIED not in self.peer.ways.obstacles().values())
+            wait_until(lambda: UNTRIED not in self.peer.ways.obstacles().values())
         raise AssertionError(f"{self.channel} takes nothing")
 
     def moved(self) -> int:
@@ -203,7 +204,7 @@ def test_what_does_not_arrive_follows_behind_the_message_and_the_channel_is_give
     pair.warm_up(MIB)
 
     def fail(*arguments: object) -> list[object]:
-        raise channels.CannotGet("the way is closed")
+        raise CannotGet("the way is closed")
 
     monkeypatch.setattr(of_second(pair), "get", fail)
     sent = [pair.tensor(MIB, 1), pair.tensor(10, 2), pair.tensor(FROM, 3)]

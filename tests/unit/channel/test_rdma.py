@@ -16,9 +16,9 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.channel import rdma as channel
 from torchweft.channel import rdma_transport as rdma
-from torchweft.channel.channels import UNTRIED
 from torchweft.channel.rdma import Rdma
 from torchweft.channel.rdma_transport import SendingSlabs
+from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import POSITIONAL, Kind

@@ -272,17 +272,6 @@ def test_a_closed_connection_is_not_read(arrivals: Arrivals, ends: list[End]) ->
     assert arrivals.count == 0
 
 
-def test_incomplete_is_what_has_begun_or_is_waited_for(arrivals: Arrivals, ends: list[End]) -> None:
-    data = content(100)
-    assert not arrivals.is_incomplete
-    ends[0].bring(stripe(data, 0, 60))
-    assert arrivals.is_incomplete
-    ends[0].bring(stripe(data, 60, 100))
-    assert not arrivals.is_incomplete
-    arrivals.discard(TransferKey(SET, 9, 0), 10)
-    assert arrivals.is_incomplete
-
-
 # Connections that broke
 
 
