@@ -520,6 +520,7 @@ class Agent:
         for listener in self._listeners:
             listener.close()
         self.links.close(is_in_use=bool(stuck))
+        self.channels.close(0.0)
         for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()

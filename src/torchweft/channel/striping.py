@@ -164,8 +164,7 @@ class _Transfer:
 class Outbox:
     """The transfers to be sent to one peer, and the idle connections. Thread-safe.
 
-    The memory of a transfer is kept until it has been written. A transfer may be added in parts, as
-    its bytes become ready: the receiver takes stripes in any order.
+    Keeps the memory of a transfer until that is written. A transfer may be added in parts.
 
     Args:
         stripe_bytes: Size of the pieces that transfers are cut into.
@@ -285,7 +284,6 @@ class SendingConnection(_Connection):
         super().__init__(connection, on_end)
         self._outbox = outbox
         self._parts: list[Buffer] = []
-        self.bytes_sent = 0
 
     def write(self) -> int:
         """Writes what the socket takes, up to a turn's share; returns the next event to await."""
@@ -307,7 +305,6 @@ class SendingConnection(_Connection):
             except BlockingIOError:
                 return WRITABLE
             turn_bytes -= size
-            self.bytes_sent += size
             self._parts = _advance(self._parts, size)
         return WRITABLE
 
