@@ -263,6 +263,7 @@ class Channel:
 
     def __init__(self, home: Home) -> None:
         self._home = home
+        self.counted_as = f"sent {self.name}"
 
     def describe(self) -> dict[str, Any]:
         """Returns what this side can do, as JSON, for all peers that connect."""

@@ -43,13 +43,12 @@ def encode_table(token: int, entries: Sequence[Entry]) -> bytes:
         token: Identifies the message.
         entries: The buffers, in order.
     """
-    if not any(entry.channel for entry in entries):
-        return b""
-    parts = [_HEAD.pack(token, len(entries))]
+    parts, highest = [_HEAD.pack(token, len(entries))], FOLLOWS
     for channel, size_bytes, content, _ in entries:
         parts.append(_ENTRY.pack(channel, size_bytes, len(content)))
         parts.append(content)
-    return b"".join(parts)
+        highest = max(highest, channel)
+    return b"" if highest == FOLLOWS else b"".join(parts)
 
 
 def decode_table(
