@@ -23,7 +23,6 @@ from torchweft.serialize.table import COMPUTED, REQUIRES_GRAD
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     NO_CREATION,
-    POSITIONAL,
     TABLES,
     Kind,
     encode_tables,
@@ -44,9 +43,7 @@ def pair() -> Iterator[list[Member]]:
 
 
 def send(sender: Member, to: Peer, tensors: list[Tensor]) -> None:
-    sender.agent.sender.send(
-        to, sender.tensor_messages.encode(to, Kind.CALL, POSITIONAL, 7, FRONT, tensors)
-    )
+    sender.agent.sender.send(to, sender.tensor_messages.encode(to, Kind.CALL, 0, 7, FRONT, tensors))
 
 
 def check_arrival(message: TensorMessage, tensors: list[Tensor]) -> None:
@@ -71,9 +68,9 @@ def test_tensors_arrive_by_whatever_channel(pair: list[Member], size: int) -> No
 def test_the_flags_of_a_message_are_kept_beside_that_of_its_tables(pair: list[Member]) -> None:
     first, second = pair
     parts = first.tensor_messages.encode(
-        first.peer(second), Kind.CALL, POSITIONAL, 7, FRONT, [torch.ones(1)]
+        first.peer(second), Kind.CALL, 0, 7, FRONT, [torch.ones(1)]
     )
-    assert bytes(parts[0])[:2] == bytes((Kind.CALL, POSITIONAL | TABLES))
+    assert bytes(parts[0])[:2] == bytes((Kind.CALL, TABLES))
 
 
 def test_what_was_pulled_is_let_go_at_the_sender(pair: list[Member]) -> None:
@@ -130,10 +127,10 @@ def test_a_message_to_oneself_is_an_object_in_place_of_bytes(pair: list[Member])
     tensor, external = torch.ones(3, requires_grad=True), object()
     head = (1.0, NO_CREATION, b"name", (0, 0, (), 0, 0))
     sent = LocalMessage(head, b"payload", [tensor], [external])
-    first.agent.sender.send(first.agent.me, local_frame(Kind.CALL, POSITIONAL, 7, sent))
+    first.agent.sender.send(first.agent.me, local_frame(Kind.CALL, 0, 7, sent))
     assert came.wait(LIMIT_S)
     [frame] = frames
-    assert (frame.kind, frame.flags, frame.id) == (Kind.CALL, POSITIONAL, 7)
+    assert (frame.kind, frame.flags, frame.id) == (Kind.CALL, 0, 7)
     received: object = frame.control
     assert received is sent
     assert (sent.tensors[0], sent.externals[0]) == (tensor, external)

@@ -27,7 +27,7 @@ from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import POSITIONAL, Kind
+from torchweft.wire.messages import Kind
 
 KIB, MIB, NEVER = 1 << 10, 1 << 20, 1 << 60
 FROM = 70 * KIB
@@ -67,7 +67,7 @@ class Pair:
 
     def send(self, tensors: Sequence[Tensor]) -> None:
         messages = self.first.tensor_messages
-        frame = messages.encode(self.peer, Kind.CALL, POSITIONAL, 7, FRONT, tensors)
+        frame = messages.encode(self.peer, Kind.CALL, 0, 7, FRONT, tensors)
         self.first.agent.sender.send(self.peer, frame)
 
     def bring(self, *tensors: Tensor) -> list[Tensor]:
@@ -187,7 +187,7 @@ def test_a_message_that_cannot_be_sent_leaves_nothing(pair: Pair) -> None:
     messages, unsendable = pair.first.tensor_messages, -1
     for _ in range(3):
         with pytest.raises(Exception, match=r"out of range|requires 0 <= number"):
-            messages.encode(pair.peer, Kind.CALL, POSITIONAL, unsendable, FRONT, [pair.tensor(MIB)])
+            messages.encode(pair.peer, Kind.CALL, 0, unsendable, FRONT, [pair.tensor(MIB)])
     assert pair.is_free()
 
 

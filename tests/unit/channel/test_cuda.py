@@ -19,7 +19,7 @@ from torchweft.channel import channels, cuda
 from torchweft.channel.cuda import CudaIpc
 from torchweft.errors import ProtocolError, SerializationError, WorkerLost
 from torchweft.serialize import tensors as tensor_table
-from torchweft.wire.messages import POSITIONAL, Kind
+from torchweft.wire.messages import Kind
 
 CUDA = torch.device("cuda", 0)
 
@@ -60,7 +60,7 @@ def send(pair: list[Member], tensors: list[Tensor]) -> None:
     peer = first.peer(second)
     first.agent.connect(peer)
     wait_until(lambda: uses_devices(peer) or is_given_up(pair))
-    frame = first.tensor_messages.encode(peer, Kind.CALL, POSITIONAL, 7, FRONT, tensors)
+    frame = first.tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, tensors)
     first.agent.sender.send(peer, frame)
 
 
@@ -163,6 +163,7 @@ def test_work_that_takes_too_long_is_asked_for(
     driver.is_busy = True
     send(pair, [tensor])
     assert torch.equal(received.next().tensors(detached=False)[0], tensor)
+    assert not driver.is_busy  # The sender has waited for the contents before it copied them.
     assert not driver.pulls
     # Slow work is no reason to give the channel up.
     assert not is_given_up(pair)
@@ -304,7 +305,7 @@ def test_handles_go_along_until_a_message_with_them_has_arrived(
     tensor = driver.allocate(torch.randn(1000))
 
     def size() -> int:
-        frame = first.tensor_messages.encode(peer, Kind.CALL, POSITIONAL, 7, FRONT, [tensor])
+        frame = first.tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, [tensor])
         return sum(memoryview(part).nbytes for part in frame)
 
     before = size()

@@ -21,7 +21,7 @@ from torchweft.channel.rdma_transport import SendingSlabs
 from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import POSITIONAL, Kind
+from torchweft.wire.messages import Kind
 
 FROM_BYTES = 200_000
 SLAB_BYTES = 262_144
@@ -70,7 +70,7 @@ def send(pair: list[Member], tensors: list[Tensor]) -> None:
     peer = peer_of(pair)
     pair[0].agent.connect(peer)
     wait_until(lambda: "confirmed" not in obstacle(pair))
-    frame = pair[0].tensor_messages.encode(peer, Kind.CALL, POSITIONAL, 7, FRONT, tensors)
+    frame = pair[0].tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, tensors)
     pair[0].agent.sender.send(peer, frame)
 
 
@@ -188,7 +188,7 @@ def test_descriptions_go_along_until_a_message_with_them_has_arrived(
 
     def size() -> int:
         # The message is never sent, and its slab comes back.
-        frame = proven[0].tensor_messages.encode(peer, Kind.CALL, POSITIONAL, 7, FRONT, [tensor])
+        frame = proven[0].tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, [tensor])
         peer.held.release(max(peer.held._held), is_sent=False)
         return sum(memoryview(part).nbytes for part in frame)
 
@@ -229,9 +229,7 @@ def test_a_message_that_cannot_be_sent_gives_its_slab_back(
 ) -> None:
     for _ in range(10):
         with pytest.raises(struct.error, match=r"out of range|requires 0 <= number"):
-            proven[0].tensor_messages.encode(
-                peer_of(proven), Kind.CALL, POSITIONAL, -1, FRONT, [large()]
-            )
+            proven[0].tensor_messages.encode(peer_of(proven), Kind.CALL, 0, -1, FRONT, [large()])
     assert not held(proven)
     assert network.registered <= 3
     exchange(proven, received, large())
