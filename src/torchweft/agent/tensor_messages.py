@@ -179,14 +179,17 @@ class TensorMessages:
         return frame
 
     def _note_offered(self, peer: Peer, kind: Kind, number: int, parcel: Parcel) -> None:
-        moved = parcel.moved()
-        for name, count in moved.items():  # Faster than ``Counter.update``.
-            peer.moved[name] += count
-        lent = moved.get("lent", 0)
-        self._agent.lent_bytes += lent
-        self._agent.offered_bytes += sum(moved.values()) - lent
+        moved, agent = peer.moved, self._agent
+        for channel, handles in parcel.taken:
+            for handle in handles:
+                if handle.is_shared:
+                    moved["lent"] += handle.size_bytes
+                    agent.lent_bytes += handle.size_bytes
+                else:
+                    moved[channel.counted_as] += handle.size_bytes
+                    agent.offered_bytes += handle.size_bytes
         if self.on_offered is not None:
-            self.on_offered(peer, kind, number, moved)
+            self.on_offered(peer, kind, number, parcel.moved())
 
     def read(self, frame: Frame) -> TensorMessage:
         """Decodes the tables of a received message, without fetching tensors.

@@ -71,11 +71,14 @@ class Parcel:
         self.taken: list[tuple[Channel, list[Handle]]] = []
         self.following: Sequence[memoryview] = ()
         self.copies: HostCopies | None = None
-        self._entries: list[Entry | None] = [None] * count
+        self._entries: list[tuple[int, int, bytes, None] | None] = [None] * count
 
     def offer(self, channel: Channel, buffers: Sequence[Any], left: list[int]) -> list[int]:
         """Offers buffers to a channel; returns the positions of those that it has not taken."""
         handles = channel.put(self._peer, self.token, [buffers[position] for position in left])
+        if not handles:
+            return left
+        number = channel.number
         taken: list[Handle] = []
         rest: list[int] = []
         for position, handle in zip(left, handles, strict=False):
@@ -83,7 +86,8 @@ class Parcel:
                 rest.append(position)
             else:
                 taken.append(handle)
-                self._entries[position] = Entry(channel.number, handle.size_bytes, handle.content)
+                # A plain tuple is made in a fifth of the time of an ``Entry``.
+                self._entries[position] = (number, handle.size_bytes, handle.content, None)
         if not taken:
             return left
         self.taken.append((channel, taken))
@@ -93,10 +97,12 @@ class Parcel:
         """Has the buffers that are left follow the message, and keeps the handles of others."""
         if left:
             self.following = [buffers[position] for position in left]
-        held: list[tuple[Channel, Handle]] = []
-        for channel, handles in self.taken:
-            if channel.is_held:
-                held += [(channel, handle) for handle in handles]
+        held = [
+            (channel, handle)
+            for channel, handles in self.taken
+            if channel.is_held
+            for handle in handles
+        ]
         if held:
             self._peer.held.hold(self.token, held)
 
@@ -105,13 +111,8 @@ class Parcel:
         if not self.taken:
             return b""
         rest = iter(self.following)
-        return encode_table(
-            self.token,
-            [
-                Entry(FOLLOWS, next(rest).nbytes) if entry is None else entry
-                for entry in self._entries
-            ],
-        )
+        entries = [entry or (FOLLOWS, next(rest).nbytes, b"", None) for entry in self._entries]
+        return encode_table(self.token, entries)
 
     def begin(self, *, may_wait: bool) -> None:
         """Has the channels send what they send apart: the message is certain to be sent.

@@ -16,6 +16,8 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from torchweft.channel.channel import Entry
 from torchweft.errors import ProtocolError
 
@@ -24,6 +26,7 @@ FOLLOWS = 0
 
 _HEAD = struct.Struct("<QI")
 _ENTRY = struct.Struct("<BQH")
+_HEAD_BYTES, _ENTRY_BYTES = _HEAD.size, _ENTRY.size
 
 
 class BufferTable(NamedTuple):
@@ -36,19 +39,21 @@ class BufferTable(NamedTuple):
 EMPTY_TABLE = BufferTable(0, ())
 
 
-def encode_table(token: int, entries: Sequence[Entry]) -> bytes:
+def encode_table(
+    token: int, entries: Sequence[tuple[int, int, bytes, torch.device | None]]
+) -> bytes:
     """Returns the table as bytes; empty if every buffer follows.
 
     Args:
         token: Identifies the message.
-        entries: The buffers, in order.
+        entries: The buffers, in order, with the fields of ``Entry``.
     """
-    parts, highest = [_HEAD.pack(token, len(entries))], FOLLOWS
+    parts, is_needed = [_HEAD.pack(token, len(entries))], False
     for channel, size_bytes, content, _ in entries:
-        parts.append(_ENTRY.pack(channel, size_bytes, len(content)))
-        parts.append(content)
-        highest = max(highest, channel)
-    return b"" if highest == FOLLOWS else b"".join(parts)
+        parts += (_ENTRY.pack(channel, size_bytes, len(content)), content)
+        if channel != FOLLOWS:
+            is_needed = True
+    return b"".join(parts) if is_needed else b""
 
 
 def decode_table(
@@ -67,20 +72,21 @@ def decode_table(
     """
     if not data:
         return EMPTY_TABLE
-    data = bytes(data)
-    if len(data) < _HEAD.size:
-        raise ProtocolError(f"a buffer table of {len(data)} bytes is shorter than its own head")
+    data, size = bytes(data), len(data)
+    if size < _HEAD_BYTES:
+        raise ProtocolError(f"a buffer table of {size} bytes is shorter than its own head")
     token, count = _HEAD.unpack_from(data)
-    if len(data) < _HEAD.size + count * _ENTRY.size:
-        raise ProtocolError(f"a buffer table of {len(data)} bytes announces {count} buffers")
-    entries, position = [], _HEAD.size
+    if size < _HEAD_BYTES + count * _ENTRY_BYTES:
+        raise ProtocolError(f"a buffer table of {size} bytes announces {count} buffers")
+    entries, end = [], _HEAD_BYTES
     total_bytes, following = 0, []
     for _ in range(count):
-        if position + _ENTRY.size > len(data):
-            raise ProtocolError(f"{len(data)} bytes of a buffer table end before its entries")
-        channel, size_bytes, length = _ENTRY.unpack_from(data, position)
-        position += _ENTRY.size + length
-        entries.append(Entry(channel, size_bytes, data[position - length : position]))
+        start = end + _ENTRY_BYTES
+        if start > size:
+            raise ProtocolError(f"{size} bytes of a buffer table end before its entries")
+        channel, size_bytes, length = _ENTRY.unpack_from(data, end)
+        end = start + length
+        entries.append(Entry(channel, size_bytes, data[start:end]))
         total_bytes += size_bytes
         if channel == FOLLOWS:
             following.append(size_bytes)
@@ -88,10 +94,8 @@ def decode_table(
                 raise ProtocolError("a buffer that follows its message has a handle")
         elif not size_bytes:
             raise ProtocolError("an empty buffer is to be fetched over a channel")
-    if position != len(data):
-        raise ProtocolError(
-            f"a buffer table has {len(data)} bytes, and its entries take {position}"
-        )
+    if end != size:
+        raise ProtocolError(f"a buffer table has {size} bytes, and its entries take {end}")
     if total_bytes > limit_bytes:
         raise ProtocolError(f"a message announces {total_bytes} bytes; the limit is {limit_bytes}")
     if following != list(following_bytes):
