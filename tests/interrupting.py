@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torchweft
-from torchweft.channel.shm import borrowed
+from torchweft.channel import shm
 from torchweft.rpc.handles import Handle
 
 PACKAGE = os.path.dirname(torchweft.__file__)
@@ -28,7 +28,7 @@ def interrupt_at(
     """Runs ``handler`` at one of the steps of ``run``; returns whether that step was reached.
 
     Steps of a finalizer, or of a weak reference's callback, are left out: Python ignores an
-    exception there. The tests of ``channel.shm.borrowed`` try them.
+    exception there. The tests of channel.shm try them.
     """
     seen = 0
 
@@ -57,4 +57,4 @@ def _is_in_finalizer(frame: Any) -> bool:
     return frame is not None
 
 
-FINALIZERS = (borrowed._end.__code__, Handle.__del__.__code__)
+FINALIZERS = (shm._end.__code__, Handle.__del__.__code__)

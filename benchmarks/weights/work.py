@@ -14,7 +14,6 @@ from torch import nn
 
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.channel.table import ChannelKind
 from torchweft.errors import WorkerLost
 from torchweft.rpc import RRef
 from torchweft.weights import Publisher, Subscriber
@@ -220,10 +219,10 @@ class Sampler:
 
 def forbid(peer: str) -> None:
     """Makes tensors for a peer travel over the connection of its messages."""
-    channels = current().find(peer).channels
+    ways = current().find(peer).ways
     # Behind the message: only there do the counters follow the bytes as they come.
-    for kind in (ChannelKind.SHM, ChannelKind.CMA, ChannelKind.STRIPED):
-        channels.disable(kind, "measured as between hosts")
+    for name in ("shm", "cma", "striped"):
+        ways.give_up(name, "measured as between hosts")
 
 
 def fill_and_publish(trainer: RRef[Trainer]) -> None:

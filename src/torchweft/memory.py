@@ -39,7 +39,8 @@ from torchweft import knobs
 from torchweft.agent.agent import Agent
 from torchweft.agent.current import current
 from torchweft.channel.page_locks import PageLock, PageLocks
-from torchweft.channel.shm.pool import why_no_pool
+from torchweft.channel.shared_pool import why_no_pool
+from torchweft.channel.shm import SharedMemory
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 
@@ -64,7 +65,7 @@ def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool 
     size_bytes = math.prod(size) * dtype.itemsize
     if not size_bytes:
         return torch.empty(size, dtype=dtype, device="cpu")
-    pool = agent.memory.pool
+    pool = agent.channels.of(SharedMemory).pool
     if pool is None:
         why = why_no_pool(knobs.SHM_LIMIT_BYTES.get())
         raise MemoryError(f"this worker has no shared memory: {why}")

@@ -21,6 +21,7 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.pass_state import PassState
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
+from torchweft.channel.striping import ReceivingConnection, SendingConnection
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
 from torchweft.protocol.membership.leader import Send, Step
@@ -31,7 +32,6 @@ from torchweft.rpc.node import Node
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.link import Link
 from torchweft.transport.resumable import ResumableLink
-from torchweft.transport.striped import ReceivingConnection, SendingConnection
 from torchweft.wire.messages import Kind
 
 EXIT_CODE = 7

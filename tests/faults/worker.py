@@ -28,6 +28,7 @@ from tests.leaks import find_leaks, take_state
 from tests.processes import cutting
 from torchweft import rpc
 from torchweft.agent.current import current, is_set
+from torchweft.channel.stripes import Stripes
 from torchweft.errors import RendezvousError, WeftError
 from torchweft.secret import Secret
 from torchweft.transport.secure import TlsOptions
@@ -235,7 +236,8 @@ def _break_data(_: float) -> None:
     if not is_set():
         return  # The training has ended meanwhile.
     for peer in list(current().peers.values()):
-        sending = None if peer.data is None else peer.data.sending
+        data = peer.kept.get(Stripes.name)
+        sending = None if data is None else data.sending
         if sending is not None:
             sending.connections[-1]._socket.shutdown(socket.SHUT_RDWR)
 

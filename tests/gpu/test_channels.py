@@ -9,7 +9,6 @@ from tests.gpu.device import only_gpu
 from tests.gpu.members import Members
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.channel.table import ChannelKind
 from torchweft.launch import Cluster
 
 pytestmark = only_gpu
@@ -20,7 +19,7 @@ COUNTS = (2, 1 << 12, 1 << 18, 1 << 23)
 
 def obstacle(peer: str) -> str:
     """Returns why tensors to a peer do not go from device to device; nothing if they do."""
-    return current().find(peer).channels.obstacles()[ChannelKind["CUDA_IPC"]]
+    return current().find(peer).ways.obstacles()["cuda_ipc"]
 
 
 def test_tensors_go_from_device_to_device_on_one_host(group: Cluster) -> None:

@@ -19,7 +19,7 @@ from tests.fuzz.mutating import Mutator
 from tests.fuzz.targets import load
 from tests.processes import unpickling
 from torchweft import rpc
-from torchweft.agent.connector import CAPABILITIES, REGISTRATION
+from torchweft.agent.connector import CAPABILITIES, REGISTRATION, VERDICT
 from torchweft.agent.current import current
 from torchweft.protocol.connecting.hello import ATTEMPT, SESSION, TO
 from torchweft.protocol.membership.registration import Registration
@@ -110,8 +110,11 @@ def _greeting(to: str, kind: str) -> Greeting:
     number = next(_ids)
     agent = current()
     me = Registration(f"fake{number}", number, ("unix:@nobody",), facts={})
-    capabilities = {**agent._connector.facts()[CAPABILITIES], "memory_nonce": ""}
-    facts = {CAPABILITIES: capabilities, TO: agent.find(to).id, REGISTRATION: me.as_json()}
+    facts = {
+        CAPABILITIES: agent.channels.describe(),
+        TO: agent.find(to).id,
+        REGISTRATION: me.as_json(),
+    }
     if kind == "tcp":
         facts |= {SESSION: f"session{number}", ATTEMPT: 1}
     return Greeting(number, facts=facts)
@@ -136,6 +139,9 @@ def _greet(to: str, kind: str, greeting: Greeting, content: bytes) -> str:
             for descriptor in descriptors:
                 os.close(descriptor)
         if not welcome.refusal:
+            if kind == "unix" and greeting.facts.get("purpose") in (None, "link"):
+                with contextlib.suppress(OSError):
+                    handshake.send(Kind.VERDICT, Greeting(greeting.worker, facts={VERDICT: {}}))
             _send_and_end(connection, content)
         return "refused" if welcome.refusal else "welcome"
 

@@ -11,13 +11,11 @@ import torch
 
 from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
 from torchweft.agent.current import current
-from torchweft.channel.buffers import HeldStatistics
-from torchweft.channel.cma import PullError
+from torchweft.channel.copying import PullError
 from torchweft.channel.memory import PoolStatistics
-from torchweft.channel.table import ChannelKind
+from torchweft.channel.ways import HeldStatistics
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.leaving import Leaving
-from torchweft.rpc.worker import current_worker
 
 
 def count_at_gate(name: str) -> int:
@@ -51,13 +49,13 @@ def pool_statistics() -> PoolStatistics:
 
 
 def channel_to(peer: str) -> str:
-    return current().find(peer).channels.channel_for(1 << 24).name
+    return current().find(peer).ways.first_for(1 << 24)
 
 
-def forbid(peer: str, *kinds: str) -> None:
+def forbid(peer: str, *channels: str) -> None:
     """Stops this worker from sending tensors to a peer over the given channels."""
-    for kind in kinds:
-        current().find(peer).channels.disable(ChannelKind[kind], "forbidden by a test")
+    for name in channels:
+        current().find(peer).ways.give_up(name, "forbidden by a test")
 
 
 def break_pulling() -> None:
@@ -66,8 +64,8 @@ def break_pulling() -> None:
     def refuse(pid: int, address: int, into: memoryview) -> None:
         raise PullError(1, "not permitted any more", pid, address, len(into))
 
-    puller = current_worker().tensor_messages._copier
-    puller.pull = refuse  # type: ignore[method-assign]
+    copier = current().channels._home.copier
+    copier.pull = refuse  # type: ignore[method-assign]
 
 
 def die_when_settling() -> None:

@@ -11,12 +11,12 @@ import torch
 from tests.contract.processes.functions import name_here, wait_until
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.channel.shm.pool import SharedPool, SharedStatistics
-from torchweft.channel.table import ChannelKind
+from torchweft.channel.shared_pool import SharedPool, SharedStatistics
+from torchweft.channel.shm import SharedMemory
 
 
 def pool() -> SharedPool:
-    made = current().memory.pool
+    made = current().channels.of(SharedMemory).pool
     assert made is not None
     return made
 
@@ -32,18 +32,18 @@ def loans_of(name: str) -> int:
 
 
 def usable_ways(peer: str) -> set[str]:
-    obstacles = current().find(peer).channels.obstacles()
-    return {kind.name for kind, obstacle in obstacles.items() if not obstacle}
+    obstacles = current().find(peer).ways.obstacles()
+    return {name for name, obstacle in obstacles.items() if not obstacle}
 
 
 def meet(peer: str) -> None:
     """Calls a worker, and waits until it has told that it can read this worker's shared memory."""
     rpc.rpc_sync(peer, name_here)
-    wait_until(lambda: "SHM" in usable_ways(peer), lambda: f"no shared memory for {peer}")
+    wait_until(lambda: "shm" in usable_ways(peer), lambda: f"no shared memory for {peer}")
 
 
-def way_of(peer: str, size_bytes: int) -> ChannelKind:
-    return current().find(peer).channels.channel_for(size_bytes)
+def way_of(peer: str, size_bytes: int) -> str:
+    return current().find(peer).ways.first_for(size_bytes)
 
 
 def resources() -> tuple[int, int]:

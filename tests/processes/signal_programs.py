@@ -79,6 +79,7 @@ def raising(work: Callable[[], None]) -> str:
 
     moments = random.Random(7)
     arrived, wrong = 0, set[str]()
+
     def ignore(swallowed: Any) -> None:
         """Counts what the interpreter drops, in a finalizer or a callback of a weak reference."""
         nonlocal dropped

@@ -11,10 +11,8 @@ from tests.internal import overridden
 from tests.processes import internals
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.agent.data_connections import DataConnections
-from torchweft.channel.table import STRIPED, ChannelKind
-from torchweft.rpc.worker import current_worker
-from torchweft.transport.striped import Arrivals, Outbox
+from torchweft.channel.stripes import Stripes
+from torchweft.channel.striping import Arrivals, Outbox
 
 STRIPE = 1 << 18
 FROM = 1 << 19
@@ -31,14 +29,12 @@ def settings_of(transport: str) -> dict[str, str]:
     )
 
 
-def data_connections() -> DataConnections:
-    source = current_worker().tensor_messages.sources[STRIPED]
-    assert isinstance(source, DataConnections)
-    return source
+def data_connections() -> Stripes:
+    return current().channels.of(Stripes)
 
 
-def way_to(name: str, size_bytes: int) -> ChannelKind:
-    return current().find(name).channels.channel_for(size_bytes)
+def way_to(name: str, size_bytes: int) -> str:
+    return current().find(name).ways.first_for(size_bytes)
 
 
 def connections_with(name: str) -> tuple[int, int]:
@@ -67,7 +63,7 @@ def await_verdicts(name: str) -> None:
 
     def are_here() -> bool:
         theirs = rpc.rpc_sync(name, way_to, args=(rpc.get_worker_info().name, FROM))
-        return way_to(name, FROM) is theirs is STRIPED
+        return way_to(name, FROM) == theirs == "striped"
 
     functions.wait_until(are_here, lambda: "the other side does not say what it can receive")
 

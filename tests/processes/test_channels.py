@@ -99,7 +99,7 @@ def test_what_is_sent_is_let_go_of(group: Cluster) -> None:
 
 def test_buffers_return_to_the_pool(group: Cluster) -> None:
     rpc.rpc_sync("worker1", functions.name_here)
-    rpc.rpc_sync("worker1", internals.forbid, args=("driver", "SHM"))
+    rpc.rpc_sync("worker1", internals.forbid, args=("driver", "shm"))
     before = internals.pool_statistics()
     received = [
         rpc.rpc_sync("worker1", internals.make_tensor, args=(2 * PULLED,)) for _ in range(3)

@@ -94,8 +94,8 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
         for name, peer in [("driver", "worker0"), ("worker0", "driver"), ("worker1", "worker0")]:
             rpc.rpc_sync(name, functions.name_here)
             rpc.rpc_sync(name, rpc.rpc_sync, args=(peer, functions.name_here))
-            rpc.rpc_sync(name, internals.forbid, args=(peer, "SHM", "STRIPED"))
-        if internals.channel_to("worker0") != "CMA":
+            rpc.rpc_sync(name, internals.forbid, args=(peer, "shm", "striped"))
+        if internals.channel_to("worker0") != "cma":
             pytest.skip("no process may read another's memory here")
         rpc.rpc_sync("worker0", internals.break_pulling)
         sent = internals.make_tensor(LARGE_BYTES)
@@ -107,8 +107,8 @@ def test_pulling_that_fails_at_run_time_is_replaced_by_a_stream(
             assert same == number
             assert torch.equal(first, sent + number)
             assert torch.equal(third, sent)
-        assert internals.channel_to("worker0") == "STREAM"
-        assert rpc.rpc_sync("worker0", internals.channel_to, args=("driver",)) == "CMA"
+        assert internals.channel_to("worker0") == "stream"
+        assert rpc.rpc_sync("worker0", internals.channel_to, args=("driver",)) == "cma"
         # A tensor that a worker cannot pull may also be the result of its own call.
         path = ["worker1", "worker0", "worker1"]
         assert torch.equal(functions.call_through(path, functions.identity, (sent,)), sent)

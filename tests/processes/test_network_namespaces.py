@@ -16,10 +16,8 @@ from tests.far_workers import far_workers
 from tests.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.agent.data_connections import DataConnections
-from torchweft.channel.table import STRIPED
+from torchweft.channel.stripes import Stripes
 from torchweft.compat import rpc as compat_rpc
-from torchweft.rpc.worker import current_worker
 
 SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 
@@ -29,21 +27,19 @@ def call_all() -> dict[str, Any]:
     peer = current().peers[1]
     rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
     # Large tensors travel behind their messages until the peer has said what it can receive.
-    while peer.channels.channel_for(SIZES[-1]) != STRIPED:
+    while peer.ways.first_for(SIZES[-1]) != "striped":
         rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
     wrong = []
     for size_bytes in SIZES:
         sent = (torch.arange(size_bytes, dtype=torch.int32) % 100).to(torch.uint8)
         if not torch.equal(rpc.rpc_sync(1, far.double, args=(sent,)), sent * 2):
             wrong.append(size_bytes)
-    source = current_worker().tensor_messages.sources[STRIPED]
-    assert isinstance(source, DataConnections)
     assert peer.link is not None
-    data = source._of(peer)
+    data = current().channels.of(Stripes)._of(peer)
     assert data.sending is not None
     return {
         "wrong": wrong,
-        "way": peer.channels.channel_for(SIZES[-1]).name,
+        "way": peer.ways.first_for(SIZES[-1]),
         "family": peer.link._socket.family.name,
         "data families": [sending._socket.family.name for sending in data.sending.connections],
         "received": data.arrivals.bytes_received,
@@ -59,7 +55,7 @@ def test_tensors_cross_a_network(warm: OpenWorkers, tmp_path: Path) -> None:
             workers.result(name)
     assert found["wrong"] == []
     assert found["family"] == "AF_INET"
-    assert found["way"] == "STRIPED"
+    assert found["way"] == "striped"
     assert found["data families"] == ["AF_INET"] * len(found["data families"])
     assert found["received"] == sum(size for size in SIZES if size >= 1 << 19)
 

@@ -41,7 +41,7 @@ copied: list[int] = []
 
 def count_copies() -> None:
     """Has this worker note its copies from now on."""
-    copier: Any = current_worker().tensor_messages._copier
+    copier: Any = current_worker().agent.channels._home.copier
     copy, pull = copier.copy, copier.pull
 
     def counted_copy(source: memoryview, into: memoryview) -> None:

@@ -21,15 +21,12 @@ from tests.processes.shared_memory_internals import (
     way_of,
 )
 from torchweft import knobs, rpc
-from torchweft.channel.shm.pool import AT_ONCE_BYTES
-from torchweft.channel.table import ChannelKind
+from torchweft.channel.shared_pool import AT_ONCE_BYTES
 from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
 SIZE = 1 << 20
-
-SHM = ChannelKind.SHM
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +39,9 @@ def _nothing_is_kept(group: Cluster) -> Iterator[None]:
 def test_tensors_of_one_host_go_through_shared_memory(group: Cluster) -> None:
     meet("worker0")
     limits = knobs.SHM_FROM_BYTES.get()
-    assert way_of("worker0", limits) is SHM
-    assert way_of("worker0", limits - 1) is not SHM
-    assert rpc.rpc_sync("worker0", way_of, args=("driver", limits)) is SHM
+    assert way_of("worker0", limits) == "shm"
+    assert way_of("worker0", limits - 1) != "shm"
+    assert rpc.rpc_sync("worker0", way_of, args=("driver", limits)) == "shm"
 
 
 def test_the_sender_may_write_as_soon_as_the_call_is_made(group: Cluster) -> None:

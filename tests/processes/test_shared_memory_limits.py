@@ -40,13 +40,13 @@ def test_a_worker_without_shared_memory_still_borrows(nursery: Nursery, limit: s
     ):
         sent = internals.make_tensor(SIZE)
         assert torch.equal(rpc.rpc_sync("worker0", functions.identity, args=(sent,)), sent)
-        assert "SHM" not in usable_ways("worker0")
-        assert "SHM" in rpc.rpc_sync("worker0", usable_ways, args=("driver",))
+        assert "shm" not in usable_ways("worker0")
+        assert "shm" in rpc.rpc_sync("worker0", usable_ways, args=("driver",))
         with pytest.raises(MemoryError, match=f"WEFT_SHM_LIMIT_BYTES is {limit}$"):
             torchweft.memory.shared_empty(5)
 
 
-@pytest.mark.parametrize("also", [[], ["CMA"], ["CMA", "STRIPED"]])
+@pytest.mark.parametrize("also", [[], ["cma"], ["cma", "striped"]])
 def test_beyond_the_limit_tensors_take_the_next_way(nursery: Nursery, also: list[str]) -> None:
     with (
         knobs.SHM_LIMIT_BYTES.override(4 << 20),
@@ -119,6 +119,6 @@ def test_shared_memory_has_the_same_bound(nursery: Nursery) -> None:
         assert torchweft.memory.shared_empty(1 << 20).numel() == 1 << 20
         shared = torchweft.memory.share(torch.ones(100_000))
         meet("worker0")
-        internals.forbid("worker0", "SHM")
+        internals.forbid("worker0", "shm")
         rpc.rpc_sync("worker0", internals.fill, args=(shared, 3))
         assert checksum(shared) == 100_000, "where shared memory is forbidden it travels as a copy"

@@ -30,7 +30,6 @@ from tests.processes.streams import (
 )
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.channel.table import ChannelKind
 from torchweft.errors import WorkerLost
 from torchweft.launch import Nursery
 
@@ -91,14 +90,13 @@ def test_a_peer_whose_data_connections_cannot_be_made_is_sent_streams(
 ) -> None:
     with torchweft.cluster(workers=1, nursery=nursery, rpc_backend_options=options()):
         await_verdicts("worker0")
-        peer = current().find("worker0")
 
-        def refuse(count: int, number: int) -> list[object]:
+        def refuse(peer: object, count: int, number: int) -> list[object]:
             raise ConnectionRefusedError("nobody listens")
 
-        peer.dial_data = refuse  # type: ignore[assignment]
+        current()._connector.dial_data = refuse  # type: ignore[assignment, method-assign]
         sent = [bytes_of(5), bytes_of(3 * FROM), bytes_of(FROM)]
         back = rpc.rpc_sync("worker0", functions.identity, args=(sent,))
         assert all(torch.equal(*pair) for pair in zip(sent, back, strict=True))
-        assert way_to("worker0", FROM) is ChannelKind.STREAM
+        assert way_to("worker0", FROM) == "stream"
         assert caplog.text.count("no longer travel by striped") == 1

@@ -10,7 +10,6 @@ from tests.contract.processes.functions import wait_until
 from tests.processes.weights_functions import LIMIT_S, Model, Sampler, Trainer
 from torchweft import rpc
 from torchweft.agent.current import current
-from torchweft.channel.table import ChannelKind
 from torchweft.launch import Cluster
 from torchweft.rpc import RRef
 from torchweft.weights import Publisher
@@ -25,9 +24,9 @@ def apart(group: Cluster) -> Cluster:
     """The same group, where the driver's tensors travel as to another host."""
     for name in group.names:
         rpc.rpc_sync(name, functions.name_here)
-        channels = current().find(name).channels
-        channels.disable(ChannelKind.CMA, "forbidden by a test")
-        channels.disable(ChannelKind.SHM, "forbidden by a test")
+        ways = current().find(name).ways
+        ways.give_up("cma", "forbidden by a test")
+        ways.give_up("shm", "forbidden by a test")
     return group
 
 

@@ -39,7 +39,7 @@ def begin(trainer_at: str, *, is_apart: bool, size: int = 512, **given: Any) -> 
     if is_apart:
         for name in ("driver", *SAMPLERS):
             rpc.rpc_sync(trainer_at, rpc.rpc_sync, (name, functions.name_here))
-            rpc.rpc_sync(trainer_at, internals.forbid, (name, "SHM", "CMA"))
+            rpc.rpc_sync(trainer_at, internals.forbid, (name, "shm", "cma"))
     return trainer
 
 
@@ -90,7 +90,7 @@ def test_a_publisher_killed_in_the_middle_of_a_transfer(nursery: Nursery, share:
     ) as group:
         trainer = begin("worker0", is_apart=True, size=LARGE)
         # Behind the message: only there do the counters follow the bytes as they come.
-        rpc.rpc_sync("worker0", internals.forbid, ("driver", "STRIPED"))
+        rpc.rpc_sync("worker0", internals.forbid, ("driver", "striped"))
         sampler = Sampler(trainer.rpc_sync().reference(), LARGE)
         trainer.rpc_sync().train()
         assert sampler.update(LIMIT_S) == 1

@@ -16,7 +16,8 @@ from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent
 from torchweft.channel.memory import slab_size
 from torchweft.channel.page_locks import PageLocks
-from torchweft.channel.shm.pool import SharedPool
+from torchweft.channel.shared_pool import SharedPool
+from torchweft.channel.shm import SharedMemory
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 
 MIB = 1 << 20
@@ -41,8 +42,8 @@ def gpu(agent: Agent) -> FakeGpu:
 
 @pytest.fixture
 def pool(agent: Agent) -> SharedPool:
-    assert agent.memory.pool is not None
-    return agent.memory.pool
+    assert agent.channels.of(SharedMemory).pool is not None
+    return agent.channels.of(SharedMemory).pool
 
 
 def test_a_shared_tensor_is_locked_until_its_memory_goes_back(

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 from torchweft import knobs
-from torchweft.agent.connector import REGISTRATION, VERDICT, Connector
+from torchweft.agent.connector import CAPABILITIES, REGISTRATION, VERDICT, Connector
 from torchweft.agent.peers import Peer
-from torchweft.channel.choice import Capabilities, close_all, map_memory
+from torchweft.channel.channels import close_all
 from torchweft.errors import DuplicateName, ProtocolError
 from torchweft.protocol.connecting import Answer, Hello, Purpose, Verdict
 from torchweft.protocol.connecting.failures import TAKEN
@@ -216,34 +216,37 @@ class Acceptor:
         greeting: Greeting,
     ) -> None:
         try:
-            theirs = self._connector.choose_channels(peer, connection, greeting)
+            told = greeting.facts.get(CAPABILITIES)
+            self._connector.channels.meet(peer, connection, told, [])
             self._welcome(connection, handshake, peer)
-            with_memory = bool(theirs.memory_nonce) and said.terms is None
-            if with_memory:
-                self._receive_memory(peer, handshake, theirs)
-            self._connector.install(peer, connection, said.terms, begins_with_verdict=with_memory)
+            is_local = said.terms is None
+            if is_local:
+                self._receive_verdict(connection, handshake, peer, told)
+            self._connector.install(peer, connection, said.terms, begins_with_verdict=is_local)
         except BaseException:
             with peer.state_lock:
                 peer.connecting.accept_failed()
             raise
 
     def _welcome(self, connection: socket.socket, handshake: Handshake, peer: Peer) -> None:
-        facts = self._connector.facts(verdict=peer.channels.verdict())
-        with self._connector.memory.descriptor_for(connection) as descriptor:
+        facts = self._connector.facts(verdict=peer.ways.verdict())
+        with self._connector.channels.handed_over(connection) as descriptor:
             handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=facts), descriptor)
 
-    def _receive_memory(self, peer: Peer, handshake: Handshake, theirs: Capabilities) -> None:
-        """Receives the dialler's shared memory, which is sent with its verdict.
+    def _receive_verdict(
+        self, connection: socket.socket, handshake: Handshake, peer: Peer, told: object
+    ) -> None:
+        """Receives the dialler's verdict, and the descriptor that comes with it over Unix sockets.
 
-        A verdict without memory arrives over the link, where the agent handles it.
+        Over TCP, the verdict arrives over the link, where the agent handles it.
         """
-        memory: list[int] = []
+        descriptors: list[int] = []
         try:
-            answer = handshake.receive(Kind.VERDICT, memory)
-            map_memory(peer.channels, memory, theirs.memory_nonce)
+            answer = handshake.receive(Kind.VERDICT, descriptors)
+            self._connector.channels.meet(peer, connection, told, descriptors)
         finally:
-            close_all(memory)
-        peer.channels.confirm(answer.facts.get(VERDICT))
+            close_all(descriptors)
+        peer.ways.confirm(answer.facts.get(VERDICT))
 
     # Further connections
 
@@ -272,11 +275,8 @@ class Acceptor:
     def _take_data(
         self, connection: socket.socket, handshake: Handshake, peer: Peer, said: Hello
     ) -> None:
-        if peer.accept_data is None:
-            self._answer(connection, handshake, "this worker takes no data connections")
-        else:
-            handshake.send(Kind.WELCOME, Greeting(self._connector.worker))
-            peer.accept_data(connection, said.set_number)
+        handshake.send(Kind.WELCOME, Greeting(self._connector.worker))
+        self._connector.channels.take(peer, connection, said.set_number)
 
 
 def _registration_in(facts: dict[str, Any]) -> Registration | None:

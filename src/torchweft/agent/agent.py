@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.connector import Connector, verdict_in
 from torchweft.agent.contacts import Contacts
 from torchweft.agent.links import Links, Traffic, sum_of
@@ -31,11 +33,13 @@ from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import Answers, FirstContacts, Lifetime, Sender
 from torchweft.agent.served_calls import Cancelling
 from torchweft.agent.waiting import Waiter
-from torchweft.channel.choice import describe
-from torchweft.channel.cma import Nonce
+from torchweft.channel.channel import Home
+from torchweft.channel.channels import Channels
+from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
 from torchweft.channel.page_locks import PageLocks
 from torchweft.errors import CallTimeout, DuplicateName, NotInitialized, WeftError, WorkerLost
+from torchweft.protocol.calls import SimpleRequest
 from torchweft.protocol.connecting import Patience
 from torchweft.protocol.connecting.actions import Failure
 from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable, failure_of
@@ -49,7 +53,7 @@ from torchweft.runtime.served_streams import ServedStreams
 from torchweft.runtime.timers import ReactorChecks, Timers
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport.link import Link
-from torchweft.wire.frames import Frame
+from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import Kind
 
 if TYPE_CHECKING:
@@ -171,7 +175,6 @@ class Agent:
         self._when_disconnected: PeerCallback = lambda peer: None
         self._listeners = listeners
         self._lock = threading.RLock()
-        self._nonce = Nonce()
         self._switches = ShortSwitches()
         limits = knobs.QUEUE_LIMIT_CALLS.get(), knobs.QUEUE_LIMIT_BYTES.get()
         tasks = FairQueue(*limits, kept=frozenset({OWN, self.me.id}))
@@ -215,11 +218,13 @@ class Agent:
         self.links = Links(
             self.reactor, self.receiver, self.pool, self.contacts, patience, self.lose
         )
+        self.channels = Channels(self._home(patience), self._ask_again)
+        self.channels.on_pulled = self._note_pulled
         self._connector = Connector(
             self.me.registration,
             members.is_open,
             protection.key,
-            describe(self._nonce),
+            self.channels,
             self.links,
             protection.tls,
             has_secret=protection.has_secret,
@@ -231,8 +236,44 @@ class Agent:
             self.first_contacts.connect_soon,
             protection.observers_key,
         )
-        self.memory = self._connector.memory
         self.receiver.on(Kind.VERDICT, _on_verdict, inline=True)
+
+    def _home(self, patience: Patience) -> Home:
+        """Returns what channels need of this worker."""
+        on, post = self.receiver.on, self.sender.post
+        return Home(
+            name=self.info.name,
+            reactor=self.reactor,
+            pool=self.pool,
+            page_locks=self.page_locks,
+            copier=Copier(f"weft-{self.info.name}-copy"),
+            idle_s=knobs.POOL_IDLE_S.get(),
+            detection_s=patience.detection_s,
+            peers=self.peers,
+            post=lambda peer, kind, control: post(peer, encode_frame(kind, 0, 0, control)),
+            on=lambda kind, handler: on(
+                kind, lambda peer, frame: handler(peer, frame.control), inline=True
+            ),
+            dial=lambda peer, count, number: self._connector.dial_data(peer, count, number),
+            lose=self.lose,
+            give_up=lambda peer, channel, reason: peer.ways.give_up(channel.name, reason),
+            prove=lambda peer, channel: peer.ways.prove(channel),
+            check_open=self.lifetime.check_open,
+        )
+
+    def _ask_again(self, peer: Peer, request: bytes, reason: Exception) -> Sequence[Buffer]:
+        """Has a peer send buffers behind their message that did not arrive. Blocks.
+
+        Raises:
+            WorkerLost: The sender was lost before the buffers came.
+        """
+        call = PendingCall(peer.id, peer.name, "resend of tensors", math.inf)
+        ask = SimpleRequest(lambda number: encode_frame(Kind.SUPPLY, 0, number, request))
+        self.calls.ask_and_wait(peer, call, ask)
+        if call.error is not None:
+            raise call.error from reason
+        assert call.frame is not None
+        return call.frame.buffers
 
     # Setting up
 
@@ -285,7 +326,7 @@ class Agent:
         off_links = Traffic(self.offered_bytes, self.pulled_bytes, self.lent_bytes)
         return sum_of([self.links.traffic(), off_links])
 
-    def note_pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
+    def _note_pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
         """Counts the bytes of tensors that were fetched over a channel."""
         self.pulled_bytes += size_bytes
         peer.moved[f"received {channel}"] += size_bytes
@@ -462,9 +503,7 @@ class Agent:
         for listener in self._listeners:
             listener.close()
         self.links.abandon()
-        for peer in list(self.peers.values()):
-            if peer.data is not None:
-                peer.data.abandon()
+        self.channels.abandon()
         self.timers.abandon()
         self.reactor.abandon()
 
@@ -494,10 +533,11 @@ class Agent:
         for listener in self._listeners:
             listener.close()
         self.links.close(is_in_use=bool(stuck))
+        self.channels.close(0.0)
         for peer in list(self.peers.values()):
             peer.held.close()
         self._switches.close()
 
 
 def _on_verdict(peer: Peer, frame: Frame) -> None:
-    peer.channels.confirm(verdict_in(frame.control))
+    peer.ways.confirm(verdict_in(frame.control))

@@ -7,8 +7,6 @@ that both sides share.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import json
 import secrets
 import socket
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchweft import knobs
 from torchweft.agent.peers import Peer
-from torchweft.channel.choice import Capabilities, MemoryExchange, choose, close_all, map_memory
+from torchweft.channel.channels import Channels, close_all
 from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
 from torchweft.protocol.connecting import (
     Busy,
@@ -88,7 +86,7 @@ class Connector:
         me: This worker.
         is_open: Whether the group is open, so that other workers may not know this worker yet.
         key: The key that both sides must have.
-        capabilities: What this side's channels can do.
+        channels: The channels for tensors.
         shell: Takes over the connections.
         tls: How TCP connections are secured; None for no TLS.
         has_secret: Whether the key includes a secret that other users of this machine, or readers
@@ -101,7 +99,7 @@ class Connector:
         me: Registration,
         is_open: bool,
         key: Secret,
-        capabilities: Capabilities,
+        channels: Channels,
         shell: Shell,
         tls: TlsOptions | None,
         *,
@@ -113,11 +111,10 @@ class Connector:
         self.tls = tls
         self.has_secret = has_secret
         self.shell = shell
-        self.memory = MemoryExchange()
+        self.channels = channels
         self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
         # In an open group, the dialled worker may not know this worker yet.
         self._registration = {REGISTRATION: me.as_json()} if is_open else {}
-        self._capabilities = dataclasses.replace(capabilities, memory_nonce=self.memory.nonce)
         self._means = Means(has_secret, tls is not None, bool(knobs.UNIX_SOCKETS.get()))
         self._dialling: dict[int, socket.socket] = {}
         """The first connections that are being made, by peer."""
@@ -126,11 +123,10 @@ class Connector:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Stops lending memory to new peers, and aborts connections that are being dialled."""
+        """Aborts connections that are being dialled."""
         self._closed.set()
         for connection in [*self._dialling.values(), *self._greeting]:
             shut(connection)
-        self.memory.close()
 
     # The first connection to a peer
 
@@ -206,7 +202,7 @@ class Connector:
     def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
         connection = self._open(peer, deadline_s)
         self._dialling[peer.id] = connection
-        memory: list[int] = []
+        descriptors: list[int] = []
         offered = None if connection.family == socket.AF_UNIX else terms
         try:
             self._check_open()
@@ -217,27 +213,22 @@ class Connector:
                 connection.close()
                 return
             said = Hello.about(Purpose.LINK, peer.id, offered)
-            answer = self._ask(handshake, said, self.facts(), memory)
-            theirs = self.choose_channels(peer, connection, answer)
-            map_memory(peer.channels, memory, theirs.memory_nonce)
-            peer.channels.confirm(answer.facts.get(VERDICT))
-            lends_memory = offered is None and self.memory.nonce
-            if lends_memory:
-                self._send_memory(peer, connection, handshake)
+            answer = self._ask(handshake, said, self.facts(), descriptors)
+            self.channels.meet(peer, connection, answer.facts.get(CAPABILITIES), descriptors)
+            peer.ways.confirm(answer.facts.get(VERDICT))
+            if offered is None:
+                verdict = Greeting(self.worker, facts={VERDICT: peer.ways.verdict()})
+                with self.channels.handed_over(connection) as descriptor:
+                    handshake.send(Kind.VERDICT, verdict, descriptor)
             link = self.install(peer, connection, offered)
-            if not lends_memory:
+            if offered is not None:
                 send_verdict(peer, link)
         except BaseException:
             connection.close()
             raise
         finally:
-            close_all(memory)
+            close_all(descriptors)
             self._dialling.pop(peer.id)
-
-    def _send_memory(self, peer: Peer, connection: socket.socket, handshake: Handshake) -> None:
-        verdict = Greeting(self.worker, facts={VERDICT: peer.channels.verdict()})
-        with self.memory.descriptor_for(connection) as descriptor:
-            handshake.send(Kind.VERDICT, verdict, descriptor)
 
     # Further connections
 
@@ -321,8 +312,8 @@ class Connector:
                 ) from None
             connection.close()
 
-    def _dial_data(self, peer: Peer, count: int, number: int) -> list[socket.socket]:
-        """Dials a numbered set of data connections to a peer.
+    def dial_data(self, peer: Peer, count: int, number: int) -> list[socket.socket]:
+        """Dials a numbered set of connections that carry tensors to a peer.
 
         Raises:
             OSError: The connections cannot be made.
@@ -428,16 +419,7 @@ class Connector:
 
     def facts(self, verdict: dict[str, str] | None = None) -> dict[str, Any]:
         """Returns the facts about this side's channels for a greeting."""
-        return {CAPABILITIES: self._capabilities.as_json(), VERDICT: verdict}
-
-    def choose_channels(
-        self, peer: Peer, connection: socket.socket, greeting: Greeting
-    ) -> Capabilities:
-        """Tries which channels lead from a peer to this worker; returns its capabilities."""
-        theirs = Capabilities.from_json(greeting.facts.get(CAPABILITIES))
-        peer.channels = choose(self._capabilities, theirs, f"worker {peer.name!r}")
-        self.memory.lend(peer.channels, connection)
-        return theirs
+        return {CAPABILITIES: self.channels.describe(), VERDICT: verdict}
 
     def install(
         self,
@@ -460,7 +442,6 @@ class Connector:
         link = self.shell.make_link(connection, peer, terms)
         if begins_with_verdict:
             send_verdict(peer, link)
-        peer.dial_data = functools.partial(self._dial_data, peer)
         self.shell.adopt(peer, link, terms)
         peer.linked.set()
         return link
@@ -471,7 +452,7 @@ def send_verdict(peer: Peer, link: Link) -> None:
 
     Raises nothing if the link has ended: the link owns the connection, and its reader finds out.
     """
-    control = json.dumps(peer.channels.verdict()).encode()
+    control = json.dumps(peer.ways.verdict()).encode()
     with contextlib.suppress(LinkClosed):
         link.send(encode_frame(Kind.VERDICT, 0, 0, control), may_block=False)
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import Counter
@@ -16,8 +15,7 @@ from typing import Any, NoReturn
 from torchweft.agent.deaths import cause_of
 from torchweft.agent.device_maps import IDENTITY, DeviceMaps, maps_between
 from torchweft.arguments import did_you_mean, wrong_type
-from torchweft.channel.buffers import HeldTensors, Stage, no_slab
-from torchweft.channel.choice import Channels
+from torchweft.channel.ways import Held, Ways
 from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, WorkerLost
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.protocol.calls import ServedCall
@@ -61,22 +59,16 @@ class Peer:
         self.name = registration.name
         self.main_by_name = main_by_name
         self.is_self = is_self
-        # Both are used once there is a connection.
-        self.channels = Channels(self.name, 0)
-        self.held = HeldTensors()
+        self.ways = Ways(self.name)
+        """The channels to and from it; there are none before the first connection."""
+        self.held = Held()
         self.link: Link | None = None
         self.unsent = UnsentMessages()
         self.lost: WorkerLost | None = None
-        # Set by ``DataConnections``; ``dial_data`` is set once there is a link.
-        self.accept_data: Callable[[socket.socket, int], None] | None = None
-        self.dial_data: Callable[[int, int], list[socket.socket]] | None = None
-        self.reach_data: Callable[[], bool] = lambda: False
         self.looked_s = 0.0
         """When this worker last looked whether the peer is there, without a connection to it."""
-        self.data: Any = None
-        """The data connections with the peer, once there are any; of ``DataConnections``."""
-        self.stage: Stage = no_slab
-        """Copies a buffer to a slab for the peer; set by ``RemoteMemory``."""
+        self.kept: dict[str, Any] = {}
+        """What channels keep of the peer, by their names."""
         self.moved: Counter[str] = Counter()
         """Bytes of tensors that did not go over the link, as ``"sent shm"``."""
         self.served: dict[int, ServedCall] = {}

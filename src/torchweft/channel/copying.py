@@ -1,9 +1,14 @@
-"""Copies large memory, together with a helper thread if a core is free.
+"""Copies large memory, also another process's, together with a helper thread if a core is free.
 
-It serves both kinds of copies: out of another process's memory, and into memory shared with it. The
-two threads take pieces in turn, so that neither waits long for a thread without a processor. The
-helper is kept off its caller's core: the scheduler tends to wake a thread on its waker's core,
-where the two would only alternate.
+``process_vm_readv`` copies between two address spaces in one system call, and ctypes lets other
+Python threads run meanwhile. Its cost is pinning the source's pages, about 0.2 us each, more than
+copying them. Pinning gains from a second thread if a core is free (16 MiB: 13 GB/s with one thread,
+20 with two).
+
+The helper serves both kinds of copies: out of another process's memory, and into memory shared with
+it. The two threads take pieces in turn, so that neither waits long for a thread without a
+processor. The helper is kept off its caller's core: the scheduler tends to wake a thread on its
+waker's core, where the two would only alternate.
 
 If no core is free the helper does harm: it holds a piece while it waits for a processor. So the
 caller looks for a free core after it has copied the first piece alone. By then the thread that just
@@ -13,14 +18,16 @@ answered it, and spins for a moment for the next message, has gone to sleep.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import queue
 import threading
 from collections.abc import Callable
 
+import numpy as np
+
 from torchweft import knobs
-from torchweft.channel import cma
-from torchweft.channel.cma import address_of
+from torchweft.errors import WeftError
 from torchweft.free_threading import shared_count
 from torchweft.probe import running_threads, usable_cores
 
@@ -28,6 +35,95 @@ PIECE_BYTES = 2 << 20
 
 Step = Callable[[int, int], None]
 """Copies one piece, given its offset and size, without holding the interpreter lock."""
+
+
+class PullError(WeftError, OSError):
+    """Another process's memory could not be read.
+
+    Attributes:
+        pid: The process.
+        address: The address in its memory.
+        size_bytes: Number of bytes still missing.
+    """
+
+    def __init__(self, code: int, text: str, pid: int, address: int, size_bytes: int) -> None:
+        super().__init__(code, text)
+        self.pid = pid
+        self.address = address
+        self.size_bytes = size_bytes
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (*self.args, self.pid, self.address, self.size_bytes))
+
+
+_REASONS = {
+    errno.EPERM: "the kernel does not permit it (see ptrace(2), access mode)",
+    errno.ESRCH: "no such process",
+    errno.EFAULT: "nothing is mapped there",
+    errno.ENOSYS: "the kernel, or a filter, has no such call",
+}
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("size_bytes", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+unavailable = "" if hasattr(_libc, "process_vm_readv") else "this system has no process_vm_readv"
+"""Why this process cannot pull from any other; empty if it can."""
+
+if not unavailable:
+    _libc.process_vm_readv.restype = ctypes.c_ssize_t
+    _libc.process_vm_readv.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.POINTER(_Range),
+        ctypes.c_ulong,
+        ctypes.c_ulong,
+    )
+
+
+def address_of(buffer: memoryview) -> int:
+    """Returns the start address of contiguous, non-empty memory."""
+    if buffer.readonly:
+        # numpy takes 1.1 us. ctypes takes 0.2 us but requires writable memory.
+        return int(np.frombuffer(buffer, dtype=np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def pull(pid: int, address: int, into: memoryview) -> None:
+    """Copies from another process's memory, blocking, without holding the interpreter lock.
+
+    Args:
+        pid: The process to read from.
+        address: Start address in its memory.
+        into: Writable, contiguous memory here; filled completely.
+
+    Raises:
+        PullError: Some bytes could not be read; the contents of ``into`` are undefined.
+    """
+    if into.nbytes:
+        pull_range(pid, address, address_of(into), into.nbytes)
+
+
+def pull_range(pid: int, source: int, target: int, size_bytes: int) -> None:
+    """Does the same as ``pull`` with addresses, which must be valid."""
+    if unavailable:
+        raise _error(errno.ENOSYS, pid, source, size_bytes)
+    # One call moves at most 2 GiB, and less where it meets a page that it cannot read.
+    while size_bytes:
+        here, there = _Range(target, size_bytes), _Range(source, size_bytes)
+        count = _libc.process_vm_readv(pid, here, 1, there, 1, 0)
+        if count <= 0:
+            raise _error(ctypes.get_errno() if count else errno.EFAULT, pid, source, size_bytes)
+        source, target, size_bytes = source + count, target + count, size_bytes - count
+
+
+def _error(code: int, pid: int, address: int, size_bytes: int) -> PullError:
+    reason = _REASONS.get(code, os.strerror(code))
+    text = f"cannot read {size_bytes} bytes at {address:#x} of process {pid}: {reason}"
+    return PullError(code, text, pid, address, size_bytes)
 
 
 class _Job:
@@ -90,18 +186,18 @@ class Copier:
         self._helper: threading.Thread | None = None
 
     def pull(self, pid: int, address: int, into: memoryview) -> None:
-        """Copies from another process's memory; see ``cma.pull``.
+        """Copies from another process's memory; see ``pull``.
 
         Raises:
             PullError: Some bytes could not be read; the contents of ``into`` are undefined.
         """
         if into.nbytes < max(self._shared_pull_bytes, PIECE_BYTES) or not self._may_share:
-            cma.pull(pid, address, into)
+            pull(pid, address, into)
             return
         target = address_of(into)
 
         def step(offset: int, size_bytes: int, keep: memoryview = into) -> None:
-            cma.pull_range(pid, address + offset, target + offset, size_bytes)
+            pull_range(pid, address + offset, target + offset, size_bytes)
 
         self._share(into.nbytes, step)
 
@@ -167,9 +263,6 @@ class Copier:
 def core_is_free() -> bool:
     """Whether fewer threads, this one included, want to run now than there are cores."""
     return 0 < running_threads() < (os.cpu_count() or 1)
-
-
-_libc = ctypes.CDLL(None)
 
 
 def _current_core() -> int:

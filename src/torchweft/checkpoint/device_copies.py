@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from torchweft.agent.current import current
+from torchweft.channel.device_copies import HostCopies, Staging
 from torchweft.channel.page_locks import PageLocks
-from torchweft.channel.staging import HostCopies, Staging
 from torchweft.serialize.extents import flatten
 
 

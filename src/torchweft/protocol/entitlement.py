@@ -116,7 +116,6 @@ RULES: dict[Kind, Rule] = {
     Kind.FAILED: Rule("the owner of a value", "a failed creation at the sender; it is logged"),
     Kind.PULLED: Rule("the receiver of tensors", "tensors sent to the sender"),
     Kind.SUPPLY: Rule("the receiver of tensors", "tensors sent to the sender"),
-    Kind.ARRIVED: Rule("the receiver of tensors", "tensors sent to the sender"),
     Kind.UNSENT: Rule("the sender of tensors", "tensors of the sender"),
     Kind.DATA_BROKEN: Rule("the receiver of tensors", "data connections between the two"),
     Kind.DEVICE_FREED: Rule("the owner of device memory", "memory of the sender"),

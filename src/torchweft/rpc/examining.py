@@ -122,17 +122,13 @@ def _known(agent: Agent, peer: Peer) -> PairFacts:
     return PairFacts(
         agent.info.name,
         peer.name,
-        obstacles=tuple(
-            (kind.name.lower(), why) for kind, why in peer.channels.obstacles().items()
-        ),
+        obstacles=tuple((name, why) for name, why in peer.ways.obstacles().items()),
         is_one_host=len(hosts) == 1,
         is_one_network=is_one_network,
         interface=link.interface,
         interface_bytes_per_s=link.bytes_per_s,
-        inline_bytes=peer.channels.inline_limit_bytes,
-        channels=tuple(
-            (kind.name.lower(), from_bytes) for from_bytes, kind in peer.channels.usable()
-        ),
+        inline_bytes=peer.ways.inline_limit_bytes,
+        channels=tuple(peer.ways.sizes()),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.arguments import wrong_type
-from torchweft.channel.gpu_calls import GpuCalls
+from torchweft.channel.page_locks import GpuCalls
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
 from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async
@@ -336,7 +336,7 @@ def _is_gone(worker: str) -> bool:
 
 def _lends_to(peer: Peer) -> bool:
     """Whether a worker maps this worker's shared memory."""
-    return peer.is_self or peer.channels.lender is not None
+    return peer.is_self or peer.ways.obstacles()["shm"] == ""
 
 
 def fill(

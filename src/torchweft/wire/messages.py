@@ -66,7 +66,6 @@ class Kind(enum.IntEnum):
     CHALLENGE = 14
     ACKNOWLEDGED = 15
     GOODBYE = 16
-    ARRIVED = 17
     UNSENT = 18
     DATA_BROKEN = 19
     FAILED = 20

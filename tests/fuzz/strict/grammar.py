@@ -246,6 +246,8 @@ class Grammar:
         kinds = (Kind.CANCEL, Kind.PULLED, Kind.SUPPLY, Kind.RELEASE_CONTEXT, Kind.UNSENT)
         values = [self._small() for _ in range(self.chance.choice((1, 1, 2)))]
         kind = self.chance.choice(kinds)
+        if kind is Kind.SUPPLY and len(values) > 1:
+            values.append(values[0] % 2)  # Else the request has too few numbers.
         return _joined(encode_frame(kind, 0, self._number(), encode_ints(*values)))
 
     def _other(self) -> bytes:

@@ -55,7 +55,7 @@ _STATEMENTS = (
     *(references.NotCreated, references.Handed, references.HandedAck, references.NotHanded),
 )
 _KINDS_OF_INTEGERS = (
-    *(Kind.CANCEL, Kind.PULLED, Kind.SUPPLY, Kind.ARRIVED, Kind.UNSENT, Kind.DATA_BROKEN),
+    *(Kind.CANCEL, Kind.PULLED, Kind.SUPPLY, Kind.UNSENT, Kind.DATA_BROKEN),
     *(Kind.RELEASE_CONTEXT, Kind.RELEASE_CONTEXT, Kind.RELEASE_MESSAGES, Kind.RELEASE_MESSAGES),
     *(Kind.DEVICE_FREED, Kind.ACKNOWLEDGED),
 )

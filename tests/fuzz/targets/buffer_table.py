@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.channel.table import (
-    FETCHED,
-    BufferEntry,
-    ChannelKind,
-    SharedHandle,
-    decode_table,
-    encode_table,
-)
+from torchweft.channel.channel import Entry
+from torchweft.channel.table import FOLLOWS, decode_table, encode_table
 from torchweft.errors import ProtocolError
 
 _FOLLOWING = ((), (10,), (10, 300), (0, 0, 5))
@@ -29,35 +23,27 @@ def run(data: bytes) -> Exception | None:
     assert encode_table(*table) == data[1:], "something was made up"
     if table.entries:
         assert sum(entry.size_bytes for entry in table.entries) <= _LIMIT_BYTES
-        sizes = tuple(entry.size_bytes for entry in table.entries if entry.kind not in FETCHED)
+        sizes = tuple(each.size_bytes for each in table.entries if each.channel == FOLLOWS)
         assert sizes == following
     return None
 
 
 def seeds() -> list[bytes]:
-    """Returns tables with every kind of channel."""
-    inline = BufferEntry(ChannelKind.INLINE, 10)
-    stream = BufferEntry(ChannelKind.STREAM, 300)
-    cma = BufferEntry(ChannelKind.CMA, 2000, 0x7000)
-    shm = BufferEntry(ChannelKind.SHM, 2000, 0, 7)
-    striped = BufferEntry(ChannelKind.STRIPED, _LIMIT_BYTES, 1, 2)
-    device = BufferEntry(ChannelKind.CUDA_IPC, 2000, 512, 1 << 32 | 2)
-    handle = SharedHandle(1, 4096, bytes(64))
-    remote = BufferEntry(ChannelKind.RDMA, 2000, 1)
-    slab = SharedHandle(1, 4096, b"description")
+    """Returns tables with buffers that follow and with handles of several lengths."""
+    small, large = Entry(FOLLOWS, 10), Entry(FOLLOWS, 300)
+    address = Entry(2, 2000, bytes(8))
+    loan = Entry(3, 2000, bytes(16))
+    striped = Entry(4, _LIMIT_BYTES, bytes(4))
+    described = Entry(6, 2000, bytes(12) + b"description")
     return [
         b"\0",
-        b"\0" + encode_table(1, [cma]),
-        b"\0" + encode_table(2, [shm, shm]),
+        b"\0" + encode_table(1, [address]),
+        b"\0" + encode_table(2, [loan, loan]),
         b"\0" + encode_table(3, [striped]),
-        b"\1" + encode_table(4, [inline, cma]),
-        b"\2" + encode_table(5, [inline, shm, stream, cma]),
-        b"\0" + encode_table(7, [device]),
-        b"\2" + encode_table(8, [device, inline, stream, device], [handle, handle]),
-        b"\0" + encode_table(9, [remote]),
-        b"\1" + encode_table(10, [remote, inline, remote], [slab, slab]),
-        b"\3"
-        + encode_table(6, [BufferEntry(ChannelKind.INLINE, size) for size in (0, 0, 5)] + [shm]),
+        b"\1" + encode_table(4, [small, address]),
+        b"\2" + encode_table(5, [small, loan, large, address]),
+        b"\1" + encode_table(10, [described, small, described]),
+        b"\3" + encode_table(6, [Entry(FOLLOWS, size) for size in (0, 0, 5)] + [loan]),
     ]
 
 

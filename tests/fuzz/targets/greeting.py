@@ -16,7 +16,10 @@ from typing import Any
 
 from tests.fuzz.target import Target
 from tests.fuzz.targets.membership import WORDS, assert_sound, registration
-from torchweft.channel.choice import Capabilities
+from tests.unit.channel.home import SomePeer, make_home
+from torchweft import knobs
+from torchweft.channel.channel import Meeting
+from torchweft.channel.channels import CHANNELS, read_description
 from torchweft.errors import ProtocolError
 from torchweft.probe import Facts, read_facts
 from torchweft.protocol.membership.registration import Registration
@@ -35,6 +38,9 @@ from torchweft.wire.messages import Kind
 
 _KEY = Secret(b"the key of the run, of no use elsewhere")
 _CHALLENGE_BYTES = HEADER_BYTES + 6 + NONCE_BYTES
+_HERE, _PEER = read_facts(), SomePeer()
+with knobs.SHM_LIMIT_BYTES.override(0):
+    _CHANNELS = [channel(make_home()) for channel in CHANNELS]
 _MAY_RAISE = (ProtocolError, ConnectionError)
 
 
@@ -102,9 +108,10 @@ def _member_dials(text: bytes) -> None:
     assert fake.data == b"next frame", "bytes past the greeting were read"
     assert type(greeting.worker) is int
     assert type(greeting.refusal) is str
-    capabilities = Capabilities.from_json(greeting.facts.get("capabilities"))
-    assert isinstance(capabilities.facts, Facts)
-    json.dumps(capabilities.as_json())
+    told, by_name = read_description(greeting.facts.get("capabilities"))
+    assert isinstance(told, Facts)
+    for channel in _CHANNELS:
+        assert isinstance(channel.accept(_PEER, Meeting(_HERE, told, by_name[channel.name])), str)
     brought = greeting.facts.get("registration")
     if isinstance(brought, dict):
         assert_sound(Registration.decode(brought))
@@ -150,7 +157,14 @@ def _encoded(greeting: Greeting) -> bytes:
 
 def seeds() -> list[bytes]:
     """Returns greetings with every fact, and what strangers try."""
-    capabilities = Capabilities(read_facts(), 4096, "ab" * 16, "", "cd" * 16).as_json()
+    capabilities = {
+        "facts": read_facts().as_json(),
+        "cma": {"address": 4096, "nonce": "ab" * 16},
+        "shm": {"nonce": "cd" * 16},
+        "cuda_ipc": {"obstacle": ""},
+        "rdma": {"obstacle": "no device"},
+        "striped": {},
+    }
     facts = {"capabilities": capabilities, "verdict": {"cma": ""}, "to": 1}
     texts = [
         _encoded(Greeting(3, facts=facts)),

@@ -13,7 +13,8 @@ import torch
 from tests.fuzz.target import Target
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode
-from torchweft.channel.table import BufferEntry, ChannelKind, decode_table, encode_table
+from torchweft.channel.channel import Entry
+from torchweft.channel.table import decode_table, encode_table
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
@@ -140,7 +141,7 @@ def seeds() -> list[bytes]:
     handed = HandedReference(ReferenceId(1, 2, 3), 4)
     table, flat = describe([torch.ones(3), torch.ones(2, 2).t()])
     buffers = [as_memory(tensor) for tensor in flat]
-    fetched = encode_table(1, [BufferEntry(ChannelKind.CMA, 64, 0x7000)])
+    fetched = encode_table(1, [Entry(2, 64, bytes(8))])
     given = (torch.ones(2), "text", torch.ones(2, 3, requires_grad=True).t(), None, 2.5, len)
     tensors: list[torch.Tensor] = []
     simple = values.encode(given, tensors, True)

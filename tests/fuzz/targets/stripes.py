@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError
-from torchweft.transport.striped import (
+from torchweft.channel.striping import (
     HEADER_BYTES,
     Arrivals,
     ReceivingConnection,
     Stripe,
     decode_stripe,
 )
+from torchweft.errors import ProtocolError
 
 _LIMIT_BYTES = 256
 _TURN_BYTES = 1 << 20
@@ -55,7 +55,7 @@ def _receive(data: bytes, piece_bytes: int) -> tuple[Exception, Arrivals, int]:
 
     arrivals = Arrivals(allocate, _LIMIT_BYTES)
     fake: Any = _Socket(data, piece_bytes)
-    connection = ReceivingConnection(fake, arrivals, lambda cause: None)
+    connection = ReceivingConnection(fake, arrivals, 1, lambda cause: None)
     try:
         connection._read(_TURN_BYTES)
     except (EOFError, ProtocolError) as error:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.thorough import examples
+from tests.unit.channel.home import make_home
 from tests.unit.transport.reading import not_main, reading, received  # noqa: F401
 from torchweft import knobs
 from torchweft.agent.acceptor import Acceptor
 from torchweft.agent.connector import Connector
 from torchweft.agent.peers import Peer
-from torchweft.channel.choice import Capabilities, describe
-from torchweft.channel.cma import Nonce
+from torchweft.channel.channels import Channels
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.protocol.connecting import Hello, Patience, Purpose, State, Terms, Verdict
 from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
@@ -39,14 +39,15 @@ LIMIT_S = 20.0
 class Side:
     """One worker: its connector, its acceptor and its links."""
 
-    def __init__(self, rank: int, capabilities: Capabilities, timeout_s: float) -> None:
+    def __init__(self, rank: int, timeout_s: float) -> None:
         self.rank = rank
         self.listener, self.address = listen_unix()
         self.links: list[Link] = []
         self.peers: list[Peer] = []
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
-            self.connector = Connector(me, False, KEY, capabilities, self, None, has_secret=False)
+            self.channels = Channels(make_home(), lambda *arguments: [])
+            self.connector = Connector(me, False, KEY, self.channels, self, None, has_secret=False)
         self.acceptor = Acceptor(
             self.connector,
             self._lookup,
@@ -93,24 +94,20 @@ class Side:
         self.listener.close()
         self.acceptor.close()
         self.connector.close()
+        self.channels.close(0.0)
         for link in self.links:
             link.close()
-
-
-@pytest.fixture(scope="module")
-def capabilities() -> Capabilities:
-    return describe(Nonce())
 
 
 Make = Callable[..., list[Side]]
 
 
 @pytest.fixture
-def make_sides(capabilities: Capabilities) -> Iterator[Make]:
+def make_sides() -> Iterator[Make]:
     made: list[Side] = []
 
     def make(timeout_s: float = LIMIT_S) -> list[Side]:
-        sides = [Side(rank, capabilities, timeout_s) for rank in range(2)]
+        sides = [Side(rank, timeout_s) for rank in range(2)]
         for side in sides:
             side.know(sides)
         made.extend(sides)

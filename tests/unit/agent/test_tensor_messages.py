@@ -10,7 +10,6 @@ from torch import Tensor
 
 from tests.unit.agent.group import FRONT, Member, Received, group_of
 from torchweft import knobs
-from torchweft.agent import fetching
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import (
     LocalMessage,
@@ -18,14 +17,12 @@ from torchweft.agent.tensor_messages import (
     TensorMessages,
     local_frame,
 )
-from torchweft.channel.cma import PullError
-from torchweft.channel.table import CMA
+from torchweft.channel.copying import Copier, PullError
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.table import COMPUTED, REQUIRES_GRAD
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     NO_CREATION,
-    POSITIONAL,
     TABLES,
     Kind,
     encode_tables,
@@ -46,9 +43,7 @@ def pair() -> Iterator[list[Member]]:
 
 
 def send(sender: Member, to: Peer, tensors: list[Tensor]) -> None:
-    sender.agent.sender.send(
-        to, sender.tensor_messages.encode(to, Kind.CALL, POSITIONAL, 7, FRONT, tensors)
-    )
+    sender.agent.sender.send(to, sender.tensor_messages.encode(to, Kind.CALL, 0, 7, FRONT, tensors))
 
 
 def check_arrival(message: TensorMessage, tensors: list[Tensor]) -> None:
@@ -73,9 +68,9 @@ def test_tensors_arrive_by_whatever_channel(pair: list[Member], size: int) -> No
 def test_the_flags_of_a_message_are_kept_beside_that_of_its_tables(pair: list[Member]) -> None:
     first, second = pair
     parts = first.tensor_messages.encode(
-        first.peer(second), Kind.CALL, POSITIONAL, 7, FRONT, [torch.ones(1)]
+        first.peer(second), Kind.CALL, 0, 7, FRONT, [torch.ones(1)]
     )
-    assert bytes(parts[0])[:2] == bytes((Kind.CALL, POSITIONAL | TABLES))
+    assert bytes(parts[0])[:2] == bytes((Kind.CALL, TABLES))
 
 
 def test_what_was_pulled_is_let_go_at_the_sender(pair: list[Member]) -> None:
@@ -132,10 +127,10 @@ def test_a_message_to_oneself_is_an_object_in_place_of_bytes(pair: list[Member])
     tensor, external = torch.ones(3, requires_grad=True), object()
     head = (1.0, NO_CREATION, b"name", (0, 0, (), 0, 0))
     sent = LocalMessage(head, b"payload", [tensor], [external])
-    first.agent.sender.send(first.agent.me, local_frame(Kind.CALL, POSITIONAL, 7, sent))
+    first.agent.sender.send(first.agent.me, local_frame(Kind.CALL, 0, 7, sent))
     assert came.wait(LIMIT_S)
     [frame] = frames
-    assert (frame.kind, frame.flags, frame.id) == (Kind.CALL, POSITIONAL, 7)
+    assert (frame.kind, frame.flags, frame.id) == (Kind.CALL, 0, 7)
     received: object = frame.control
     assert received is sent
     assert (sent.tensors[0], sent.externals[0]) == (tensor, external)
@@ -194,14 +189,14 @@ def test_what_cannot_be_pulled_is_streamed(
     peer = first.peer(second)
     send(first, peer, [])
     received.next()
-    if peer.channels.channel_for(1_000_000) != CMA:
+    if peer.ways.first_for(1_000_000) != "cma":
         pytest.skip("this machine does not let processes read each other's memory")
-    monkeypatch.setattr(fetching, "pull_buffers", fails)
+    monkeypatch.setattr(Copier, "pull", fails)
     tensors = [torch.randn(400_000), torch.arange(5), torch.randn(300_000)]
     send(first, peer, tensors)
     check_arrival(received.next(), tensors)
-    assert peer.channels.channel_for(1_000_000) != CMA, "it is offered for pulling again"
-    assert not peer.held._held
+    assert peer.ways.first_for(1_000_000) != "cma", "it is offered for pulling again"
+    wait_until_released(peer)
 
 
 def test_a_sender_keeps_to_the_limit_of_tensors(pair: list[Member]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchweft.channel.gpu_calls import GpuCalls
+from torchweft.channel.page_locks import GpuCalls
 
 UNTOUCHED = 0xEE
 """The content of memory that no copy has reached."""

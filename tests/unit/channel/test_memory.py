@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.channel.cma import address_of
+from torchweft.channel.copying import address_of
 from torchweft.channel.memory import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, slab_size
 
 MIB = 1 << 20

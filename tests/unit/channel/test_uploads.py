@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from tests.unit.channel.fake_gpu import UNTOUCHED, FakeGpu
-from torchweft.channel.cma import address_of
+from torchweft.channel.copying import address_of
+from torchweft.channel.device_copies import LOCKED_FROM_BYTES, Uploads
 from torchweft.channel.memory import BufferPool, slab_size
 from torchweft.channel.page_locks import PageLock, PageLocks
-from torchweft.channel.uploads import LOCKED_FROM_BYTES, Uploads
 
 MIB = 1 << 20
 DEVICE = torch.device("cpu")
@@ -35,6 +35,15 @@ def uploads(pool: BufferPool, locks: PageLocks) -> Uploads:
     return Uploads(pool, locks)
 
 
+def to_device(
+    uploads: Uploads, memory: memoryview | torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    batch = uploads.batch()
+    tensor = batch.add(memory, device)
+    batch.wait()
+    return tensor
+
+
 def filled(pool: BufferPool, size_bytes: int) -> memoryview:
     memory = pool.lease(size_bytes)
     torch.frombuffer(memory, dtype=torch.uint8).random_(0, UNTOUCHED)
@@ -45,7 +54,7 @@ def test_a_tensor_is_allocated_on_a_side_stream_and_used_on_the_current_one(
     gpu: FakeGpu, pool: BufferPool, uploads: Uploads
 ) -> None:
     memory = filled(pool, 100_000)
-    tensor = uploads.to_device(memory, DEVICE)
+    tensor = to_device(uploads, memory, DEVICE)
     assert bytes(tensor.numpy().data) == bytes(memory)
     assert gpu.log == [
         "side stream",
@@ -62,12 +71,12 @@ def test_a_slab_is_locked_once_and_unlocked_before_it_is_unmapped(
     gpu: FakeGpu, pool: BufferPool, locks: PageLocks, uploads: Uploads
 ) -> None:
     memory = filled(pool, 3 * MIB)
-    uploads.to_device(memory, DEVICE)
+    to_device(uploads, memory, DEVICE)
     assert gpu.registered == {address_of(memory): slab_size(3 * MIB)}
-    uploads.to_device(torch.frombuffer(memory, dtype=torch.uint8), DEVICE)
+    to_device(uploads, torch.frombuffer(memory, dtype=torch.uint8), DEVICE)
     del memory
     again = filled(pool, 3 * MIB)
-    uploads.to_device(again, DEVICE)
+    to_device(uploads, again, DEVICE)
     assert len(gpu.registered) == 1
     del again
     pool.trim()
@@ -79,7 +88,7 @@ def test_memory_in_use_stays_locked_when_the_pool_is_trimmed(
     gpu: FakeGpu, pool: BufferPool, uploads: Uploads
 ) -> None:
     memory = filled(pool, MIB)
-    uploads.to_device(memory, DEVICE)
+    to_device(uploads, memory, DEVICE)
     pool.trim()
     assert address_of(memory) in gpu.registered
 
@@ -89,15 +98,15 @@ def test_small_memory_and_memory_that_the_pool_does_not_keep_is_not_locked(
     gpu: FakeGpu, pool: BufferPool, uploads: Uploads, size_bytes: int
 ) -> None:
     memory = filled(pool, size_bytes)
-    assert bytes(uploads.to_device(memory, DEVICE).numpy().data) == bytes(memory)
+    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
     assert gpu.registered == {}
 
 
 def test_other_memory_is_not_locked(gpu: FakeGpu, uploads: Uploads) -> None:
     memory = memoryview(bytearray(b"ab" * MIB))
-    assert bytes(uploads.to_device(memory, DEVICE).numpy().data) == bytes(memory)
-    assert bytes(uploads.to_device(memoryview(b"abc"), DEVICE).numpy().data) == b"abc"
-    assert uploads.to_device(memoryview(b""), DEVICE).numel() == 0
+    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
+    assert bytes(to_device(uploads, memoryview(b"abc"), DEVICE).numpy().data) == b"abc"
+    assert to_device(uploads, memoryview(b""), DEVICE).numel() == 0
     assert gpu.registered == {}
 
 
@@ -106,7 +115,7 @@ def test_a_lock_that_fails_only_costs_speed(
 ) -> None:
     gpu.obstacle = "out of memory (2)"
     memory = filled(pool, MIB)
-    assert bytes(uploads.to_device(memory, DEVICE).numpy().data) == bytes(memory)
+    assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
     assert locks.locked_bytes == 0
     assert locks.lock(1 << 40, MIB) == "out of memory (2)"
 
@@ -116,7 +125,7 @@ def test_no_more_than_the_limit_is_locked(
 ) -> None:
     memories = [filled(pool, 5 * MIB) for _ in range(2)]
     for memory in memories:
-        assert bytes(uploads.to_device(memory, DEVICE).numpy().data) == bytes(memory)
+        assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
     assert list(gpu.registered) == [address_of(memories[0])]
     refused = locks.lock(1 << 40, 5 * MIB)
     assert not isinstance(refused, PageLock)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torchweft import knobs
-from torchweft.channel.choice import NO_CUDA, UNTRIED
-from torchweft.channel.rdma import NO_DEVICE
+from torchweft.channel.cuda import NO_CUDA
+from torchweft.channel.rdma_transport import NO_DEVICE
+from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.doctor.findings import Finding, Level

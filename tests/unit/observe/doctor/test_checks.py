@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.channel.rdma import NO_DEVICE
+from torchweft.channel.rdma_transport import NO_DEVICE
 from torchweft.errors import ProtocolError
 from torchweft.observe.doctor.attaching import merged, sample
 from torchweft.observe.doctor.checks import diagnose

@@ -1,0 +1,515 @@
+"""The channels of one worker, and the buffers of each message that they carry.
+
+Every buffer takes the first channel of the list that works for the peer and has room; the others
+follow their message. Bytes that do not arrive over their channel are asked for behind the message
+(``SUPPLY``), and later buffers take the next channel; see ``torchweft.channel.ways``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchweft import knobs
+from torchweft.channel.channel import (
+    CannotGet,
+    Channel,
+    Entry,
+    Handle,
+    Home,
+    Meeting,
+    Received,
+)
+from torchweft.channel.cuda import CudaIpc, out_of_memory
+from torchweft.channel.device_copies import HostCopies, Staging, Uploads
+from torchweft.channel.pull import Pull
+from torchweft.channel.rdma import Rdma
+from torchweft.channel.shared_area import peer_of
+from torchweft.channel.shm import SharedMemory
+from torchweft.channel.stripes import Stripes
+from torchweft.channel.table import FOLLOWS, BufferTable, decode_table, encode_table
+from torchweft.channel.ways import Peer, Ways
+from torchweft.errors import ProtocolError
+from torchweft.probe import Facts, read_facts
+from torchweft.runtime.reports import log_exception
+from torchweft.serialize.tensors import as_memory
+from torchweft.wire.frames import Buffer
+from torchweft.wire.messages import Kind, encode_ints
+
+CHANNELS: tuple[type[Channel], ...] = (CudaIpc, SharedMemory, Pull, Rdma, Stripes)
+"""All channels, in order of preference: a buffer takes the first one that has room for it."""
+
+_IS_ON_HOST = operator.attrgetter("is_cpu")
+_FACTS = "facts"
+
+C = TypeVar("C", bound=Channel)
+Wanted = Callable[[], Mapping[int, torch.device | None]]
+
+
+class Parcel:
+    """The buffers of one message that is sent.
+
+    Attributes:
+        token: Identifies the message.
+        following: The buffers that follow the message.
+        taken: The channels that carry the others, with the handles that each has made.
+        copies: Copies from devices that still fill some of the buffers.
+    """
+
+    __slots__ = ("_entries", "_peer", "copies", "following", "taken", "token")
+
+    def __init__(self, peer: Peer, count: int) -> None:
+        self._peer = peer
+        self.token = peer.held.token()
+        self.taken: list[tuple[Channel, list[Handle]]] = []
+        self.following: Sequence[memoryview] = ()
+        self.copies: HostCopies | None = None
+        self._entries: list[tuple[int, int, bytes, None] | None] = [None] * count
+
+    def offer(self, channel: Channel, buffers: Sequence[Any], left: list[int]) -> list[int]:
+        """Offers buffers to a channel; returns the positions of those that it has not taken."""
+        handles = channel.put(self._peer, self.token, [buffers[position] for position in left])
+        if not handles:
+            return left
+        number = channel.number
+        taken: list[Handle] = []
+        rest: list[int] = []
+        for position, handle in zip(left, handles, strict=False):
+            if handle is None:
+                rest.append(position)
+            else:
+                taken.append(handle)
+                # A plain tuple is made in a fifth of the time of an ``Entry``.
+                self._entries[position] = (number, handle.size_bytes, handle.content, None)
+        if not taken:
+            return left
+        self.taken.append((channel, taken))
+        return rest
+
+    def close(self, buffers: Sequence[Any], left: list[int]) -> None:
+        """Has the buffers that are left follow the message, and keeps the handles of others."""
+        if left:
+            self.following = [buffers[position] for position in left]
+        held = [
+            (channel, handle)
+            for channel, handles in self.taken
+            if channel.is_held
+            for handle in handles
+        ]
+        if held:
+            self._peer.held.hold(self.token, held)
+
+    def table(self) -> bytes:
+        """Returns the table for the message; empty if all buffers follow."""
+        if not self.taken:
+            return b""
+        rest = iter(self.following)
+        entries = [entry or (FOLLOWS, next(rest).nbytes, b"", None) for entry in self._entries]
+        return encode_table(self.token, entries)
+
+    def begin(self, *, may_wait: bool) -> None:
+        """Has the channels send what they send apart: the message is certain to be sent.
+
+        Args:
+            may_wait: Whether to block while much is waiting for the same peer already.
+        """
+        try:
+            for channel, handles in self.taken:
+                if channel.sends_apart:
+                    channel.begin(
+                        self._peer, self.token, handles, may_wait=may_wait, copies=self.copies
+                    )
+        except BaseException:
+            self.take_back()
+            raise
+
+    def take_back(self) -> None:
+        """Releases the buffers of a message that will not be sent."""
+        self._peer.held.release(self.token, is_sent=False)
+        for _, handles in self.taken:
+            for handle in handles:
+                handle.take_back()
+
+    def moved(self) -> dict[str, int]:
+        """Returns the bytes that do not go over the link, by ``"sent shm"`` and the like."""
+        found: dict[str, int] = {}
+        for channel, handles in self.taken:
+            for handle in handles:
+                name = "lent" if handle.is_shared else channel.counted_as
+                found[name] = found.get(name, 0) + handle.size_bytes
+        return found
+
+
+class Channels:
+    """All channels of one worker. Thread-safe.
+
+    Attributes:
+        on_pulled: Called with peer, channel and bytes after buffers have been got.
+
+    Args:
+        home: What channels need of the worker.
+        ask_again: Has a peer send the buffers of a message behind it; called with the peer, the
+            control part of the request, and the reason. Blocks.
+    """
+
+    def __init__(
+        self, home: Home, ask_again: Callable[[Any, bytes, Exception], Sequence[Buffer]]
+    ) -> None:
+        self._home = home
+        self._ask_again = ask_again
+        self.all = tuple([channel(home) for channel in CHANNELS])
+        self._by_number = {channel.number: channel for channel in self.all}
+        self._here = read_facts()
+        self._told = {channel.name: channel.describe() for channel in self.all}
+        self._staging = Staging(home.page_locks)
+        self._uploads = Uploads(home.pool, home.page_locks)
+        self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
+        self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        self._next_trim_s = 0.0
+        self.on_pulled: Callable[[Any, str, int], None] = lambda peer, channel, size_bytes: None
+
+    def of(self, channel: type[C]) -> C:
+        """Returns the channel of a type."""
+        found = self._by_number[channel.number]
+        assert isinstance(found, channel)
+        return found
+
+    # Meeting a peer
+
+    def describe(self) -> dict[str, Any]:
+        """Returns what the channels of this side can do, for a greeting."""
+        return {_FACTS: self._here.as_json(), **self._told}
+
+    @contextlib.contextmanager
+    def handed_over(self, connection: socket.socket) -> Iterator[int | None]:
+        """Yields the descriptor to send with the next greeting; None if there is none to send.
+
+        A descriptor travels over Unix sockets only.
+        """
+        descriptor = None
+        if connection.family == socket.AF_UNIX:
+            found = (channel.hand_over() for channel in self.all)
+            descriptor = next((each for each in found if each is not None), None)
+        try:
+            yield descriptor
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def meet(
+        self, peer: Peer, connection: socket.socket, told: object, descriptors: list[int]
+    ) -> None:
+        """Tests by which channels this process can receive from a peer that connects.
+
+        Args:
+            peer: The peer.
+            connection: The connection to it.
+            told: What ``describe`` returned there.
+            descriptors: The descriptors that came with its greeting, if any; they are closed.
+
+        Raises:
+            ProtocolError: ``told`` is malformed.
+        """
+        try:
+            facts, by_name = read_description(told)
+            process = peer_of(connection) if connection.family == socket.AF_UNIX else None
+            descriptor = descriptors[0] if descriptors else None
+            peer.ways = Ways(peer.name, self.all)
+            peer.ways.accepted(
+                {
+                    channel.name: channel.accept(
+                        peer,
+                        Meeting(self._here, facts, by_name[channel.name], process, descriptor),
+                    )
+                    for channel in self.all
+                }
+            )
+        finally:
+            close_all(descriptors)
+
+    def take(self, peer: Peer, connection: socket.socket, number: int) -> None:
+        """Takes a connection that a peer has dialled for one of the channels.
+
+        Raises:
+            OSError: The peer is lost, or this worker has shut down.
+        """
+        if not any(channel.take(peer, connection, number) for channel in self.all):
+            raise ConnectionAbortedError("no channel takes connections")
+
+    # Sending
+
+    def put(self, peer: Peer, buffers: Sequence[Tensor]) -> Parcel:
+        """Assigns each buffer of a message to a channel, and lets the channels prepare it.
+
+        Args:
+            peer: The receiver.
+            buffers: Flat, contiguous tensors. To be called in a thread on whose current streams the
+                values of those on devices are made.
+        """
+        usable = peer.ways.usable
+        parcel = Parcel(peer, len(buffers))
+        left = list(range(len(buffers)))
+        memory: Sequence[Any]
+        try:
+            if all(map(_IS_ON_HOST, buffers)):
+                memory = [as_memory(buffer) for buffer in buffers]
+            else:
+                memory, left = self._from_devices(parcel, usable, buffers)
+            for channel in usable:
+                if not left:
+                    break
+                if channel.is_for_devices:
+                    continue
+                if parcel.copies is not None and not channel.sends_apart:
+                    parcel.copies.wait()
+                    parcel.copies = None
+                left = parcel.offer(channel, memory, left)
+            parcel.close(memory, left)
+            if parcel.copies is not None and left:
+                parcel.copies.wait()
+                parcel.copies = None
+        except BaseException:
+            parcel.take_back()
+            raise
+        return parcel
+
+    def _from_devices(
+        self, parcel: Parcel, usable: Sequence[Channel], buffers: Sequence[Tensor]
+    ) -> tuple[list[Any], list[int]]:
+        """Offers buffers to channels between devices; brings the other ones to the host.
+
+        Returns:
+            The memory of all buffers, and the positions of those that no channel has taken.
+        """
+        on_devices = [n for n, buffer in enumerate(buffers) if not _IS_ON_HOST(buffer)]
+        left = on_devices
+        for channel in usable:
+            if channel.is_for_devices and left:
+                left = parcel.offer(channel, buffers, left)
+        memory: list[Any] = list(buffers)
+        copied = [position for position in left if buffers[position].is_cuda]
+        if len(copied) == 1 and buffers[copied[0]].nbytes <= self._small_bytes:
+            copied = []  # Pinned memory is no gain.
+        if copied:
+            parcel.copies = self._staging.begin([buffers[n] for n in copied], cut=True)
+            for position, each in zip(copied, parcel.copies.memories, strict=True):
+                memory[position] = each
+        offered = set(on_devices).difference(left)
+        rest = [n for n in range(len(buffers)) if n not in offered]
+        for position in set(rest).difference(copied):
+            memory[position] = as_memory(buffers[position].cpu())
+        return memory, rest
+
+    def supply(
+        self, peer: Peer, token: int, number: int, *, is_lasting: bool
+    ) -> Callable[[], list[memoryview]] | list[memoryview]:
+        """Returns the buffers of a message that did not reach a peer over a channel.
+
+        Args:
+            peer: The peer.
+            token: The message.
+            number: The channel.
+            is_lasting: Whether the peer cannot receive over the channel any more.
+
+        Returns:
+            The buffers, or a function that returns them and may block.
+
+        Raises:
+            ProtocolError: There is no such channel.
+        """
+        channel = self._by_number.get(number)
+        if channel is None:
+            raise ProtocolError(f"a peer asks for tensors of channel {number}")
+        handles = peer.held.take(token, channel)
+        if is_lasting:
+            reason = f"worker {peer.name!r} cannot get tensors of this process that way"
+            peer.ways.give_up(channel.name, reason)
+        if any(handle.is_slow for handle in handles):
+            return lambda: [handle.memory() for handle in handles]
+        return [handle.memory() for handle in handles]
+
+    # Receiving
+
+    def get(
+        self, peer: Peer, table: Buffer, following: Sequence[Received], wanted: Wanted
+    ) -> list[Received]:
+        """Returns all buffers of a message, in order. May block.
+
+        Args:
+            peer: The sender.
+            table: The message's table.
+            following: The buffers that followed the message.
+            wanted: Returns the device of each buffer's tensor here, by position.
+
+        Raises:
+            ProtocolError: The table, or a handle in it, is impossible.
+            WorkerLost: The sender was lost before its buffers could be fetched.
+        """
+        token, entries = self._read_table(table, following)
+        if len(entries) == 1:
+            channel = self._by_number.get(entries[0].channel)
+            if channel is not None and not channel.is_held:
+                # The usual message, one tensor in shared memory: what follows takes 5 us.
+                return list(self._get(peer, channel, token, entries))
+        waiting = self._by_channel(peer, entries)
+        found: list[Received | None] = [None] * len(entries)
+        is_held = any(channel.is_held for channel in waiting)
+        try:
+            if any(channel.is_for_devices for channel in waiting):
+                devices = wanted()
+                entries = [each._replace(device=devices.get(n)) for n, each in enumerate(entries)]
+            while waiting:
+                channel = next(iter(waiting))
+                positions = waiting.pop(channel)
+                own = [entries[position] for position in positions]
+                got = self._get(peer, channel, token, own)
+                for position, buffer in zip(positions, got, strict=True):
+                    found[position] = buffer
+        finally:
+            if waiting:
+                self._drop(peer, token, entries, waiting)
+            if is_held:
+                self._home.post(peer, Kind.PULLED, encode_ints(token))
+        rest = iter(following)
+        return [next(rest) if buffer is None else buffer for buffer in found]
+
+    def _get(
+        self, peer: Peer, channel: Channel, token: int, entries: Sequence[Entry]
+    ) -> Sequence[Received]:
+        try:
+            buffers = channel.get(peer, token, entries)
+        except CannotGet as error:
+            request = encode_ints(token, channel.number, int(error.is_lasting))
+            supplied = self._ask_again(peer, request, error)
+            if [len(buffer) for buffer in supplied] != [entry.size_bytes for entry in entries]:
+                raise ProtocolError(
+                    f"worker {peer.name!r} could not resend tensors that did not come: {error}"
+                ) from None
+            return supplied
+        self.on_pulled(peer, channel.name, sum([entry.size_bytes for entry in entries]))
+        return buffers
+
+    def drop(self, peer: Peer, table: Buffer, following: Sequence[Received]) -> None:
+        """Tells the sender to release the buffers of a message that will not be read.
+
+        Raises:
+            ProtocolError: The table is malformed.
+        """
+        token, entries = self._read_table(table, following)
+        waiting = self._by_channel(peer, entries)
+        self._drop(peer, token, entries, waiting)
+        if any(channel.is_held for channel in waiting):
+            self._home.post(peer, Kind.PULLED, encode_ints(token))
+
+    def upload(
+        self, peer: Peer, buffers: Sequence[Received], devices: Mapping[int, torch.device | None]
+    ) -> list[Received]:
+        """Copies the host's memory that belongs on GPUs there; returns all buffers. Blocks.
+
+        Args:
+            peer: The sender.
+            buffers: The memory of its message.
+            devices: The device of each buffer by its place.
+
+        Raises:
+            torch.OutOfMemoryError: A device has too little memory.
+        """
+        wanted = {
+            place: (memoryview(buffer), device)
+            for place, buffer in enumerate(buffers)
+            if (device := devices.get(place)) is not None
+            and device.type == "cuda"
+            and not isinstance(buffer, Tensor)
+        }
+        batch = self._uploads.batch()
+        try:
+            copies = {place: batch.add(*each) for place, each in wanted.items()}
+        except torch.OutOfMemoryError as error:
+            size_bytes = sum([memory.nbytes for memory, _ in wanted.values()])
+            raise out_of_memory(self._home.name, peer, size_bytes, error) from None
+        batch.wait()
+        return [copies.get(place, buffer) for place, buffer in enumerate(buffers)]
+
+    def _read_table(self, table: Buffer, following: Sequence[Received]) -> BufferTable:
+        return decode_table(table, [len(buffer) for buffer in following], self._limit_bytes)
+
+    def _by_channel(self, peer: Peer, entries: Sequence[Entry]) -> dict[Channel, list[int]]:
+        found: dict[Channel, list[int]] = {}
+        for position, entry in enumerate(entries):
+            if entry.channel != FOLLOWS:
+                channel = self._by_number.get(entry.channel)
+                if channel is None:
+                    raise ProtocolError(
+                        f"worker {peer.name!r} sends by channel {entry.channel}, which this "
+                        "version does not have"
+                    )
+                found.setdefault(channel, []).append(position)
+        return found
+
+    def _drop(
+        self,
+        peer: Peer,
+        token: int,
+        entries: Sequence[Entry],
+        waiting: Mapping[Channel, Sequence[int]],
+    ) -> None:
+        for channel, positions in waiting.items():
+            channel.drop(peer, token, [entries[position] for position in positions])
+
+    # Housekeeping
+
+    def tick(self, now_s: float) -> float:
+        """Frees memory that has not been used for a while; a timer job. Returns its next time."""
+        if now_s >= self._next_trim_s:
+            self._next_trim_s = now_s + self._home.idle_s / 2
+            self._each(lambda channel: channel.tick(now_s))
+            self._home.pool.trim(self._home.idle_s)
+        return self._next_trim_s
+
+    def lost(self, peer: Peer) -> None:
+        """Fails the waits for tensors of a worker that is lost; takes back memory lent to it."""
+        self._each(lambda channel: channel.lost(peer))
+
+    def abandon(self) -> None:
+        """Frees all descriptors in a forked process; takes no lock."""
+        for channel in self.all:
+            channel.abandon()
+
+    def close(self, limit_s: float) -> None:
+        """Sends waiting data, for at most ``limit_s``; ends the threads that move tensors."""
+        self._each(lambda channel: channel.close(limit_s))
+        self._home.copier.close()
+
+    def _each(self, do: Callable[[Channel], None]) -> None:
+        for channel in self.all:
+            try:
+                do(channel)
+            except Exception:  # The others are done nevertheless.
+                log_exception(f"channel {channel.name} could not be cleaned up")
+
+
+def read_description(told: object) -> tuple[Facts, dict[str, dict[str, Any]]]:
+    """Reads what ``Channels.describe`` returned at a peer, by the names of the channels here.
+
+    Raises:
+        ProtocolError: It is malformed.
+    """
+    if not isinstance(told, dict):
+        raise ProtocolError(f"a peer tells a {type(told).__name__} of its channels, not an object")
+    by_name = {channel.name: told.get(channel.name, {}) for channel in CHANNELS}
+    if not all(isinstance(each, dict) for each in by_name.values()):
+        raise ProtocolError("a peer's descriptions of its channels are to be objects")
+    return Facts.from_json(told.get(_FACTS)), by_name
+
+
+def close_all(descriptors: list[int]) -> None:
+    """Closes descriptors that came with a greeting."""
+    while descriptors:
+        os.close(descriptors.pop())
