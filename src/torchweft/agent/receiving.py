@@ -252,7 +252,8 @@ class Receiver:
                     reactor.end_read()
         finally:
             link.unclaim()
-            if link.may_spin and reactor.tasks.ready:
+            link.brought_tasks = bool(reactor.tasks.ready)
+            if link.may_spin and (link.brought_tasks or reactor.urgent):
                 reactor.leave_unarmed(link.read_fd)
             else:
                 reactor.resume_reading(link.read_fd)
@@ -272,12 +273,14 @@ class Receiver:
         reactor, fd = self._reactor, link.read_fd
         if not reactor.take_unarmed(fd):
             return False  # Armed meanwhile: another thread may be reading it.
-        if link.claim():
+        # After answers only, other threads of this worker go on and need the interpreter lock.
+        if link.brought_tasks and link.claim():
             try:
                 self.read(peer, link, may_spin=True)
             finally:
                 link.unclaim()
-            if reactor.tasks.ready:
+            link.brought_tasks = bool(reactor.tasks.ready)
+            if link.brought_tasks or reactor.urgent:
                 reactor.leave_unarmed(fd)
                 return True
         reactor.resume_reading(fd)

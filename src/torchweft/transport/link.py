@@ -79,6 +79,8 @@ class Link:
         """Held by the thread that handles them, in order."""
         self._bytes_sent = 0
         self._bytes_received = 0
+        self.brought_tasks = False
+        """Whether the last read for the reactor gave it tasks; for the reader's use."""
         self.parser = parser
         """Cuts received bytes into frames, for the thread that reads."""
         self._socket = connection
