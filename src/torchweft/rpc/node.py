@@ -31,6 +31,7 @@ from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime import log_records
 from torchweft.runtime.compiler import hide_from_compiler
+from torchweft.runtime.contention import SpinLimit
 from torchweft.runtime.repeated_interrupts import RepeatedInterrupts
 from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
@@ -63,6 +64,7 @@ class Node:
         waits: Logs waits that take long.
         observed: Tells observers what it does.
         clock_id: The id of its clock. Read at once: calls of other workers open no file.
+        spin_limit: Makes idle threads of OpenMP sleep.
         store: The store; None once the worker has ended, or its closed group is about to.
         on_end: What ends with the worker, in any order: functions by any key.
     """
@@ -82,7 +84,9 @@ class Node:
         self.on_end: dict[object, Callable[[], None]] = {}
         name = agent.info.name
         self.waits = LongWaits(name)
+        self.spin_limit = SpinLimit(f"weft-{name}-openmp")
         agent.timers.add(self.waits.tick)
+        agent.timers.add(self.spin_limit.tick)
         self._interrupts = RepeatedInterrupts(agent.timers)
         self.worker = Worker(
             agent,
@@ -204,6 +208,7 @@ class Node:
             end()
         self.gatherings.close()
         self.worker.unseen.close()
+        self.spin_limit.close()
         self.worker.references.close()
         self.sources.close(max(end_s - time.monotonic(), 0.0))
         self.worker.close(limit_s)

@@ -13,7 +13,8 @@ module                contents
 ``standard_streams``  standard streams that are closed or missing
 ``log_records``       the worker and the call of each log record
 ``stacks``            the stacks of all threads
-``contention``        how soon a waiting thread gets the interpreter lock
+``contention``        how soon a waiting thread gets the interpreter lock; idle OpenMP threads
+                         that do not spin
 ====================  ============================================================================
 =======
 =======================  =========================================================================

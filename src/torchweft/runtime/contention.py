@@ -1,16 +1,126 @@
-"""How soon an arriving call gets the interpreter lock of a process that computes in Python.
+"""Keeps the threads of a host and of this process from hindering each other.
 
-A thread that computes in Python keeps the lock for the switch interval, 5 ms by default, once
-another thread wants it. A call that arrives meanwhile needs the lock two or three times, and would
-take 10 ms and more. The interval is one setting for the whole process: it is shortened when a
-worker joins and restored when it leaves, unless other code has set it since.
+Cores. A thread of GNU's OpenMP that waits at the end of a parallel region spins for up to some
+milliseconds before it sleeps. With several busy processes on a host it spins on a core that the
+thread it waits for needs, and an operation of a millisecond takes hundreds. The library spins
+300 times less as soon as its process has more OpenMP threads than cores, whatever else runs on
+the host. Processes of ``torch.distributed.rpc`` have more: they start many threads, several of
+which compute. A worker of Weft has one that computes.
+
+So a worker watches whether threads of the host wait for cores. While they do, it has a second
+team of idle OpenMP threads, just large enough to exceed the number of cores. On a quiet host it
+has none, because spinning makes small operations up to three times as fast there.
+
+The interpreter lock. A thread that computes in Python keeps the lock for the switch interval, 5 ms
+by default, once another thread wants it. A call that arrives meanwhile needs the lock two or three
+times, and would take 10 ms and more. The interval is one setting for the whole process: it is
+shortened when a worker joins and restored when it leaves, unless other code has set it since.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
+import os
 import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
 
 from torchweft import knobs
+from torchweft.probe import running_threads
+
+_LOOK_S = 1.0
+_BUSY_LOOKS = 2
+_QUIET_LOOKS = 20
+"""Consecutive looks after which a host counts as busy, or as quiet again."""
+
+_DECIDED_BY_USER = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+
+
+class SpinLimit:
+    """Watches the host for one worker, and holds the second team. One thread may call ``tick``.
+
+    Args:
+        name: Name of the thread that has the team.
+        running: Counts the threads of the host that run or wait for a core, the caller included.
+    """
+
+    def __init__(self, name: str, running: Callable[[], int] = running_threads) -> None:
+        self._name = name
+        self._running = running
+        self._cores = os.cpu_count() or 1
+        self._is_decided = any(variable in os.environ for variable in _DECIDED_BY_USER)
+        self._looks = 0
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._team: _Team | None = None
+
+    def tick(self, now_s: float) -> float:
+        """Looks at the host, and starts or ends the team; a job of the timers."""
+        if self._is_decided:
+            return math.inf
+        is_busy = self._running() - 1 > self._cores
+        self._looks = self._looks + 1 if is_busy is (self._team is None) else 0
+        if self._looks >= (_BUSY_LOOKS if self._team is None else _QUIET_LOOKS):
+            self._looks = 0
+            self._turn()
+        return now_s + _LOOK_S
+
+    def _turn(self) -> None:
+        with self._lock:
+            if self._team is not None:
+                self._team.end()
+                self._team = None
+            elif not self._is_closed and torch.get_num_threads() > 1:
+                library = _loaded_library()
+                self._is_decided = library is None
+                if library is not None:
+                    self._team = _Team(self._name, library)
+
+    def close(self) -> None:
+        """Ends the team."""
+        with self._lock:
+            self._is_closed = True
+            if self._team is not None:
+                self._team.end()
+                self._team = None
+
+
+class _Team:
+    """OpenMP threads that sleep, and the thread to which they belong."""
+
+    def __init__(self, name: str, library: ctypes.CDLL) -> None:
+        self._is_over = threading.Event()
+        self._library = library
+        # Together with a team of the usual size, one thread more than the library has cores.
+        self._size = max(library.omp_get_num_procs() - torch.get_num_threads(), 0) + 2
+        self._thread = threading.Thread(target=self._hold, name=name, daemon=True)
+        self._thread.start()
+
+    def _hold(self) -> None:
+        # A parallel region creates the threads; they live as long as the thread that began it.
+        nothing = ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p)
+        self._library.GOMP_parallel(nothing, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
+        self._is_over.wait()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def _loaded_library() -> ctypes.CDLL | None:
+    """Returns the OpenMP library of this process, if it is GNU's; torch bundles its own copy."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        path = next(line.split(maxsplit=5)[5] for line in lines if "libgomp" in line)
+        library = ctypes.CDLL(path)
+        library.GOMP_parallel.restype = None
+    except (OSError, StopIteration, AttributeError):
+        return None
+    return library
 
 
 class ShortSwitches:
