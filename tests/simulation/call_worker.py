@@ -396,8 +396,7 @@ class Worker:
 
     def _time_out(self, call: Asked) -> None:
         if self.now_s >= call.deadline_s:
-            is_main = self.chance.random() < 0.5
-            self._act(self.client.wait_ended(call, self.now_s, may_be_interrupted=is_main))
+            self._act(self.client.expire(self.now_s)[0])
 
     def _raise(self, call: Asked, error: WorkerLost) -> None:
         """Tells the maker of a call at once; the request is taken back."""

@@ -189,7 +189,8 @@ class Half:
             size = min(len(data), len(space))
             space[:size] = data[:size]
             data = data[size:]
-            is_due |= self.incoming.received(size)
+            self.incoming.position += size
+            is_due |= self.incoming.is_much
             for frame in self.parser.received(size):
                 if frame.kind == ACKNOWLEDGED:
                     self.outgoing.acknowledge(*_POSITION.unpack(bytes(frame.control)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from _thread import get_ident
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 from torchweft.agent.calls import PendingCall
@@ -30,6 +30,7 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
 _ANSWERS = kinds_of(Kind.REPLY)
+OnDone = Callable[[PendingCall], None]
 
 
 class OpenCalls:
@@ -159,7 +160,7 @@ class OpenCalls:
         self, lease: Any, peer: Peer, call: PendingCall, *, may_complete: bool = True
     ) -> None:
         """Reads the answer of a call, and completes the call, unless that is left to others."""
-        left = (self._complete_left, call, None)
+        left = (self._complete_left, call, call.on_done)
         wanted = Wanted(_ANSWERS, call.number, call, left)
 
         def is_over() -> object:
@@ -178,12 +179,15 @@ class OpenCalls:
                     call.on_done(call)
             lease.settle()
 
-    def _complete_left(self, call: PendingCall, _: object) -> None:
-        """Completes a call whose answer was read by a thread that did not go on."""
+    def _complete_left(self, call: PendingCall, on_done: OnDone | None) -> None:
+        """Completes a call whose answer was read by a thread that did not go on, or not to the end.
+
+        So ``on_done`` may have begun before.
+        """
         if self._client.pop(call.number, None) is not None or not call.is_done:
             call.finish()
-        if call.on_done is not None:
-            call.on_done(call)
+        if on_done is not None:
+            on_done(call)
 
     def _wait_for_others(self, call: PendingCall) -> None:
         """Waits for another thread to complete ``call``."""

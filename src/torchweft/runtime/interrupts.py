@@ -77,10 +77,14 @@ def acquire(lock: Lock, taken: list[bool], blocking: bool = True, timeout_s: flo
 def is_of_handler(error: BaseException) -> bool:
     """Whether a signal handler of the program raised an error: it is the program's alone.
 
+    So is what is no ``Exception`` in the main thread, as Ctrl-C: its handler has no frame.
+
     For code that reports errors of other code under another name: it passes these on.
     """
     if threading.get_ident() != main_id:
         return False
+    if not isinstance(error, Exception):
+        return True
     handlers = {_code_of(signal.getsignal(each)) for each in signal.valid_signals()}
     step = error.__traceback__
     while step is not None:
