@@ -8,12 +8,9 @@ system does not tell is empty, 0 or -1, and equals no other worker's.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
 import os
 import socket
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,23 +103,6 @@ def usable_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
-
-
-def leave_core() -> None:
-    """Moves the calling thread to another core that it may run on, if the system lets it."""
-    if _current_core is None:
-        return
-    cores = os.sched_getaffinity(0)
-    others = cores - {_current_core()}
-    if others:
-        with contextlib.suppress(OSError):  # Its cores have just been changed.
-            os.sched_setaffinity(0, others)
-            os.sched_setaffinity(0, cores)
-
-
-_current_core: Callable[[], int] | None = (
-    getattr(ctypes.CDLL(None), "sched_getcpu", None) if hasattr(os, "sched_setaffinity") else None
-)
 
 
 def _read_text(path: Path) -> str:

@@ -61,26 +61,6 @@ def test_what_is_no_description_is_refused(data: object) -> None:
         Facts.from_json(data)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be moved")
-@pytest.mark.parametrize(("cores", "moves"), [({0, 1, 2}, [{0, 2}, {0, 1, 2}]), ({1}, [])])
-def test_a_thread_leaves_its_core_for_any_other_and_may_return(
-    monkeypatch: pytest.MonkeyPatch, cores: set[int], moves: list[set[int]]
-) -> None:
-    made: list[set[int]] = []
-    monkeypatch.setattr(probe, "_current_core", lambda: 1)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda _, chosen: made.append(chosen))
-    probe.leave_core()
-    assert made == moves
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be moved")
-def test_a_thread_that_has_left_its_core_has_the_cores_that_it_had() -> None:
-    cores = os.sched_getaffinity(0)
-    probe.leave_core()
-    assert os.sched_getaffinity(0) == cores
-
-
 def test_no_torch_is_imported() -> None:
     code = (
         "import sys; from torchweft.probe import read_facts; "

@@ -138,11 +138,6 @@ def without_collector(step: Callable[[], T]) -> T:
         raise
 
 
-def frame_of_main() -> FrameType:
-    """Returns what the main thread runs now; what the caller runs, if that thread has ended."""
-    return current_frames().get(main_id or 0) or sys._getframe()
-
-
 def _note_main() -> None:
     global main_id
     main_id = get_ident()

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import gc
+import math
+import signal
 import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -23,7 +26,7 @@ ended = []
 def look():
     kept = []  # Collections begin at any allocation.
     for _ in range(200):
-        interrupts.frame_of_main()
+        interrupts.current_frames()
         kept.append([])
     ended.append(gc.isenabled())
 
@@ -61,7 +64,6 @@ def test_no_object_is_kept_by_a_look_at_what_uses_it(is_enabled: bool) -> None:
         kept = Kept()
         if not is_enabled:
             gc.disable()
-        interrupts.frame_of_main()
         interrupts.current_frames()
         return weakref.ref(kept)
 
@@ -72,3 +74,47 @@ def test_no_object_is_kept_by_a_look_at_what_uses_it(is_enabled: bool) -> None:
     finally:
         gc.set_threshold(*threshold)
         gc.enable()
+
+
+class Alarm(Exception):
+    """What a handler raises."""
+
+
+def test_an_exception_of_a_handler_is_told_from_others() -> None:
+    def handler(*_: object) -> None:
+        raise Alarm
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Alarm) as caught:
+            signal.raise_signal(signal.SIGALRM)
+        assert interrupts.is_of_handler(caught.value)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not interrupts.is_of_handler(caught.value), "the handler is no longer installed"
+    with pytest.raises(Alarm) as caught:
+        raise Alarm
+    assert not interrupts.is_of_handler(caught.value)
+
+
+def test_ctrl_c_belongs_to_the_main_thread() -> None:
+    assert interrupts.is_of_handler(KeyboardInterrupt())
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(interrupts.is_of_handler, KeyboardInterrupt()).result()
+
+
+def test_a_flag_is_set_once_and_stays_set() -> None:
+    flag = interrupts.Flag()
+    assert not flag.wait(0)
+    flag.set()
+    flag.set()
+    assert flag.wait(0)
+    assert flag.wait(math.inf)
+
+
+def test_who_waits_for_a_flag_is_woken() -> None:
+    flag = interrupts.Flag()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(flag.wait, 20.0) for _ in range(2)]
+        flag.set()
+        assert [each.result() for each in waiting] == [True, True]
