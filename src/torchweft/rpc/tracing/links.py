@@ -14,7 +14,9 @@ from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
 
 _clock: Callable[[], float] = time.monotonic
 _SETTLE_S = 0.1
-"""How long to wait for messages that are being written, before the counters are read."""
+"""How long to wait for messages that are being written or read, before the counters are read."""
+_LOOK_S = 0.002
+"""For how long nothing arrives on a link that is settled."""
 
 
 class TracedLinks:
@@ -47,15 +49,25 @@ class TracedLinks:
     def counted(self) -> list[tuple[int, int, int]]:
         """Returns the other worker of each link, and the bytes that it has sent and received.
 
-        Waits for messages that are being written, for a limited time.
+        Waits for messages that are being written or read, for a limited time.
         """
-        counted = list(self._counted_before.items())
-        for link, _ in counted:  # A thread counts a message after it has written it.
-            link.drain(_SETTLE_S)
-        return [
-            (peer, link.bytes_sent - sent, link.bytes_received - received)
-            for link, (peer, sent, received) in counted
-        ]
+        counted = []
+        for link, (peer, sent, received) in list(self._counted_before.items()):
+            link.drain(_SETTLE_S)  # A thread counts a message after it has written it,
+            _await_notes(link)  # and notes one after it has read it.
+            counted.append((peer, link.bytes_sent - sent, link.bytes_received - received))
+        return counted
+
+
+def _await_notes(link: Link) -> None:
+    """Waits until all that was read from a link has been handled, for a limited time."""
+    limit_s, before = _clock() + _SETTLE_S, -1
+    while _clock() < limit_s:
+        received = link.bytes_received
+        if received == before and not link.incoming and not link.handling.locked():
+            return
+        before = received
+        time.sleep(_LOOK_S)
 
 
 class LinkNotes:
