@@ -117,6 +117,11 @@ class Link:
         return self.read_fd < 0
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether a thread just receives; what it has counted may not be in ``incoming`` yet."""
+        return self._reading.locked()
+
+    @property
     def has_queued(self) -> bool:
         """Whether anything waits to be written."""
         return bool(self._queue)
@@ -169,8 +174,9 @@ class Link:
         """
         if self._is_closed:
             raise LinkClosed("the connection is closed")
-        if self.watcher is not None:
-            self.watcher.sending(parts)
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.sent(watcher.sending(parts))
         return self._hold(parts)
 
     def _hold(self, parts: list[Buffer]) -> int:

@@ -73,6 +73,11 @@ class NativeLink(Link):
         return self._bytes_received + int(self.native.bytes_received)
 
     @property
+    def is_receiving(self) -> bool:
+        """Whether a thread just receives; what it has counted may not be in ``incoming`` yet."""
+        return bool(self.native.is_looking) or not self.parser.is_idle
+
+    @property
     def has_queued(self) -> bool:
         """Whether anything waits to be written."""
         return bool(self.native.has_queued)

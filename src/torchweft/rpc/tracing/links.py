@@ -49,25 +49,28 @@ class TracedLinks:
     def counted(self) -> list[tuple[int, int, int]]:
         """Returns the other worker of each link, and the bytes that it has sent and received.
 
-        Waits for messages that are being written or read, for a limited time.
+        No further message is noted. Waits for those that are being written or read, for a limited
+        time.
         """
         counted = []
         for link, (peer, sent, received) in list(self._counted_before.items()):
             link.drain(_SETTLE_S)  # A thread counts a message after it has written it,
-            _await_notes(link)  # and notes one after it has read it.
+            self._await_notes(link)  # and notes one after it has read it.
+            link.watcher = None
             counted.append((peer, link.bytes_sent - sent, link.bytes_received - received))
         return counted
 
-
-def _await_notes(link: Link) -> None:
-    """Waits until all that was read from a link has been handled, for a limited time."""
-    limit_s, before = _clock() + _SETTLE_S, -1
-    while _clock() < limit_s:
-        received = link.bytes_received
-        if received == before and not link.incoming and not link.handling.locked():
-            return
-        before = received
-        time.sleep(_LOOK_S)
+    def _await_notes(self, link: Link) -> None:
+        """Waits until what was noted was written, and what was read was noted, for a while."""
+        notes, limit_s, before = link.watcher, _clock() + _SETTLE_S, -1
+        while _clock() < limit_s:
+            received = link.bytes_received
+            is_read = not (link.is_receiving or link.incoming or link.handling.locked())
+            is_written = not (isinstance(notes, LinkNotes) and notes.unwritten)
+            if received == before and is_read and is_written:
+                return
+            before = received
+            time.sleep(_LOOK_S)
 
 
 class LinkNotes:
@@ -85,16 +88,21 @@ class LinkNotes:
         self._rows = rows
         self._peer = peer
         self._note_frames = frames_noter(rows)
+        self.unwritten = set[int]()
+        """The rows of messages that are not written yet."""
 
     def sending(self, parts: Sequence[Buffer]) -> Sequence[int]:
         """Notes messages that are about to be written; returns their rows."""
-        return note_parts(self._rows, list(parts), self._peer)
+        noted = note_parts(self._rows, list(parts), self._peer)
+        self.unwritten.update(noted)
+        return noted
 
     def sent(self, noted: Sequence[int]) -> None:
         """Notes that they are written."""
         now_s = _clock()
         for row in noted:
             self._rows.note_end((row, now_s))
+        self.unwritten.difference_update(noted)
 
     def received(self, frame: Frame) -> None:
         """Notes a frame that was received."""
