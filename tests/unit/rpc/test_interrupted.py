@@ -228,6 +228,7 @@ def test_nothing_of_an_interrupted_pass_outside_of_contexts_stays(
 
 
 @pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # in finalizers
 def test_the_graph_of_an_answer_goes_if_its_caller_is_interrupted(pair: Pair) -> None:
     """At each step after the answer has come."""
     has_come: list[bool] = []
