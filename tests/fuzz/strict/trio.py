@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -68,12 +67,10 @@ class Way:
     """One direction of a connection: the messages on it, and the parser at its end."""
 
     read_fd = write_fd = -1
-    may_be_interrupted = is_free = is_broken = False
-    pending = taken_by = None
+    is_free = is_broken = False
+    watcher = None
 
     def __init__(self, queue: deque[tuple[Way, bytes]] | None) -> None:
-        self.reading = threading.Lock()
-        self.readers: dict[int, object] = {}
         self._queue = queue
         self.parser = parser()
 
@@ -86,8 +83,6 @@ class Way:
         return 0
 
     def write_held(self) -> None: ...
-
-    def wake_writer(self) -> None: ...
 
 
 def parser() -> FrameParser:
@@ -132,7 +127,7 @@ class Member:
         agent.links.end = lambda link: None  # type: ignore[method-assign, assignment]
         agent.connect_all = lambda *args, **kwargs: None  # type: ignore[method-assign]
         calls: Any = agent.calls
-        calls._wait_until_done = lambda call, **_: pump(lambda: call.is_done)
+        calls._wait_for_others = lambda call: pump(lambda: call.is_done)
         engine: Any = self.worker.engine
         engine._wait_for_others = lambda led: pump(lambda: bool(led.inbox or led.outcome))
 
@@ -251,7 +246,7 @@ class Trio:
         with self._as(member):
             for frame in _frames(way.parser, data):
                 assert peer.lost is None, f"two honest workers cut each other: {peer.lost}"
-                member.agent.receiver.dispatch(peer, frame, None)
+                member.agent.receiver.dispatch(peer, frame)
             member.work()
         return True
 
@@ -268,7 +263,7 @@ class Trio:
                 self._refuse(peer, error)
             for frame in frames:
                 try:
-                    victim.agent.receiver.dispatch(peer, frame, None)
+                    victim.agent.receiver.dispatch(peer, frame)
                 except ProtocolError as error:
                     self._refuse(peer, error)
             victim.work()

@@ -44,8 +44,8 @@ class _Peer:
             assert rest == self.sent[number:], "other bytes than were sent"
         else:
             size_bytes = abs(number)
-            is_much = self.incoming.received(size_bytes)
-            assert is_much == (self.incoming.position - self.told >= ALONE_BYTES)
+            self.incoming.position += size_bytes
+            assert self.incoming.is_much == (self.incoming.position - self.told >= ALONE_BYTES)
             assert self.incoming.is_due == (self.incoming.position - self.told >= ACKNOWLEDGE_BYTES)
             position = self.incoming.acknowledgement()
             if position is not None:
