@@ -101,7 +101,8 @@ def raising(work: Callable[[], None]) -> str:
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
     work()
-    return f"{raised} raised, {arrived + dropped} arrived, wrong: {sorted(wrong)}"
+    told = f"{arrived + dropped} arrived or were dropped in a finalizer"
+    return f"{raised} raised, {told}, wrong: {sorted(wrong)}"
 
 
 def calling(work: Callable[[], None]) -> str:

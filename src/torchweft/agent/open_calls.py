@@ -168,8 +168,8 @@ class OpenCalls:
 
         is_there = self._waiter.read(lease, wanted, Spins.ANSWERS, call.deadline_s, is_over)
         link, frame = peer.link, call.frame
-        if link is not None and link.watcher is not None and frame is not None:
-            link.watcher.received(frame)
+        if is_there and link is not None and link.watcher is not None and frame is not None:
+            link.watcher.received(frame)  # One that another thread has read is noted there.
         if is_there and may_complete:
             if call.on_done is not None:
                 lease.give_up()  # Completing it may wait for tensors, whose news come here.

@@ -28,7 +28,6 @@ class NativeLink(Link):
 
     Args:
         peer: The peer, which threads with a lease get with each frame.
-        keeps: Whether messages are kept until the peer has acknowledged them.
 
     Attributes:
         native: The connection in C.
