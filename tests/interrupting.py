@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torchweft
+from torchweft.autograd import engine
 from torchweft.channel import shm
 from torchweft.rpc.handles import Handle
 
@@ -57,4 +58,9 @@ def _is_in_finalizer(frame: Any) -> bool:
     return frame is not None
 
 
-FINALIZERS = (shm._end.__code__, Handle.__del__.__code__)
+FINALIZERS = (
+    shm._end.__code__,
+    Handle.__del__.__code__,
+    engine.Engine._leading_ended.__code__,
+    engine.OpenContext.__del__.__code__,
+)

@@ -13,7 +13,7 @@ import logging
 from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any, NamedTuple
 
 from torchweft.agent.peers import Peer
@@ -24,7 +24,7 @@ from torchweft.protocol.entitlement import RULES
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
-from torchweft.transport.link import Link, LinkClosed
+from torchweft.transport.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
 from torchweft.transport.native_link import NativeLink
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
@@ -201,12 +201,20 @@ class Receiver:
                 link.handling.release()
 
     def hear_last(self, peer: Peer, link: Link) -> None:
-        """Handles what a worker has sent before its connection ended: it may tell why."""
-        if get_ident() != interrupts.main_id and link.claim():
-            try:
-                self.read(peer, link)
-            finally:
-                link.unclaim()
+        """Handles what a worker has sent before its connection ended: it may tell why.
+
+        If another thread reads the link, waits until that one has, for ``SEND_PATIENCE_S`` at most.
+        """
+        may_read = get_ident() != interrupts.main_id
+        limit_s = monotonic() + SEND_PATIENCE_S
+        while peer.lost is None and not link.is_free and monotonic() < limit_s:
+            if may_read and link.claim():
+                try:
+                    self.read(peer, link)
+                finally:
+                    link.unclaim()
+                return
+            sleep(POLL_S)
 
     def take(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame that a waiting thread has read for itself."""

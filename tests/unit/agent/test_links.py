@@ -64,6 +64,36 @@ def test_a_worker_says_why_it_leaves(over: str, farewell: str, told: str) -> Non
         assert second.peer(first).lost_error().cause == told
 
 
+def test_who_cannot_write_waits_for_the_reader_of_the_last_words() -> None:
+    """A thread may read the farewell while another one finds that it cannot write."""
+    with group_of(2, over="unix") as (first, second):
+        first.start()
+        second.start()
+        first.agent.connect(first.peer(second))
+        wait_until(lambda: second.peer(first).link is not None, "the link")
+        link = second.peer(first).link
+        assert link is not None
+        wait_until(link.claim, "the right to read")
+        try:
+            first.agent.links.farewell = "it had to go"
+            first.close()
+            writer = threading.Thread(target=post_until_lost, args=(second, second.peer(first)))
+            writer.start()
+            writer.join(0.05)
+            assert second.peer(first).lost is None
+            second.agent.receiver.read(second.peer(first), link)
+        finally:
+            link.unclaim()
+        writer.join(LIMIT_S)
+        assert second.peer(first).lost_error().cause == "it had to go"
+
+
+def post_until_lost(member: Member, peer: Peer) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while peer.lost is None and time.monotonic() < limit_s:
+        member.agent.sender.post_ints(peer, Kind.RELEASE_CONTEXT, 0)
+
+
 def leave_while_accepted(first: Member, second: Member, has_left: threading.Event) -> str:
     """Makes ``first`` dial ``second`` and leave; returns the cause that ``second`` records."""
     first.start()
