@@ -34,7 +34,13 @@ from torchweft.autograd.codec import (
     decode,
     numbers_of_gradients,
 )
-from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
+from torchweft.autograd.contexts import (
+    OF_ANOTHER_CONTEXT,
+    RAN_INTO,
+    Contexts,
+    current_id,
+    set_current_id,
+)
 from torchweft.autograd.ddp import AVERAGING, watch
 from torchweft.autograd.envelopes import Envelopes
 from torchweft.autograd.gated_run import PassEnded
@@ -787,6 +793,7 @@ class OpenContext:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._around = current_id()
         self.id = engine.contexts.new_id()
         engine.contexts.get_or_create(self.id)
 
@@ -797,6 +804,8 @@ class OpenContext:
 
     def __del__(self) -> None:
         if self.id:
+            if current_id() == self.id:  # Interrupted before it could leave its block.
+                set_current_id(self._around)
             self._engine.release_later(self.id)
 
 
