@@ -17,38 +17,33 @@ enum {
 enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32 };
 enum { FEW = 16 };
 
-static PyObject *rebuild;        /* Makes a value of a kind that needs code in Python. */
+static PyObject *unfold;  /* Returns the parts of a value of a kind that needs code in Python, */
+static PyObject *rebuild; /* and this makes the value of its parts. */
 static PyObject *reference_type; /* The type of a reference's address. */
-static PyObject *name_dict, *name_to_bytes, *name_from_bytes, *name_bit_length, *ordered_dict;
+static PyObject *name_dict, *ordered_dict;
 
 int values_init(void)
 {
     name_dict = PyUnicode_InternFromString("__dict__");
-    name_to_bytes = PyUnicode_InternFromString("to_bytes");
-    name_from_bytes = PyUnicode_InternFromString("from_bytes");
-    name_bit_length = PyUnicode_InternFromString("bit_length");
     PyObject *collections = PyImport_ImportModule("collections");
-    if (collections == NULL)
+    if (name_dict == NULL || collections == NULL)
         return -1;
     ordered_dict = PyObject_GetAttrString(collections, "OrderedDict");
     Py_DECREF(collections);
-    bool is_made = name_dict && name_to_bytes && name_from_bytes && name_bit_length && ordered_dict;
-    return is_made ? 0 : -1;
+    return ordered_dict == NULL ? -1 : 0;
 }
 
-/* set_value_parts(rebuild, reference_type); called once. */
+/* set_value_parts(unfold, rebuild, reference_type); called once. */
 PyObject *values_set_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    PyObject *function, *type;
-    if (!PyArg_ParseTuple(arguments, "OO", &function, &type))
+    if (!PyArg_ParseTuple(arguments, "OOO", &unfold, &rebuild, &reference_type))
         return NULL;
-    Py_XSETREF(rebuild, Py_NewRef(function));
-    Py_XSETREF(reference_type, Py_NewRef(type));
+    Py_INCREF(arguments); /* They stay for as long as the module. */
     Py_RETURN_NONE;
 }
 
-/* Objects by identity, each with a number in order of first appearance: a hash table with open
- * addressing. It owns its objects, so that no other one gets the address of one of them. */
+/* Objects by identity, each with a number: a hash table with open addressing. It owns its objects,
+ * so that no other one gets the address of one of them. */
 typedef struct {
     PyObject *object;
     uint32_t number;
@@ -102,8 +97,9 @@ static int numbering_grow(numbering *all)
     return 0;
 }
 
-/* Finds an object, or numbers it; returns -1 on failure. */
-static int numbering_find(numbering *all, PyObject *object, size_t *number, bool *is_new)
+/* Finds an object, or gives it the next number of its kind; returns -1 on failure. */
+static int numbering_find(numbering *all, PyObject *object, uint32_t *next, uint32_t *number,
+                          bool *is_new)
 {
     numbered *slot = numbering_slot(all->slots, all->capacity, object);
     *is_new = slot->object == NULL;
@@ -111,13 +107,13 @@ static int numbering_find(numbering *all, PyObject *object, size_t *number, bool
         *number = slot->number;
         return 0;
     }
-    if (2 * all->count >= all->capacity) {
+    if (2 * ++all->count >= all->capacity) {
         if (numbering_grow(all))
             return -1;
         slot = numbering_slot(all->slots, all->capacity, object);
     }
-    *number = all->count++;
-    *slot = (numbered){Py_NewRef(object), (uint32_t)*number};
+    *number = (*next)++;
+    *slot = (numbered){Py_NewRef(object), *number};
     return 0;
 }
 
@@ -125,10 +121,10 @@ static int numbering_find(numbering *all, PyObject *object, size_t *number, bool
 
 typedef struct {
     buffer out;
-    PyObject *tensors; /* A list, which gets each tensor once. */
-    PyObject *name_of; /* Returns the name of a function or class as bytes, or None. */
-    PyObject *home_of; /* Returns the three numbers of a reference that goes home, or None. */
-    numbering tensor_numbers, containers, repeatable;
+    PyObject *tensors;                /* A list, which gets each tensor once. */
+    PyObject *main_by_name, *home_of; /* For `unfold`. */
+    numbering seen;
+    uint32_t tensor_count, container_count, other_count;
     int depth;
 } encoder;
 
@@ -170,26 +166,13 @@ static outcome add_string(encoder *into, unsigned char tag, const char *bytes, P
     return done;
 }
 
-/* Adds a bytes object, and drops the reference to it; `bytes` may be NULL, with an exception. */
-static outcome add_bytes_of(encoder *into, unsigned char tag, PyObject *bytes)
-{
-    char *data;
-    Py_ssize_t size;
-    if (bytes == NULL)
-        return FAILED;
-    outcome done = PyBytes_AsStringAndSize(bytes, &data, &size) ? FAILED
-                                                                : add_string(into, tag, data, size);
-    Py_DECREF(bytes);
-    return done;
-}
-
 /* Gives up at an object that came before and cannot be referred to: written twice, a few nested
  * tuples would fill the memory. */
 static outcome check_first(encoder *into, PyObject *object)
 {
-    size_t number;
+    uint32_t number;
     bool is_new;
-    if (numbering_find(&into->repeatable, object, &number, &is_new))
+    if (numbering_find(&into->seen, object, &into->other_count, &number, &is_new))
         return FAILED;
     return is_new ? DONE : BEYOND;
 }
@@ -220,34 +203,41 @@ static outcome add_text(encoder *into, PyObject *text)
     return done;
 }
 
+/* Adds the parts of a value, whatever its type: the first one as it is, the others as values. */
+static outcome add_unfolded(encoder *into, PyObject *value)
+{
+    PyObject *parts = PyObject_CallFunctionObjArgs(unfold, value, into->main_by_name, into->home_of,
+                                                   NULL);
+    if (parts == NULL)
+        return FAILED;
+    if (parts == Py_None) {
+        Py_DECREF(parts);
+        return BEYOND;
+    }
+    PyObject *first = PyTuple_GET_ITEM(parts, 0);
+    outcome done = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first))
+                       ? FAILED
+                       : DONE;
+    for (Py_ssize_t index = 1; done == DONE && index < PyTuple_GET_SIZE(parts); index++)
+        done = add(into, PyTuple_GET_ITEM(parts, index));
+    Py_DECREF(parts);
+    return done;
+}
+
 static outcome add_integer(encoder *into, PyObject *value)
 {
     int is_beyond;
     long long number = PyLong_AsLongLongAndOverflow(value, &is_beyond);
     if (number == -1 && PyErr_Occurred())
         return FAILED;
-    if (!is_beyond && number != LLONG_MIN)
-        return add_eight(into, INTEGER, &number);
-    PyObject *bits = PyObject_CallMethodNoArgs(value, name_bit_length);
-    if (bits == NULL)
-        return FAILED;
-    Py_ssize_t size = PyLong_AsSsize_t(bits) / 8 + 1;
-    Py_DECREF(bits);
-    PyObject *method = PyObject_GetAttr(value, name_to_bytes);
-    if (method == NULL)
-        return FAILED;
-    PyObject *args = Py_BuildValue("(ns)", size, "little");
-    PyObject *kwargs = Py_BuildValue("{sO}", "signed", Py_True);
-    PyObject *bytes = args && kwargs ? PyObject_Call(method, args, kwargs) : NULL;
-    Py_DECREF(method);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return add_bytes_of(into, BIG_INTEGER, bytes);
+    if (is_beyond || number == LLONG_MIN)
+        return add_unfolded(into, value);
+    return add_eight(into, INTEGER, &number);
 }
 
 static outcome add_tensor(encoder *into, PyObject *tensor)
 {
-    size_t number;
+    uint32_t number;
     bool is_new;
     PyObject *attributes = PyObject_GetAttr(tensor, name_dict);
     if (attributes == NULL)
@@ -256,7 +246,7 @@ static outcome add_tensor(encoder *into, PyObject *tensor)
     Py_DECREF(attributes);
     if (has_some)
         return BEYOND;
-    if (numbering_find(&into->tensor_numbers, tensor, &number, &is_new))
+    if (numbering_find(&into->seen, tensor, &into->tensor_count, &number, &is_new))
         return FAILED;
     if (is_new && PyList_Append(into->tensors, tensor))
         return FAILED;
@@ -266,9 +256,9 @@ static outcome add_tensor(encoder *into, PyObject *tensor)
 /* Writes AGAIN for a list, set or dict that came before; otherwise numbers it and writes nothing. */
 static outcome add_if_again(encoder *into, PyObject *container, bool *is_again)
 {
-    size_t number;
+    uint32_t number;
     bool is_new;
-    if (numbering_find(&into->containers, container, &number, &is_new))
+    if (numbering_find(&into->seen, container, &into->container_count, &number, &is_new))
         return FAILED;
     *is_again = !is_new;
     return is_new ? DONE : add_number(into, AGAIN, number);
@@ -291,20 +281,6 @@ static outcome add_items(encoder *into, unsigned char tag, PyObject *sequence)
     return done;
 }
 
-static outcome add_set(encoder *into, unsigned char tag, PyObject *set)
-{
-    PyObject *item, *iterator = PyObject_GetIter(set);
-    if (iterator == NULL)
-        return FAILED;
-    outcome done = add_number(into, tag, (size_t)PySet_GET_SIZE(set));
-    while (done == DONE && (item = PyIter_Next(iterator)) != NULL) {
-        done = add(into, item);
-        Py_DECREF(item);
-    }
-    Py_DECREF(iterator);
-    return done == DONE && PyErr_Occurred() ? FAILED : done;
-}
-
 static outcome add_dictionary(encoder *into, PyObject *dictionary)
 {
     PyObject *key, *value;
@@ -324,147 +300,25 @@ static outcome add_dictionary(encoder *into, PyObject *dictionary)
     return done == DONE && left ? BEYOND : done;
 }
 
-/* Returns whether attributes would hide members of the class, or have unusual names. */
-static int are_unusual(PyObject *attributes)
-{
-    PyObject *name, *value;
-    Py_ssize_t place = 0;
-    while (PyDict_Next(attributes, &place, &name, &value)) {
-        Py_ssize_t size;
-        if (!PyUnicode_CheckExact(name))
-            return 1;
-        const char *text = PyUnicode_AsUTF8AndSize(name, &size);
-        if (text == NULL)
-            return -1;
-        if (size >= 2 && text[0] == '_' && text[1] == '_')
-            return 1;
-        PyObject *member = PyObject_GetAttr((PyObject *)&PyODict_Type, name);
-        if (member != NULL) {
-            Py_DECREF(member);
-            return 1;
-        }
-        if (!PyErr_ExceptionMatches(PyExc_AttributeError))
-            return -1;
-        PyErr_Clear();
-    }
-    return 0;
-}
-
-/* Adds an OrderedDict in its own order, and its attributes. */
-static outcome add_ordered(encoder *into, PyObject *dictionary)
-{
-    outcome done = FAILED;
-    PyObject *key, *value, *keys = NULL, *attributes = PyObject_GetAttr(dictionary, name_dict);
-    if (attributes == NULL)
-        return FAILED;
-    int unusual = are_unusual(attributes);
-    if (unusual) {
-        done = unusual < 0 ? FAILED : BEYOND;
-        goto end;
-    }
-    keys = PySequence_List(dictionary);
-    if (keys == NULL)
-        goto end;
-    done = add_number(into, ORDERED, (size_t)PyList_GET_SIZE(keys));
-    for (Py_ssize_t index = 0; done == DONE && index < PyList_GET_SIZE(keys); index++) {
-        key = PyList_GET_ITEM(keys, index);
-        value = Py_XNewRef(PyDict_GetItemWithError(dictionary, key));
-        if (value == NULL) {
-            done = PyErr_Occurred() ? FAILED : BEYOND;
-            break;
-        }
-        done = add(into, key);
-        if (done == DONE)
-            done = add(into, value);
-        Py_DECREF(value);
-    }
-    if (done == DONE) {
-        PyObject *copy = PyDict_Copy(attributes); /* Another object than any that came before. */
-        done = copy == NULL ? FAILED : add(into, copy);
-        Py_XDECREF(copy);
-    }
-end:
-    Py_XDECREF(keys);
-    Py_DECREF(attributes);
-    return done;
-}
-
-static outcome add_size(encoder *into, PyObject *size)
-{
-    /* The tuple inside counts as a level of its own. */
-    if (into->depth >= DEPTH_LIMIT)
-        return BEYOND;
-    return add_tag(into, SIZE) ? FAILED : add_items(into, TUPLE, size);
-}
-
-static outcome add_other(encoder *into, PyObject *value)
-{
-    PyObject *type = (PyObject *)Py_TYPE(value);
-    if (type == library.dtype_type || type == library.device_type || type == library.layout_type ||
-        type == library.memory_format_type) {
-        PyObject *text = PyObject_Str(value);
-        if (text == NULL)
-            return FAILED;
-        Py_ssize_t size;
-        const char *bytes = PyUnicode_AsUTF8AndSize(text, &size);
-        outcome done = bytes == NULL ? FAILED : add_string(into, TORCH, bytes, size);
-        Py_DECREF(text);
-        return done;
-    }
-    if (PyFunction_Check(value) || PyCFunction_Check(value) || PyType_Check(value)) {
-        PyObject *name = PyObject_CallOneArg(into->name_of, value);
-        if (name == Py_None) {
-            Py_DECREF(name);
-            return BEYOND;
-        }
-        return add_bytes_of(into, NAME, name);
-    }
-    PyObject *home = PyObject_CallOneArg(into->home_of, value);
-    if (home == NULL)
-        return FAILED;
-    long long numbers[3];
-    outcome done = BEYOND;
-    if (home != Py_None) {
-        done = FAILED;
-        if (PyArg_ParseTuple(home, "LLL", &numbers[0], &numbers[1], &numbers[2])) {
-            unsigned char *at = buffer_extend(&into->out, 25);
-            if (at != NULL) {
-                at[0] = HOME;
-                memcpy(at + 1, numbers, 24);
-                done = DONE;
-            }
-        }
-    }
-    Py_DECREF(home);
-    return done;
-}
-
+/* An empty tuple or frozenset is one object for all. */
 static outcome add_container(encoder *into, PyObject *value)
 {
     PyTypeObject *type = Py_TYPE(value);
     bool is_again = false;
+    outcome done = DONE;
     if (into->depth >= DEPTH_LIMIT)
         return BEYOND;
-    outcome done = DONE;
-    into->depth++;
-    if (type == &PyTuple_Type) {
-        done = PyTuple_GET_SIZE(value) ? check_first(into, value) : DONE;
-        if (done == DONE)
-            done = add_items(into, TUPLE, value);
-    } else if ((PyObject *)type == library.size_type) {
-        done = add_size(into, value);
-    } else if (type == &PyFrozenSet_Type) {
-        done = PySet_GET_SIZE(value) ? check_first(into, value) : DONE;
-        if (done == DONE)
-            done = add_set(into, FROZENSET, value);
-    } else {
+    if (type == &PyTuple_Type || type == &PyFrozenSet_Type)
+        done = PyObject_Size(value) ? check_first(into, value) : DONE;
+    else if ((PyObject *)type != library.size_type)
         done = add_if_again(into, value, &is_again);
-        if (done == DONE && !is_again)
-            done = type == &PyList_Type  ? add_items(into, LIST, value)
-                   : type == &PySet_Type ? add_set(into, SET, value)
-                   : type == &PyDict_Type ? add_dictionary(into, value)
-                                          : add_ordered(into, value);
-    }
+    if (done != DONE || is_again)
+        return done;
+    into->depth++;
+    done = type == &PyTuple_Type  ? add_items(into, TUPLE, value)
+           : type == &PyList_Type ? add_items(into, LIST, value)
+           : type == &PyDict_Type ? add_dictionary(into, value)
+                                  : add_unfolded(into, value);
     into->depth--;
     return done;
 }
@@ -493,35 +347,26 @@ static outcome add(encoder *into, PyObject *value)
         type == &PySet_Type || type == &PyFrozenSet_Type || type == &PyODict_Type ||
         (PyObject *)type == library.size_type)
         return add_container(into, value);
-    if (type == &PyComplex_Type) {
-        Py_complex number = PyComplex_AsCComplex(value);
-        double parts[2] = {number.real, number.imag};
-        return add_tag(into, COMPLEX) || buffer_add(&into->out, parts, 16) ? FAILED : DONE;
-    }
-    return add_other(into, value);
+    return add_unfolded(into, value);
 }
 
-/* encode_values(value, tensors, name_of, home_of) -> bytes, or None where it has to give up. */
+/* encode_values(value, tensors, main_by_name, home_of) -> bytes, or None where it has to give up. */
 PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     if (count != 4 || !PyList_CheckExact(arguments[1])) {
-        PyErr_SetString(PyExc_TypeError, "encode_values takes a value, a list, two functions");
+        PyErr_SetString(PyExc_TypeError, "encode_values takes a value, a list and two more");
         return NULL;
     }
-    encoder into = {.tensors = arguments[1], .name_of = arguments[2], .home_of = arguments[3]};
+    encoder into = {.tensors = arguments[1], .main_by_name = arguments[2], .home_of = arguments[3]};
     buffer_init(&into.out);
-    numbering_init(&into.tensor_numbers);
-    numbering_init(&into.containers);
-    numbering_init(&into.repeatable);
+    numbering_init(&into.seen);
     outcome done = add(&into, arguments[0]);
     PyObject *made = done == DONE ? PyBytes_FromStringAndSize((char *)into.out.data,
                                                               (Py_ssize_t)into.out.size)
                      : done == BEYOND ? Py_NewRef(Py_None)
                                       : NULL;
     buffer_free(&into.out);
-    numbering_free(&into.tensor_numbers);
-    numbering_free(&into.containers);
-    numbering_free(&into.repeatable);
+    numbering_free(&into.seen);
     return made;
 }
 
@@ -625,75 +470,26 @@ static PyObject *read_tuple(decoder *from)
     return made;
 }
 
-static PyObject *read_list(decoder *from)
+/* Fills a new list, set, frozenset or dict, which may be NULL. A frozenset cannot be referred to. */
+static PyObject *read_into(decoder *from, PyObject *made)
 {
-    Py_ssize_t count;
-    if (read_count(from, 1, &count))
-        return NULL;
-    PyObject *made = PyList_New(0);
-    if (made == NULL || keep(from, made))
-        goto failed;
-    while (count-- > 0) {
-        PyObject *value = read_value(from);
-        if (value == NULL)
-            goto failed;
-        int is_failed = PyList_Append(made, value);
-        Py_DECREF(value);
-        if (is_failed)
-            goto failed;
+    Py_ssize_t count = 0;
+    bool is_list = made && PyList_Check(made), is_dictionary = made && PyDict_Check(made);
+    bool is_failed = made == NULL || read_count(from, is_dictionary ? 2 : 1, &count) ||
+                     (!PyFrozenSet_CheckExact(made) && keep(from, made));
+    while (!is_failed && count-- > 0) {
+        PyObject *first = read_value(from);
+        PyObject *second = first && is_dictionary ? read_value(from) : NULL;
+        is_failed = first == NULL || (is_dictionary && second == NULL) ||
+                    (is_list         ? PyList_Append(made, first)
+                     : is_dictionary ? PyObject_SetItem(made, first, second)
+                                     : PySet_Add(made, first));
+        Py_XDECREF(first);
+        Py_XDECREF(second);
     }
+    if (is_failed)
+        Py_CLEAR(made);
     return made;
-failed:
-    Py_XDECREF(made);
-    return NULL;
-}
-
-/* A set refers back to itself only through a value that cannot be hashed. */
-static PyObject *read_set(decoder *from, bool is_frozen)
-{
-    Py_ssize_t count;
-    if (read_count(from, 1, &count))
-        return NULL;
-    PyObject *made = is_frozen ? PyFrozenSet_New(NULL) : PySet_New(NULL);
-    if (made == NULL || (!is_frozen && keep(from, made)))
-        goto failed;
-    while (count-- > 0) {
-        PyObject *value = read_value(from);
-        if (value == NULL)
-            goto failed;
-        int is_failed = PySet_Add(made, value);
-        Py_DECREF(value);
-        if (is_failed)
-            goto failed;
-    }
-    return made;
-failed:
-    Py_XDECREF(made);
-    return NULL;
-}
-
-static PyObject *read_dictionary(decoder *from, bool is_ordered)
-{
-    Py_ssize_t count;
-    if (read_count(from, 2, &count))
-        return NULL;
-    PyObject *made = is_ordered ? PyObject_CallNoArgs(ordered_dict) : PyDict_New();
-    if (made == NULL || keep(from, made))
-        goto failed;
-    while (count-- > 0) {
-        PyObject *value = NULL, *key = read_value(from);
-        if (key != NULL)
-            value = read_value(from);
-        int is_failed = value == NULL || PyObject_SetItem(made, key, value);
-        Py_XDECREF(key);
-        Py_XDECREF(value);
-        if (is_failed)
-            goto failed;
-    }
-    return made;
-failed:
-    Py_XDECREF(made);
-    return NULL;
 }
 
 /* Returns the object with the next number in a sequence. */
@@ -714,23 +510,6 @@ static PyObject *read_integer(decoder *from)
 {
     long long number;
     return reader_take(&from->in, &number, 8) ? cut_short() : PyLong_FromLongLong(number);
-}
-
-static PyObject *read_big_integer(decoder *from)
-{
-    PyObject *made = NULL, *bytes = read_bytes(from);
-    if (bytes == NULL)
-        return NULL;
-    PyObject *method = PyObject_GetAttr((PyObject *)&PyLong_Type, name_from_bytes);
-    PyObject *args = Py_BuildValue("(Os)", bytes, "little");
-    PyObject *kwargs = Py_BuildValue("{sO}", "signed", Py_True);
-    if (method && args && kwargs)
-        made = PyObject_Call(method, args, kwargs);
-    Py_DECREF(bytes);
-    Py_XDECREF(method);
-    Py_XDECREF(args);
-    Py_XDECREF(kwargs);
-    return made;
 }
 
 static PyObject *read_home(decoder *from)
@@ -772,7 +551,7 @@ static PyObject *read_tagged(decoder *from, unsigned char tag)
     case INTEGER:
         return read_integer(from);
     case BIG_INTEGER:
-        return read_big_integer(from);
+        return rebuilt(tag, read_bytes(from), Py_NewRef(Py_None));
     case FLOAT:
         return reader_take(&from->in, parts, 8) ? cut_short() : PyFloat_FromDouble(parts[0]);
     case COMPLEX:
@@ -785,15 +564,15 @@ static PyObject *read_tagged(decoder *from, unsigned char tag)
     case TUPLE:
         return read_tuple(from);
     case LIST:
-        return read_list(from);
+        return read_into(from, PyList_New(0));
     case SET:
-        return read_set(from, false);
+        return read_into(from, PySet_New(NULL));
     case FROZENSET:
-        return read_set(from, true);
+        return read_into(from, PyFrozenSet_New(NULL));
     case DICTIONARY:
-        return read_dictionary(from, false);
+        return read_into(from, PyDict_New());
     case ORDERED:
-        first = read_dictionary(from, true);
+        first = read_into(from, PyObject_CallNoArgs(ordered_dict));
         return rebuilt(tag, first, first == NULL ? NULL : read_value(from));
     case AGAIN:
         return read_place(from, from->containers);

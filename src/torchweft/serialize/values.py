@@ -31,10 +31,10 @@ Layout, little-endian: a tag (u8) and what follows it::
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
@@ -183,14 +183,10 @@ class ExactEncoder:
         if -_INT64_MAX <= value <= _INT64_MAX:
             self._parts.append(INTEGER_VALUE.pack(INTEGER, value))
         else:
-            size = value.bit_length() // 8 + 1
-            self._add_counted(BIG_INTEGER, value.to_bytes(size, "little", signed=True))
+            self._add_unfolded(value)
 
     def _add_float(self, value: float) -> None:
         self._parts.append(FLOAT_VALUE.pack(FLOAT, value))
-
-    def _add_complex(self, value: complex) -> None:
-        self._parts.append(COMPLEX_VALUE.pack(COMPLEX, value.real, value.imag))
 
     def _add_text(self, value: str) -> None:
         data = value.encode("utf-8", "surrogatepass")
@@ -206,15 +202,18 @@ class ExactEncoder:
     def _add_counted(self, tag: int, data: bytes) -> None:
         self._parts += (_counted(tag, len(data)), data)
 
-    def _add_sequence(self, value: Any) -> None:
-        tag = _SEQUENCES[type(value)]
-        if tag in (LIST, SET):
-            if self._is_again(value):
-                return
-        elif value:
+    def _add_tuple(self, value: tuple[Any, ...]) -> None:
+        if value:
             self._check_first(value)
-        self._parts.append(_counted(tag, len(value)))
-        for each in value:
+        self._add_all(TUPLE, value)
+
+    def _add_list(self, value: list[Any]) -> None:
+        if not self._is_again(value):
+            self._add_all(LIST, value)
+
+    def _add_all(self, tag: int, values: Sequence[Any]) -> None:
+        self._parts.append(_counted(tag, len(values)))
+        for each in values:
             self._add(each)
 
     def _check_first(self, value: object) -> None:
@@ -225,24 +224,33 @@ class ExactEncoder:
         self._kept.append(value)
 
     def _add_dictionary(self, value: dict[Any, Any]) -> None:
-        if self._is_again(value):
-            return
-        tag = DICTIONARY
-        if isinstance(value, OrderedDict):
-            tag = ORDERED
-            self._check_attributes(value)
-        self._parts.append(_counted(tag, len(value)))
-        for key, each in value.items():
-            self._add(key)
-            self._add(each)
-        if tag == ORDERED:
-            self._add(dict(vars(value)))
+        if not self._is_again(value):
+            self._parts.append(_counted(DICTIONARY, len(value)))
+            for key, each in value.items():
+                self._add(key)
+                self._add(each)
 
-    def _check_attributes(self, value: OrderedDict[Any, Any]) -> None:
-        try:
-            check_attributes(OrderedDict, vars(value))
-        except ProtocolError as error:
-            raise Beyond(str(error)) from None
+    def _add_container(self, value: Any) -> None:
+        if not self._is_again(value):
+            self._add_unfolded(value)
+
+    def _add_frozenset(self, value: frozenset[Any]) -> None:
+        if value:
+            self._check_first(value)
+        self._add_unfolded(value)
+
+    def _add_unfolded(self, value: Any) -> None:
+        first, *others = self._unfold(value)
+        self._kept.append(others)
+        self._parts.append(first)
+        for each in others:
+            self._add(each)
+
+    def _unfold(self, value: Any) -> tuple[Any, ...]:
+        parts = _unfold_exactly(value, self._main_by_name, self._home_of)
+        if parts is None:
+            raise Beyond(f"{type(value)} is left to pickle")
+        return parts
 
     def _is_again(self, value: object) -> bool:
         """Whether a container came before; if so, writes AGAIN, otherwise records the container."""
@@ -254,29 +262,13 @@ class ExactEncoder:
         self._kept.append(value)
         return False
 
-    def _add_size(self, value: torch.Size) -> None:
-        self._parts.append(bytes((SIZE,)))
-        self._add(tuple(value))
-
-    def _add_torch(self, value: object) -> None:
-        self._add_counted(TORCH, str(value).encode())
-
     def _add_other(self, value: Any) -> None:
         if type(value) is Tensor or type(value) is Parameter:
             if value.__dict__:
                 raise Beyond("a tensor has attributes")
             self._add_outside(value, self.tensors, TENSOR)
-            return
-        if isinstance(value, _FUNCTION_TYPES):
-            name = functions.name_of(value, self._main_by_name)
-            if name is None:
-                raise Beyond("a function has no name")
-            self._add_counted(NAME, name)
-            return
-        home = self._home_of(value)
-        if home is None:
-            raise Beyond(f"{type(value)} is left to pickle")
-        self._parts.append(HOME_VALUE.pack(HOME, *home))
+        else:
+            self._add_unfolded(value)
 
     def _add_outside(self, value: Any, outside: list[Any], tag: int) -> None:
         number = self._numbers.get(id(value))
@@ -318,8 +310,8 @@ class Encoder(ExactEncoder):
     def _check_first(self, value: object) -> None:
         """Takes every object again and again: there is no other way for it to travel."""
 
-    def _check_attributes(self, value: OrderedDict[Any, Any]) -> None:
-        check_attributes(OrderedDict, vars(value))
+    def _unfold(self, value: Any) -> tuple[Any, ...]:
+        return _UNFOLDERS[type(value)](value)
 
     def _add_other(self, value: Any) -> None:
         if isinstance(value, Tensor):
@@ -409,25 +401,73 @@ def _refusal(value: object, advice: str) -> SerializationError:
     )
 
 
-_SEQUENCES: dict[type, int] = {
-    tuple: TUPLE,
-    list: LIST,
-    set: SET,
-    frozenset: FROZENSET,
+# Values of other kinds are written as their parts: bytes, and values that follow. Both twins use it.
+
+
+def _unfold_integer(value: int) -> tuple[Any, ...]:
+    size = value.bit_length() // 8 + 1
+    return (_counted(BIG_INTEGER, size) + value.to_bytes(size, "little", signed=True),)
+
+
+def _unfold_complex(value: complex) -> tuple[Any, ...]:
+    return (COMPLEX_VALUE.pack(COMPLEX, value.real, value.imag),)
+
+
+def _unfold_ordered(value: OrderedDict[Any, Any]) -> tuple[Any, ...]:
+    attributes = vars(value)
+    check_attributes(OrderedDict, attributes)
+    entries = itertools.chain.from_iterable(value.items())
+    return (_counted(ORDERED, len(value)), *entries, dict(attributes))
+
+
+def _unfold_torch(value: object) -> tuple[Any, ...]:
+    name = str(value).encode()
+    return (_counted(TORCH, len(name)) + name,)
+
+
+_UNFOLDERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
+    int: _unfold_integer,
+    complex: _unfold_complex,
+    set: lambda value: (_counted(SET, len(value)), *value),
+    frozenset: lambda value: (_counted(FROZENSET, len(value)), *value),
+    OrderedDict: _unfold_ordered,
+    torch.Size: lambda value: (bytes((SIZE,)), tuple(value)),
+    **dict.fromkeys(_TORCH_TYPES, _unfold_torch),
 }
+
+
+def _unfold_exactly(
+    value: Any, main_by_name: bool, home_of: Callable[[Any], ReferenceId | None]
+) -> tuple[Any, ...] | None:
+    """Returns the parts of a value for ``encode``; None if it has to go by pickle."""
+    unfolder = _UNFOLDERS.get(type(value))
+    if unfolder is not None:
+        try:
+            return unfolder(value)
+        except ProtocolError:
+            return None
+    if isinstance(value, _FUNCTION_TYPES):
+        name = functions.name_of(value, main_by_name)
+        return None if name is None else (_counted(NAME, len(name)) + name,)
+    home = home_of(value)
+    return None if home is None else (HOME_VALUE.pack(HOME, *home),)
+
+
 _ADDERS: dict[type, Callable[[ExactEncoder, Any], None]] = {
     type(None): ExactEncoder._add_constant,
     bool: ExactEncoder._add_constant,
     int: ExactEncoder._add_integer,
     float: ExactEncoder._add_float,
-    complex: ExactEncoder._add_complex,
     str: ExactEncoder._add_text,
     bytes: ExactEncoder._add_bytes,
-    **dict.fromkeys(_SEQUENCES, ExactEncoder._add_sequence),
+    tuple: ExactEncoder._add_tuple,
+    list: ExactEncoder._add_list,
     dict: ExactEncoder._add_dictionary,
-    OrderedDict: ExactEncoder._add_dictionary,
-    torch.Size: ExactEncoder._add_size,
-    **dict.fromkeys(_TORCH_TYPES, ExactEncoder._add_torch),
+    set: ExactEncoder._add_container,
+    OrderedDict: ExactEncoder._add_container,
+    frozenset: ExactEncoder._add_frozenset,
+    complex: ExactEncoder._add_unfolded,
+    **dict.fromkeys((torch.Size, *_TORCH_TYPES), ExactEncoder._add_unfolded),
 }
 
 
@@ -446,17 +486,11 @@ def encode(
         home_of: As for ``ExactEncoder``.
     """
     if native is not None:
-        return native.encode_values(value, tensors, _NAME_OF[main_by_name], home_of)
+        return native.encode_values(value, tensors, main_by_name, home_of)
     try:
         return ExactEncoder(tensors, main_by_name, home_of).encode(value)
     except Beyond:
         return None
-
-
-_NAME_OF = (
-    partial(functions.name_of, main_by_name=False),
-    partial(functions.name_of, main_by_name=True),
-)
 
 
 # Decoding
@@ -738,6 +772,7 @@ _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
     TORCH: _torch_of,
     SIZE: _size_of,
     MADE: _made_of,
+    BIG_INTEGER: lambda data, _: int.from_bytes(data, "little", signed=True),
 }
 _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     lambda _: None,
@@ -768,4 +803,6 @@ _READERS: tuple[Callable[[_Decoder], Any], ...] = (
 
 
 if native is not None:
-    native.set_value_parts(lambda tag, *parts: _REBUILDERS[tag](*parts), ReferenceId)
+    native.set_value_parts(
+        _unfold_exactly, lambda tag, *parts: _REBUILDERS[tag](*parts), ReferenceId
+    )
