@@ -81,16 +81,8 @@ static void end(lease *self, bool leaves_unarmed)
     PyErr_Fetch(&type, &value, &traceback);
     if (give_up(self, leaves_unarmed))
         PyErr_WriteUnraisable((PyObject *)self);
-    if (self->owed != NULL && self->count > 0) {
-        connection *first = self->links[0];
-        PyObject *done = PyObject_CallOneArg(first->add_task, self->owed);
-        if (done == NULL)
-            PyErr_WriteUnraisable((PyObject *)self);
-        Py_XDECREF(done);
-        uint64_t one = 1;
-        if (write(first->wake_fd, &one, sizeof one) < 0)
-            errno = 0; /* The reactor has ended. */
-    }
+    if (self->owed != NULL && self->count > 0 && link_submit(self->links[0], self->owed))
+        PyErr_WriteUnraisable((PyObject *)self);
     for (Py_ssize_t place = self->count; place > 0; place--)
         Py_CLEAR(self->links[place - 1]);
     self->count = 0;
@@ -128,9 +120,10 @@ static PyObject *lease_take(PyObject *type, PyObject *links)
     Py_RETURN_NONE;
 }
 
-/* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
-static int deliver(lease *self, const connection *from, PyObject *frame, long kind, uint64_t number)
+int lease_deliver(lease *self, const connection *from, PyObject *frame)
 {
+    long kind = PyLong_AsLong(PyTuple_GET_ITEM(frame, 0));
+    uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame, 2));
     if (self->into == NULL || self->number != number || kind > 63 || !(self->kinds >> kind & 1))
         return 0;
     if (PyList_Check(self->into)) {
@@ -151,36 +144,16 @@ static int deliver(lease *self, const connection *from, PyObject *frame, long ki
     return 1;
 }
 
-/* Cuts the frames of one link, and gives each to whom it is for; returns 0, or -1. */
+/* Cuts the frames of one link, and has the others read by the reactor; returns 0, or -1. */
 static int take_frames(connection *from)
 {
-    bool is_for_others = false;
-    int was_collecting = PyGC_Disable(); /* A finalizer could read the same link. */
-    PyObject *frame;
-    int status, failed = 0;
-    while (!failed && (status = link_cut(from, &frame)) > 0) {
-        long kind = PyLong_AsLong(PyTuple_GET_ITEM(frame, 0));
-        uint64_t number = PyLong_AsUnsignedLongLong(PyTuple_GET_ITEM(frame, 2));
-        int taken = from->lease == NULL ? 0 : deliver(from->lease, from, frame, kind, number);
-        if (!taken) {
-            taken = link_leave(from, frame);
-            is_for_others = true;
-        }
-        Py_DECREF(frame);
-        failed = taken < 0;
-    }
-    if (!failed && status < 0) {
-        failed = !PyErr_ExceptionMatches(library.protocol_error);
-        if (!failed)
-            PyErr_Clear(); /* The thread of the reactor that reads next meets it again. */
-        from->must_read = true;
-    }
-    from->must_read |= from->is_large;
-    if (!failed && is_for_others)
-        failed = link_hand_over(from);
-    if (was_collecting)
-        PyGC_Enable();
-    return failed ? -1 : 0;
+    Py_ssize_t left = link_take_frames(from);
+    if (left < 0 && !PyErr_ExceptionMatches(library.protocol_error))
+        return -1;
+    if (left < 0)
+        PyErr_Clear(); /* The thread of the reactor that reads next meets it again. */
+    from->must_read |= left < 0 || from->is_large;
+    return left != 0 ? link_hand_over(from) : 0;
 }
 
 typedef struct {

@@ -1,10 +1,9 @@
 /* A connection as torchweft/transport/native_link.py uses it: writes messages, and reads frames.
  *
- * The interpreter lock guards everything here. It is released only while a thread copies much, waits
- * for room, or looks for data; `is_writing` and `is_looking` say so meanwhile. One thread writes at a
+ * The interpreter lock guards everything here. It is released only while a thread copies much or
+ * looks for data; `is_writing` and `is_looking` say so meanwhile. One thread writes at a
  * time, and takes along what others queue. One thread reads at a time: a thread of the reactor, or
- * one with a lease. Signal handlers run in `link_write` while it waits for room, and in lease_wait:
- * in both, every message is wholly queued and every byte received is in `data`.
+ * one with a lease. Signal handlers run in no function but lease_wait.
  *
  * A link that keeps what it wrote belongs to a session: see torchweft/wire/session.py.
  */
@@ -13,14 +12,13 @@
 
 #include <errno.h>
 #include <limits.h>
-#include <poll.h>
 #include <structmember.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum { HEADER_BYTES = 16, MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15, TICK_MS = 100 };
+enum { HEADER_BYTES = 16, MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15 };
 
 static PyObject *frame_type, *no_buffers, *name_append;
 
@@ -135,73 +133,34 @@ static ssize_t write_some(connection *self)
     return written;
 }
 
-/* Waits for room; returns 1 if there may be some, 0 after `patience_s`, -1 with an exception. Signal
- * handlers run here, and may write; if another thread writes afterwards, returns 2. */
-static int wait_for_room(connection *self, double patience_s)
-{
-    double limit_s = monotonic_s() + patience_s;
-    for (;;) {
-        double left_s = limit_s - monotonic_s();
-        if (left_s <= 0)
-            return 0;
-        struct pollfd room = {.fd = self->fd, .events = POLLOUT};
-        int ready;
-        Py_BEGIN_ALLOW_THREADS
-        ready = poll(&room, 1, left_s * 1e3 < TICK_MS ? (int)(left_s * 1e3) + 1 : TICK_MS);
-        Py_END_ALLOW_THREADS
-        self->is_writing = false;
-        if (PyErr_CheckSignals())
-            return -1;
-        if (self->is_writing)
-            return 2;
-        self->is_writing = true;
-        if (ready > 0)
-            return 1;
-    }
-}
-
-/* write(message, patience_s): queues a message, and writes what is queued.
+/* write(message): queues a message, and writes what is queued.
  *
- * Returns False if the socket is full, once it had no room for `patience_s`: then write again when
- * there is room. OSError: the connection has ended; a session keeps what is not written. */
-static PyObject *link_write(connection *self, PyObject *const *arguments, Py_ssize_t count)
+ * Returns False if the socket is full: then write again when there is room. OSError: the connection
+ * has ended; a session keeps what is not written. */
+static PyObject *link_write(connection *self, PyObject *message)
 {
-    if (count != 2) {
-        PyErr_SetString(PyExc_TypeError, "write takes a message and a time");
-        return NULL;
-    }
-    double patience_s = PyFloat_AsDouble(arguments[1]);
-    if (PyErr_Occurred() || queue_message(self, arguments[0]))
+    if (queue_message(self, message))
         return NULL;
     if (self->is_writing || self->is_broken)
         Py_RETURN_TRUE; /* The writer, or the thread that mends the connection, takes it along. */
     self->is_writing = true;
-    int room = 1;
-    while (self->unsent < self->end && !self->is_broken && !self->is_closed) {
+    int error = 0;
+    while (self->unsent < self->end && !self->is_broken && !self->is_closed && !error) {
         ssize_t written = write_some(self);
-        if (written >= 0) {
+        if (written >= 0)
             advance(self, (size_t)written);
-        } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
-            room = patience_s > 0 ? wait_for_room(self, patience_s) : 0;
-            if (room == 2)
-                Py_RETURN_TRUE;
-            if (room <= 0)
-                break;
-        } else if (errno != EINTR) {
-            room = -1;
-            PyErr_SetFromErrno(PyExc_OSError);
-            break;
-        }
+        else if (errno != EINTR)
+            error = errno;
     }
     self->is_writing = false;
-    if (self->is_closed && room >= 0 && self->unsent < self->end) {
-        room = -1;
-        errno = EPIPE;
-        PyErr_SetFromErrno(PyExc_OSError);
-    }
-    if (self->is_closed)
+    if (self->is_closed) {
+        error = EPIPE;
         drop_all(self);
-    return room < 0 ? NULL : PyBool_FromLong(room);
+    }
+    if (!error || error == EAGAIN || error == EWOULDBLOCK)
+        return PyBool_FromLong(!error);
+    errno = error;
+    return PyErr_SetFromErrno(PyExc_OSError);
 }
 
 /* Queues a message for the next `write`; returns how many pieces are queued. */
@@ -295,7 +254,8 @@ static PyObject *make_frame(const unsigned char *head, const unsigned char *cont
     return frame;
 }
 
-int link_cut(connection *self, PyObject **frame)
+/* Cuts the next whole frame; returns 1, 0 if there is none, or -1 with an exception. */
+static int link_cut(connection *self, PyObject **frame)
 {
     const unsigned char *head = self->data + self->data_begin;
     size_t available = self->data_end - self->data_begin;
@@ -352,26 +312,25 @@ bool link_look(connection *self, bool *ended)
     return *ended = true;
 }
 
-int link_leave(connection *self, PyObject *frame)
-{
-    PyObject *done = PyObject_CallMethodOneArg(self->incoming, name_append, frame);
-    Py_XDECREF(done);
-    return done == NULL ? -1 : 0;
-}
-
-/* Cuts all whole frames into `incoming`; returns how many, or -1 with an exception. */
-static Py_ssize_t cut_all(connection *self)
+/* Cuts all whole frames. Each goes to the lease that waits for it, or to `incoming`; returns how many
+ * went there, or -1 with an exception. */
+Py_ssize_t link_take_frames(connection *self)
 {
     Py_ssize_t count = 0;
     int was_collecting = PyGC_Disable(); /* A finalizer could read the same link. */
     PyObject *frame;
     int status;
     while ((status = link_cut(self, &frame)) > 0) {
-        status = link_leave(self, frame);
+        status = self->lease == NULL ? 0 : lease_deliver(self->lease, self, frame);
+        if (status == 0) {
+            PyObject *done = PyObject_CallMethodOneArg(self->incoming, name_append, frame);
+            status = done == NULL ? -1 : 0;
+            Py_XDECREF(done);
+            count++;
+        }
         Py_DECREF(frame);
-        if (status)
+        if (status < 0)
             break;
-        count++;
     }
     if (was_collecting)
         PyGC_Enable();
@@ -409,7 +368,7 @@ static PyObject *link_read(connection *self, PyObject *spins)
     error = errno;
     Py_END_ALLOW_THREADS
     self->is_looking = false;
-    Py_ssize_t count = cut_all(self);
+    Py_ssize_t count = link_take_frames(self);
     if (count < 0)
         return NULL;
     if (count > 0 || !is_any || !look.ended)
@@ -455,18 +414,21 @@ void link_arm(const connection *self, bool is_armed)
         epoll_ctl(self->epoll_fd, EPOLL_CTL_MOD, self->fd, &event);
 }
 
+int link_submit(const connection *self, PyObject *task)
+{
+    PyObject *done = PyObject_CallOneArg(self->add_task, task);
+    Py_XDECREF(done);
+    uint64_t one = 1;
+    if (done != NULL && write(self->wake_fd, &one, sizeof one) < 0)
+        errno = 0; /* The reactor has ended. */
+    return done == NULL ? -1 : 0;
+}
+
 int link_hand_over(connection *self)
 {
-    if (self->is_handed_over)
-        return 0;
-    PyObject *done = PyObject_CallOneArg(self->add_task, self->task);
-    if (done == NULL)
+    if (!self->is_handed_over && link_submit(self, self->task))
         return -1;
-    Py_DECREF(done);
     self->is_handed_over = true;
-    uint64_t one = 1;
-    if (write(self->wake_fd, &one, sizeof one) < 0)
-        return 0; /* The reactor has ended. */
     return 0;
 }
 
@@ -595,7 +557,7 @@ static PyMemberDef members[] = {
 };
 
 static PyMethodDef methods[] = {
-    {"write", (PyCFunction)(void (*)(void))link_write, METH_FASTCALL, NULL},
+    {"write", (PyCFunction)link_write, METH_O, NULL},
     {"hold", (PyCFunction)link_hold, METH_O, NULL},
     {"acknowledge", (PyCFunction)link_acknowledge, METH_O, NULL},
     {"resume", (PyCFunction)link_resume, METH_O, NULL},

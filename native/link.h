@@ -54,14 +54,16 @@ typedef struct {
 extern PyTypeObject link_type, lease_type;
 
 double monotonic_s(void);
-/* Cuts the next whole frame; returns 1, 0 if there is none, or -1 with an exception. */
-int link_cut(connection *self, PyObject **frame);
-/* Leaves a frame to the threads of the reactor; returns 0, or -1 with an exception. */
-int link_leave(connection *self, PyObject *frame);
+/* Cuts all whole frames. Each goes to the lease that waits for it, or to `incoming`; returns how many
+ * went there, or -1 with an exception. */
+Py_ssize_t link_take_frames(connection *self);
+/* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
+int lease_deliver(lease *self, const connection *from, PyObject *frame);
 /* Receives what is there, without the interpreter lock; only for the thread that may read.
  * Returns whether anything arrived, or the stream ended or broke: then `*ended` is set. */
 bool link_look(connection *self, bool *ended);
-/* Has a thread of the reactor run the task of the link; returns 0, or -1 with an exception. */
+/* Has a thread of the reactor run a task, or that of the link; returns 0, or -1 with an exception. */
+int link_submit(const connection *self, PyObject *task);
 int link_hand_over(connection *self);
 /* Arms or pauses the link at the reactor's epoll. */
 void link_arm(const connection *self, bool is_armed);

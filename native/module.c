@@ -38,17 +38,13 @@ static int find_parts(void)
     if (keep("torch", "Tensor", &library.tensor_type) ||
         keep("torch.nn", "Parameter", &library.parameter_type) ||
         keep("torch", "strided", &library.strided_layout) ||
-        keep("torch", "Size", &library.size_type) || keep("torch", "dtype", &library.dtype_type) ||
-        keep("torch", "layout", &library.layout_type) ||
-        keep("torch", "memory_format", &library.memory_format_type) ||
-        keep("torch", "device", &library.device_type) ||
         keep("torchweft.errors", "ProtocolError", &library.protocol_error))
         return -1;
     return find_dlpack(library.tensor_type);
 }
 
 static PyMethodDef methods[] = {
-    {"set_dtypes", tensors_set_dtypes, METH_O, "Takes the dtypes; called once."},
+    {"set_dtype", tensors_set_dtype, METH_VARARGS, "Takes a dtype; called once for each."},
     {"set_value_parts", values_set_parts, METH_VARARGS, "Takes what values need; called once."},
     {"encode_tensors", tensors_encode, METH_O, "Returns small tensors as bytes, or None."},
     {"decode_tensors", (PyCFunction)(void (*)(void))tensors_decode, METH_FASTCALL,

@@ -15,14 +15,13 @@ typedef enum { DONE, BEYOND, FAILED } outcome;
 typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
-    PyObject *size_type, *dtype_type, *layout_type, *memory_format_type, *device_type;
     PyObject *protocol_error;
 } library_parts;
 
 extern library_parts library;
 
 int tensors_init(void);
-PyObject *tensors_set_dtypes(PyObject *module, PyObject *all);
+PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 

@@ -33,7 +33,7 @@ enum {
     /* An extent up to this size travels whole, whatever part of it a tensor uses. */
     SMALL_EXTENT_BYTES = 4096,
     ALIGNMENT = 64,
-    STACK_TENSORS = 32,
+    MOST_TENSORS = 256, /* The plain twin takes a message with more. */
 };
 /* Few tensors begin below it; those of a storage that the program has freed do. */
 #define USUAL_ADDRESS ((uintptr_t)1 << 40)
@@ -46,7 +46,6 @@ typedef struct {
 } dtype_entry;
 
 static dtype_entry dtypes[256];
-enum { DLPACK_CODES = 18, DLPACK_BYTES = 17 };
 /* Numbers on the wire by dtype, as objects of Python. */
 static PyObject *numbers;
 
@@ -73,61 +72,33 @@ int tensors_init(void)
     return 0;
 }
 
-static int set_dtype(PyObject *entry)
+/* set_dtype(dtype, number on the wire, code and bits of DLPack, whether it is differentiable, whether
+ * it is complex); called once for each. */
+PyObject *tensors_set_dtype(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     int number, code, bits, is_differentiable, is_complex;
     PyObject *dtype;
-    if (!PyArg_ParseTuple(entry, "Oiiipp", &dtype, &number, &code, &bits, &is_differentiable,
+    if (!PyArg_ParseTuple(arguments, "Oiiipp", &dtype, &number, &code, &bits, &is_differentiable,
                           &is_complex))
-        return -1;
-    if (number < 0 || number > 254 || code < 0 || code >= DLPACK_CODES || bits < 8 || bits % 8 ||
-        bits / 8 >= DLPACK_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "a dtype is out of range");
-        return -1;
-    }
+        return NULL;
+    if (number < 0 || number > 254 || code < 0 || code > UINT8_MAX || bits < 8 || bits % 8 ||
+        bits > UINT8_MAX)
+        return PyErr_Format(PyExc_ValueError, "a dtype is out of range");
     dtypes[number] = (dtype_entry){true, is_differentiable, is_complex, (uint8_t)(bits / 8),
                                    {(uint8_t)code, (uint8_t)bits, 1}};
-    PyObject *value = PyLong_FromLong(number);
-    if (value == NULL)
-        return -1;
-    int is_failed = PyDict_SetItem(numbers, dtype, value);
-    Py_DECREF(value);
-    return is_failed;
-}
-
-/* set_dtypes(dtypes); called once. Each is a tuple: the dtype, its number on the wire, code and bits
- * of DLPack, whether it is differentiable, whether it is complex. */
-PyObject *tensors_set_dtypes(PyObject *Py_UNUSED(module), PyObject *all)
-{
-    PyObject *fast = PySequence_Fast(all, "dtypes is no sequence");
-    if (fast == NULL)
+    if (PyDict_SetItem(numbers, dtype, PyTuple_GET_ITEM(arguments, 1)))
         return NULL;
-    int is_failed = 0;
-    for (Py_ssize_t index = 0; !is_failed && index < PySequence_Fast_GET_SIZE(fast); index++)
-        is_failed = set_dtype(PySequence_Fast_GET_ITEM(fast, index));
-    Py_DECREF(fast);
-    return is_failed ? NULL : Py_NewRef(Py_None);
+    Py_RETURN_NONE;
 }
 
-/* Returns whether an attribute is true, or -1 with an exception. */
-static int attribute_is_true(PyObject *object, PyObject *name)
+/* Returns whether an attribute, or the result of a method, is true; -1 with an exception. */
+static int is_true(PyObject *object, PyObject *name, bool is_method)
 {
-    PyObject *value = PyObject_GetAttr(object, name);
-    if (value == NULL)
-        return -1;
-    int is_true = value == Py_True ? 1 : value == Py_False ? 0 : PyObject_IsTrue(value);
-    Py_DECREF(value);
-    return is_true;
-}
-
-static int method_is_true(PyObject *object, PyObject *name)
-{
-    PyObject *value = PyObject_CallMethodNoArgs(object, name);
-    if (value == NULL)
-        return -1;
-    int is_true = PyObject_IsTrue(value);
-    Py_DECREF(value);
-    return is_true;
+    PyObject *value = is_method ? PyObject_CallMethodNoArgs(object, name)
+                                : PyObject_GetAttr(object, name);
+    int found = value == NULL ? -1 : PyObject_IsTrue(value);
+    Py_XDECREF(value);
+    return found;
 }
 
 /* Returns how many elements a tensor has; -1 if that exceeds any memory. */
@@ -202,9 +173,25 @@ static outcome find_number(PyObject *tensor, uint8_t *number)
     return DONE;
 }
 
+/* Sets the flags of a tensor that can require grad; its negative or conjugate is BEYOND. */
+static outcome find_grad(PyObject *tensor, const dtype_entry *dtype, uint8_t *flags)
+{
+    if (!dtype->is_differentiable)
+        return DONE;
+    int is_lazy = is_true(tensor, name_is_neg, true);
+    if (!is_lazy && dtype->is_complex)
+        is_lazy = is_true(tensor, name_is_conj, true);
+    int requires_grad = is_lazy ? 0 : is_true(tensor, name_requires_grad, false);
+    int is_leaf = requires_grad == 1 ? is_true(tensor, name_is_leaf, false) : 1;
+    if (is_lazy < 0 || requires_grad < 0 || is_leaf < 0)
+        return beyond_unless_fatal();
+    if (requires_grad)
+        *flags |= is_leaf ? REQUIRES_GRAD : REQUIRES_GRAD | COMPUTED;
+    return is_lazy ? BEYOND : DONE;
+}
+
 static outcome describe(PyObject *tensor, described *into)
 {
-    int is_true;
     PyTypeObject *type = Py_TYPE(tensor);
     into->flags = 0;
     if ((PyObject *)type == library.parameter_type)
@@ -229,21 +216,9 @@ static outcome describe(PyObject *tensor, described *into)
     if (view->device.type != DLPACK_CPU || ndim > MOST_DIMENSIONS)
         return BEYOND;
     const dtype_entry *dtype = &dtypes[into->number];
-    if (dtype->is_differentiable) {
-        if ((is_true = method_is_true(tensor, name_is_neg)) != 0)
-            return is_true < 0 ? beyond_unless_fatal() : BEYOND;
-        if (dtype->is_complex && (is_true = method_is_true(tensor, name_is_conj)) != 0)
-            return is_true < 0 ? beyond_unless_fatal() : BEYOND;
-        if ((is_true = attribute_is_true(tensor, name_requires_grad)) < 0)
-            return beyond_unless_fatal();
-        if (is_true) {
-            into->flags |= REQUIRES_GRAD;
-            if ((is_true = attribute_is_true(tensor, name_is_leaf)) < 0)
-                return beyond_unless_fatal();
-            if (!is_true)
-                into->flags |= COMPUTED;
-        }
-    }
+    outcome found_grad = find_grad(tensor, dtype, &into->flags);
+    if (found_grad != DONE)
+        return found_grad;
     int64_t count = element_count(shape, ndim);
     if (count <= 0) {
         into->size_bytes = 0;
@@ -311,83 +286,60 @@ static int by_memory(const void *first, const void *second)
     return (a > b) - (a < b);
 }
 
-/* Returns whether some tensors overlap in memory, by the bytes that travel; -1 on failure. */
-static int some_overlap(const described *all, size_t count)
+/* Returns whether some tensors overlap in memory, by the bytes that travel. */
+static bool some_overlap(const described *all, size_t count)
 {
-    const described *few[STACK_TENSORS], **sorted = few;
-    int is_so = 0;
-    if (count > STACK_TENSORS) {
-        sorted = PyMem_Malloc(count * sizeof *sorted);
-        if (sorted == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-    }
+    const described *sorted[MOST_TENSORS];
     size_t used = 0;
     for (size_t index = 0; index < count; index++)
         if (all[index].size_bytes)
             sorted[used++] = &all[index];
     qsort(sorted, used, sizeof *sorted, by_memory);
-    for (size_t index = 1; index < used && !is_so; index++)
-        is_so = memory_of(sorted[index]) < memory_of(sorted[index - 1]) + sorted[index - 1]->size_bytes;
-    if (sorted != few)
-        PyMem_Free(sorted);
-    return is_so;
+    for (size_t index = 1; index < used; index++)
+        if (memory_of(sorted[index]) < memory_of(sorted[index - 1]) + sorted[index - 1]->size_bytes)
+            return true;
+    return false;
+}
+
+/* Describes all tensors; BEYOND if they overlap, or have too many bytes for the message. */
+static outcome describe_all(PyObject *const *tensors, size_t count, described *all)
+{
+    size_t total = 0, limit = LIMIT_BYTES + (count ? count - 1 : 0) * FURTHER_BYTES;
+    if (limit > MESSAGE_LIMIT_BYTES)
+        limit = MESSAGE_LIMIT_BYTES;
+    for (size_t index = 0; index < count; index++) {
+        outcome found = describe(tensors[index], &all[index]);
+        if (found != DONE)
+            return found;
+        total += described_bytes(&all[index]);
+        if (total > limit)
+            return BEYOND;
+    }
+    return count > 1 && some_overlap(all, count) ? BEYOND : DONE;
 }
 
 /* encode_tensors(tensors) -> (bytes, some require grad), or None for the plain twin. */
 PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
-    described few[STACK_TENSORS], *all = few;
-    PyObject *made = NULL;
-    buffer content;
-    buffer_init(&content);
-    PyObject *fast = PySequence_Fast(tensors, "tensors is no sequence");
+    described all[MOST_TENSORS];
+    PyObject *made = NULL, *fast = PySequence_Fast(tensors, "tensors is no sequence");
     if (fast == NULL)
         return NULL;
     size_t count = (size_t)PySequence_Fast_GET_SIZE(fast);
-    size_t total = 0, limit = LIMIT_BYTES + (count ? count - 1 : 0) * FURTHER_BYTES;
+    outcome done = count > MOST_TENSORS ? BEYOND
+                                        : describe_all(PySequence_Fast_ITEMS(fast), count, all);
     bool requires_grad = false;
-    if (limit > MESSAGE_LIMIT_BYTES)
-        limit = MESSAGE_LIMIT_BYTES;
-    if (count > MESSAGE_LIMIT_BYTES / HEAD_BYTES)
-        goto beyond;
-    if (count > STACK_TENSORS) {
-        all = PyMem_Malloc(count * sizeof *all);
-        if (all == NULL) {
-            PyErr_NoMemory();
-            goto end;
-        }
+    buffer content;
+    buffer_init(&content);
+    for (size_t index = 0; done == DONE && index < count; index++) {
+        requires_grad |= all[index].flags & REQUIRES_GRAD;
+        done = add_tensor(&content, &all[index]) ? FAILED : DONE;
     }
-    for (size_t index = 0; index < count; index++) {
-        outcome found = describe(PySequence_Fast_GET_ITEM(fast, index), &all[index]);
-        if (found == FAILED)
-            goto end;
-        if (found == BEYOND)
-            goto beyond;
-        total += described_bytes(&all[index]);
-        if (total > limit)
-            goto beyond;
-        requires_grad = requires_grad || all[index].flags & REQUIRES_GRAD;
-    }
-    if (count > 1) {
-        int overlap = some_overlap(all, count);
-        if (overlap < 0)
-            goto end;
-        if (overlap)
-            goto beyond;
-    }
-    for (size_t index = 0; index < count; index++)
-        if (add_tensor(&content, &all[index]))
-            goto end;
-    made = Py_BuildValue("y#O", (char *)content.data, (Py_ssize_t)content.size,
-                         requires_grad ? Py_True : Py_False);
-    goto end;
-beyond:
-    made = Py_NewRef(Py_None);
-end:
-    if (all != few)
-        PyMem_Free(all);
+    if (done == DONE)
+        made = Py_BuildValue("y#O", (char *)content.data, (Py_ssize_t)content.size,
+                             requires_grad ? Py_True : Py_False);
+    else if (done == BEYOND)
+        made = Py_NewRef(Py_None);
     buffer_free(&content);
     Py_DECREF(fast);
     return made;
@@ -522,29 +474,14 @@ static PyObject *read_alone(reader *from, head *each)
     return made;
 }
 
-/* Notes the flags of a tensor; the list stays empty until some tensor needs a closer look. */
-static int note_flags(PyObject *all, Py_ssize_t index, uint8_t flags)
-{
-    if (!(flags & (REQUIRES_GRAD | PARAMETER)) && !PyList_GET_SIZE(all))
-        return 0;
-    while (PyList_GET_SIZE(all) <= index) {
-        long value = PyList_GET_SIZE(all) == index ? flags & ~STRIDED : 0;
-        PyObject *number = PyLong_FromLong(value);
-        if (number == NULL)
-            return -1;
-        int is_failed = PyList_Append(all, number);
-        Py_DECREF(number);
-        if (is_failed)
-            return -1;
-    }
-    return 0;
-}
-
-/* decode_tensors(data, position) -> (tensors, flags), or None for the plain twin. */
+/* decode_tensors(data, position) -> (tensors, a byte of flags for each, or none if no tensor needs a
+ * closer look), or None for the plain twin. */
 PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     Py_buffer data;
-    PyObject *tensors = NULL, *flags = NULL, *made = NULL;
+    PyObject *tensors = NULL, *made = NULL;
+    buffer flags;
+    bool has_flags = false;
     if (count != 2) {
         PyErr_SetString(PyExc_TypeError, "decode_tensors takes two arguments");
         return NULL;
@@ -554,6 +491,7 @@ PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments
         return NULL;
     if (PyObject_GetBuffer(arguments[0], &data, PyBUF_SIMPLE))
         return NULL;
+    buffer_init(&flags);
     if (position < 0 || position > data.len) {
         malformed("they begin behind the end");
         goto end;
@@ -565,8 +503,7 @@ PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments
         goto end;
     }
     tensors = PyList_New(0);
-    flags = PyList_New(0);
-    if (tensors == NULL || flags == NULL)
+    if (tensors == NULL)
         goto end;
     while (from.at < from.end) {
         head each;
@@ -579,16 +516,17 @@ PyObject *tensors_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments
         PyObject *tensor = read_alone(&from, &each);
         if (tensor == NULL)
             goto end;
-        Py_ssize_t index = PyList_GET_SIZE(tensors);
-        int is_failed = PyList_Append(tensors, tensor);
+        uint8_t noted = each.flags & ~STRIDED;
+        has_flags |= noted != 0;
+        int is_failed = PyList_Append(tensors, tensor) || buffer_add(&flags, &noted, 1);
         Py_DECREF(tensor);
-        if (is_failed || note_flags(flags, index, each.flags))
+        if (is_failed)
             goto end;
     }
-    made = PyTuple_Pack(2, tensors, flags);
+    made = Py_BuildValue("Oy#", tensors, flags.data, has_flags ? (Py_ssize_t)flags.size : 0);
 end:
+    buffer_free(&flags);
     Py_XDECREF(tensors);
-    Py_XDECREF(flags);
     PyBuffer_Release(&data);
     return made;
 }

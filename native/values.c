@@ -14,12 +14,11 @@ enum {
     TORCH, SIZE, NAME, MADE, BIG_INTEGER, HOME,
 };
 /* The same limits as in values.py. */
-enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32 };
+enum { DEPTH_LIMIT = 150, REPEATED_BYTES = 32, HOME_BYTES = 24 };
 enum { FEW = 16 };
 
 static PyObject *unfold;  /* Returns the parts of a value of a kind that needs code in Python, */
 static PyObject *rebuild; /* and this makes the value of its parts. */
-static PyObject *reference_type; /* The type of a reference's address. */
 static PyObject *name_dict, *ordered_dict;
 
 int values_init(void)
@@ -33,10 +32,10 @@ int values_init(void)
     return ordered_dict == NULL ? -1 : 0;
 }
 
-/* set_value_parts(unfold, rebuild, reference_type); called once. */
+/* set_value_parts(unfold, rebuild); called once. */
 PyObject *values_set_parts(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
-    if (!PyArg_ParseTuple(arguments, "OOO", &unfold, &rebuild, &reference_type))
+    if (!PyArg_ParseTuple(arguments, "OO", &unfold, &rebuild))
         return NULL;
     Py_INCREF(arguments); /* They stay for as long as the module. */
     Py_RETURN_NONE;
@@ -206,6 +205,8 @@ static outcome add_text(encoder *into, PyObject *text)
 /* Adds the parts of a value, whatever its type: the first one as it is, the others as values. */
 static outcome add_unfolded(encoder *into, PyObject *value)
 {
+    if (into->depth >= DEPTH_LIMIT)
+        return BEYOND;
     PyObject *parts = PyObject_CallFunctionObjArgs(unfold, value, into->main_by_name, into->home_of,
                                                    NULL);
     if (parts == NULL)
@@ -218,8 +219,10 @@ static outcome add_unfolded(encoder *into, PyObject *value)
     outcome done = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first))
                        ? FAILED
                        : DONE;
+    into->depth++;
     for (Py_ssize_t index = 1; done == DONE && index < PyTuple_GET_SIZE(parts); index++)
         done = add(into, PyTuple_GET_ITEM(parts, index));
+    into->depth--;
     Py_DECREF(parts);
     return done;
 }
@@ -304,21 +307,21 @@ static outcome add_dictionary(encoder *into, PyObject *dictionary)
 static outcome add_container(encoder *into, PyObject *value)
 {
     PyTypeObject *type = Py_TYPE(value);
-    bool is_again = false;
+    bool is_again = false, is_constant = type == &PyTuple_Type || type == &PyFrozenSet_Type;
     outcome done = DONE;
-    if (into->depth >= DEPTH_LIMIT)
-        return BEYOND;
-    if (type == &PyTuple_Type || type == &PyFrozenSet_Type)
-        done = PyObject_Size(value) ? check_first(into, value) : DONE;
-    else if ((PyObject *)type != library.size_type)
+    if (!is_constant)
         done = add_if_again(into, value, &is_again);
+    else if (PyObject_Size(value))
+        done = check_first(into, value);
     if (done != DONE || is_again)
         return done;
+    if (type != &PyTuple_Type && type != &PyList_Type && type != &PyDict_Type)
+        return add_unfolded(into, value);
+    if (into->depth >= DEPTH_LIMIT)
+        return BEYOND;
     into->depth++;
-    done = type == &PyTuple_Type  ? add_items(into, TUPLE, value)
-           : type == &PyList_Type ? add_items(into, LIST, value)
-           : type == &PyDict_Type ? add_dictionary(into, value)
-                                  : add_unfolded(into, value);
+    done = type == &PyDict_Type ? add_dictionary(into, value)
+                                : add_items(into, type == &PyList_Type ? LIST : TUPLE, value);
     into->depth--;
     return done;
 }
@@ -344,8 +347,7 @@ static outcome add(encoder *into, PyObject *value)
         return add_repeatable(into, BYTES, value, PyBytes_AS_STRING(value),
                               PyBytes_GET_SIZE(value));
     if (type == &PyTuple_Type || type == &PyList_Type || type == &PyDict_Type ||
-        type == &PySet_Type || type == &PyFrozenSet_Type || type == &PyODict_Type ||
-        (PyObject *)type == library.size_type)
+        type == &PySet_Type || type == &PyFrozenSet_Type || type == &PyODict_Type)
         return add_container(into, value);
     return add_unfolded(into, value);
 }
@@ -512,20 +514,6 @@ static PyObject *read_integer(decoder *from)
     return reader_take(&from->in, &number, 8) ? cut_short() : PyLong_FromLongLong(number);
 }
 
-static PyObject *read_home(decoder *from)
-{
-    long long numbers[3];
-    if (reader_take(&from->in, numbers, 24))
-        return cut_short();
-    PyObject *address = PyObject_CallFunction(reference_type, "LLL", numbers[0], numbers[1],
-                                              numbers[2]);
-    if (address == NULL)
-        return NULL;
-    PyObject *reference = PyObject_CallOneArg(from->come_home, address);
-    Py_DECREF(address);
-    return reference;
-}
-
 /* Has Python make a value of one or two others; takes the references, which may be NULL. */
 static PyObject *rebuilt(int tag, PyObject *first, PyObject *second)
 {
@@ -588,17 +576,17 @@ static PyObject *read_tagged(decoder *from, unsigned char tag)
     case SIZE:
         return rebuilt(tag, read_value(from), Py_NewRef(Py_None));
     case NAME:
-        first = read_bytes(from);
-        if (first == NULL)
-            return NULL;
-        PyObject *found = PyObject_CallOneArg(from->resolve, first);
-        Py_DECREF(first);
-        return found;
+        return rebuilt(tag, read_bytes(from), Py_NewRef(from->resolve));
     case MADE:
         first = read_text(from);
         return rebuilt(tag, first, first == NULL ? NULL : read_value(from));
     case HOME:
-        return read_home(from);
+        first = PyBytes_FromStringAndSize(NULL, HOME_BYTES);
+        if (first != NULL && reader_take(&from->in, PyBytes_AS_STRING(first), HOME_BYTES)) {
+            Py_DECREF(first);
+            return cut_short();
+        }
+        return rebuilt(tag, first, Py_NewRef(from->come_home));
     default:
         return malformed("a message has a value of an unknown kind");
     }

@@ -30,14 +30,19 @@ class Native(Protocol):
     Lease: type[Any]
     """The right of one thread to read some connections; see ``agent.waiting``."""
 
-    def set_dtypes(
-        self, dtypes: Sequence[tuple[torch.dtype, int, int, int, bool, bool]], /
+    def set_dtype(
+        self,
+        dtype: torch.dtype,
+        number: int,
+        dlpack_code: int,
+        bits: int,
+        is_differentiable: bool,
+        is_complex: bool,
+        /,
     ) -> None:
-        """Takes the dtypes of ``serialize.inline``; called once."""
+        """Takes a dtype of ``serialize.inline``; called once for each."""
 
-    def set_value_parts(
-        self, rebuild: Callable[..., Any], reference_type: type[ReferenceId], /
-    ) -> None:
+    def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
         """Takes what ``serialize.values`` makes in Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
@@ -45,14 +50,14 @@ class Native(Protocol):
 
     def decode_tensors(
         self, data: Buffer, position: int, /
-    ) -> tuple[list[Tensor], list[int]] | None:
+    ) -> tuple[list[Tensor], bytes] | None:
         """Does as ``inline.decode``; None for tensors that it leaves to the plain twin."""
 
     def encode_values(
         self,
         value: object,
         tensors: list[Tensor],
-        name_of: Callable[[Any], bytes | None],
+        main_by_name: bool,
         home_of: Callable[[Any], ReferenceId | None],
         /,
     ) -> bytes | None:

@@ -143,7 +143,7 @@ class Envelopes:
         if flags & TABLES:
             carried = self._tensor_messages.read(frame)
             self._tensor_messages.fetch(peer, carried)
-            tensors, tensor_flags = carried.tensors(detached=True), carried.flags()
+            tensors, tensor_flags = carried.tensors(detached=True), bytes(carried.flags())
         else:
             tensors, tensor_flags = inline.decode(control, end)
         if recorded_id and tensor_flags:

@@ -207,7 +207,7 @@ class Decoder:
         self,
         peer: Peer,
         tensors: list[Tensor],
-        flags: list[int],
+        flags: Sequence[int],
         context: Context | None,
         head: ValueHead,
         is_answer: bool,
@@ -228,7 +228,7 @@ class Decoder:
         self,
         peer: Peer,
         tensors: list[Tensor],
-        flags: list[int],
+        flags: Sequence[int],
         head: ValueHead,
         is_answer: bool,
     ) -> None:

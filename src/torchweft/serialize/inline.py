@@ -251,7 +251,9 @@ def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
     return unions
 
 
-def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Tensor], list[int]]:
+def decode(
+    data: bytes | bytearray | memoryview, position: int
+) -> tuple[list[Tensor], bytes]:
     """Returns the tensors, each with memory of its own and without grad, and their flags.
 
     Args:
@@ -259,7 +261,8 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
         position: Where in ``data`` the tensors begin; they go on to the end.
 
     Returns:
-        The tensors, and the flags of each; none if no tensor required grad or was a parameter.
+        The tensors, and a byte of flags for each; none if no tensor required grad or was a
+        parameter.
 
     Raises:
         ProtocolError: The bytes are malformed.
@@ -270,7 +273,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
         if made is not None:
             return made
     tensors: list[Tensor] = []
-    all_flags: list[int] = []
+    all_flags = bytearray()
     shared: dict[int, Tensor] = {}
     end = len(data)
     if end - position > MESSAGE_LIMIT_BYTES:
@@ -300,7 +303,7 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
         raise
     except _MALFORMED as error:
         raise ProtocolError(f"the tensors of a message are malformed: {error}") from None
-    return tensors, all_flags if any(flags & _PLACED for flags in all_flags) else []
+    return tensors, bytes(all_flags) if any(flags & _PLACED for flags in all_flags) else b""
 
 
 def _dtype_of(code: int) -> torch.dtype:
@@ -405,10 +408,10 @@ def _dlpack_kind(dtype: torch.dtype) -> int | None:
 
 
 if native is not None:
-    native.set_dtypes(
-        [
-            (dtype, code, kind, 8 * dtype.itemsize, code in _DIFFERENTIABLE, dtype.is_complex)
-            for code, dtype in _TORCH.items()
-            if (kind := _dlpack_kind(dtype)) is not None
-        ]
-    )
+    for code, dtype in _TORCH.items():
+        kind = _dlpack_kind(dtype)
+        if kind is not None:
+            is_differentiable = code in _DIFFERENTIABLE
+            native.set_dtype(
+                dtype, code, kind, 8 * dtype.itemsize, is_differentiable, dtype.is_complex
+            )

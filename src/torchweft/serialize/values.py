@@ -64,6 +64,7 @@ DEPTH_LIMIT = 150
 NUMBER = struct.Struct("<BI")
 INTEGER_VALUE = struct.Struct("<Bq")
 HOME_VALUE = struct.Struct("<Bqqq")
+_HOME_NUMBERS = struct.Struct("<qqq")
 FLOAT_VALUE = struct.Struct("<Bd")
 COMPLEX_VALUE = struct.Struct("<Bdd")
 
@@ -720,8 +721,7 @@ class _Decoder:
         return self._externals[self._number()]
 
     def _home(self) -> Any:
-        start, self.position = self.position - 1, self.position + HOME_VALUE.size - 1
-        return self._come_home(ReferenceId(*HOME_VALUE.unpack_from(self._data, start)[1:]))
+        return self._come_home(ReferenceId(*_HOME_NUMBERS.unpack(self._take(_HOME_NUMBERS.size))))
 
     def _named(self) -> Any:
         return self._resolve(self._bytes())
@@ -773,6 +773,8 @@ _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
     SIZE: _size_of,
     MADE: _made_of,
     BIG_INTEGER: lambda data, _: int.from_bytes(data, "little", signed=True),
+    NAME: lambda name, resolve: resolve(name),
+    HOME: lambda numbers, come_home: come_home(ReferenceId(*_HOME_NUMBERS.unpack(numbers))),
 }
 _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     lambda _: None,
@@ -803,6 +805,4 @@ _READERS: tuple[Callable[[_Decoder], Any], ...] = (
 
 
 if native is not None:
-    native.set_value_parts(
-        _unfold_exactly, lambda tag, *parts: _REBUILDERS[tag](*parts), ReferenceId
-    )
+    native.set_value_parts(_unfold_exactly, lambda tag, *parts: _REBUILDERS[tag](*parts))

@@ -8,6 +8,7 @@ is a connection with TLS.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 from _thread import get_ident
@@ -85,15 +86,27 @@ class NativeLink(Link):
 
     def _send(self, parts: Sequence[Buffer], may_block: bool) -> None:
         try:
-            is_written = self.native.write(parts, SEND_PATIENCE_S if may_block else 0.0)
+            if not self.native.write(parts) and not (may_block and self._write_rest()):
+                self._when_full(self)
         except OSError as error:
             self._cannot_write(error)
-        except BaseException:  # A signal handler has raised, while the socket was full.
+
+    def _write_rest(self) -> bool:
+        """Waits for room and writes, but not for a peer that reads nothing for long.
+
+        Returns whether all is written. What is not stays in the queue, also if a signal handler
+        raises: then it is for the reactor.
+        """
+        room = select.poll()
+        room.register(self.write_fd, select.POLLOUT)
+        is_written = False
+        try:
+            while not is_written and room.poll(SEND_PATIENCE_S * 1e3):
+                is_written = self.native.write(())
+        except BaseException:
             self._when_full(self)
             raise
-        else:
-            if not is_written:
-                self._when_full(self)
+        return is_written
 
     def _cannot_write(self, error: OSError) -> None:
         self._is_closed = True
