@@ -235,11 +235,9 @@ static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wa
         int ready = sleep_until_data(self, wake_fd, left_s);
         if (ready > 0)
             continue;
+        /* While handlers ran, the reactor may have read what this thread waits for. */
         int status = run_handlers(self);
-        if (status)
-            return status < 0 ? -2 : ENDED;
-        if (ready == 0)
-            return NOTHING;
+        return status < 0 ? -2 : status ? ENDED : NOTHING;
     }
 }
 
