@@ -254,6 +254,31 @@ def test_an_exception_of_a_handler_ends_the_wait_and_loses_nothing(end: End) -> 
     assert wait(lease, taken) == TAKEN
 
 
+@pytest.mark.keeps("threads")
+def test_what_the_reactor_reads_while_handlers_run_ends_the_wait(end: End) -> None:
+    """However many signals come: the wait has to be asked whether it is over."""
+
+    def handler(*_: object) -> None:
+        if not end.incoming:
+            end.arrives(Kind.REPLY, 7)
+            assert end.link.claim()
+            end.link.read(False)
+            end.link.unclaim()
+
+    before = signal.signal(signal.SIGALRM, handler)
+    lease, over = lease_of(end), threading.Timer(LIMIT_S, end.other.close)
+    over.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01, 0.001)
+        assert wait(lease, [], limit_s=1e9) == NOTHING
+        assert [each.id for each in end.incoming] == [7]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        over.cancel()
+        over.join()
+
+
 def test_a_wait_is_ended_by_its_eventfd(end: End) -> None:
     lease, wake_fd = lease_of(end), os.eventfd(0)
     threading.Timer(0.01, os.eventfd_write, (wake_fd, 1)).start()
