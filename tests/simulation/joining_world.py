@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.simulation.timeline import Timeline
 from torchweft.errors import DuplicateName
-from torchweft.protocol.connecting.failures import Gone
-from torchweft.protocol.membership.joining import (
+from torchweft.protocol.greetings import Gone
+from torchweft.protocol.joining import (
     PRESENT,
     Check,
     Forget,
@@ -33,7 +33,8 @@ from torchweft.protocol.membership.joining import (
     Wait,
     leave_open,
 )
-from torchweft.protocol.membership.registration import Registration, Roster
+from torchweft.protocol.membership import Roster
+from torchweft.protocol.registration import Registration
 
 POLL_S = 0.02
 

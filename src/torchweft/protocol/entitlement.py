@@ -29,8 +29,8 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.protocol.backward import Message as PassMessage
-from torchweft.protocol.membership.leader import Step
-from torchweft.protocol.membership.registration import LEADER
+from torchweft.protocol.membership import Step
+from torchweft.protocol.registration import LEADER
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind, decode_ints, decode_step
 from torchweft.wire.references import (

@@ -24,7 +24,7 @@ from torchweft.autograd.contexts import Contexts, current_id
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.membership.registration import why_not_by_value
+from torchweft.protocol.registration import why_not_by_value
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request
 from torchweft.runtime.interrupts import is_of_handler

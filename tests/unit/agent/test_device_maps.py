@@ -13,8 +13,7 @@ from tests.thorough import examples
 from torchweft.agent.device_maps import HOST, IDENTITY, DeviceMaps, maps_between
 from torchweft.agent.peers import Members
 from torchweft.errors import SerializationError
-from torchweft.protocol.membership.devices import DeviceNames, Devices
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import DeviceNames, Devices, Registration
 
 CUDA = [torch.device("cuda", index) for index in range(5)]
 ALL = [HOST, *CUDA]

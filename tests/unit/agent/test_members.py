@@ -11,7 +11,8 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership.registration import ENDED_LIMIT, Registration
+from torchweft.protocol.membership import ENDED_LIMIT
+from torchweft.protocol.registration import Registration
 
 
 def registration(name: str, worker: int, rank: int | None = None) -> Registration:

@@ -25,7 +25,7 @@ from torchweft.protocol.entitlement import (
     check_pass_message,
     check_reference_message,
 )
-from torchweft.protocol.membership.leader import Step
+from torchweft.protocol.membership import Step
 from torchweft.serialize.registry import (
     REGISTERED_TOGETHER,
     remotely_callable,

@@ -1,0 +1,640 @@
+"""Who is in a group, and when a worker may leave it: gracefully, when no other worker needs it.
+
+A *closed* group has a number of workers and a leader, rank 0: all join together and leave together.
+An *open* group has neither: workers come and go one by one. ``joining`` says how they join.
+
+``OpenLeaving``: one worker leaves while the others work on. It tells every other member that it
+leaves (``LEAVING``) and waits until each has answered (``NOTED``). A member that has answered makes
+no new calls to it. Sessions keep order, so the answer comes behind all calls that the member had
+sent. The leaver then serves until it is idle, drops its references, and leaves when their owners
+have heard of it.
+
+``ClosedLeaving``: all leave together, and the leader says when. A worker says that it
+is ready, answers probes, drops its references when the group is quiet, and leaves when the leader
+says so.
+
+Both take the same events and return the same actions, so one shell serves both
+(``torchweft.rpc.leaving``). See ``docs/protocols/membership.md``.
+
+
+A worker that calls ``shutdown`` says so to rank 0, the leader, and goes on serving. When all
+have said so, the leader finds out whether the group is quiet. One probe is not enough, since a
+call may be on its way to a worker that was just seen idle. So the leader probes in rounds: the
+group is quiet when all were idle in two consecutive rounds, without activity in between. While a
+message is on its way, its sender is not idle: it waits for the answer. Then all drop their
+references, and when the last owner has heard of it, the leader closes the group.
+
+A worker that is lost on the way is left out, and named at the end.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from torchweft.errors import DuplicateName, ProtocolError
+from torchweft.ids import ID_LIMIT
+from torchweft.protocol.numbers import WorkerIds
+from torchweft.protocol.registration import LEADER, Registration
+
+# The lives that one worker knows, and the names that programs use
+
+ENDED_LIMIT = 256
+"""How many lives that are over a worker of an open group remembers, except for their ids."""
+
+
+# The lives that one worker knows, and the names that programs use.
+
+
+class Life(Protocol):
+    """The part of a worker that the roster needs."""
+
+    @property
+    def registration(self) -> Registration:
+        """The worker's registration."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the worker is lost or has left."""
+
+
+L = TypeVar("L", bound=Life)
+
+
+class _Lives(dict[int, L]):
+    """Lives by id; ``recall`` makes those that are missing."""
+
+    def __init__(self, recall: Callable[[int], L]) -> None:
+        self._recall = recall
+
+    def __missing__(self, worker: int) -> L:
+        return self._recall(worker)
+
+
+class Roster(Generic[L]):
+    """The members of a group by id, which names one life, and by the names that programs use.
+
+    Lost workers are still found by name, so that calls to them raise WorkerLost, until another life
+    takes the name. Departed workers are not. Of the lives of an open group that are over, with a
+    name or without, the latest ``ENDED_LIMIT`` stay in the tables. Of earlier ones only the ids
+    stay, as a group may live long.
+    Lookups in the tables are thread-safe; all other methods are not.
+
+    Args:
+        me: This worker.
+        others: All other workers known so far.
+        recall: Makes an ended life for an id that is not in ``by_id``.
+        is_open: Whether workers may join and leave later.
+
+    Attributes:
+        by_id: The lives that this worker knows, also the latest of those that are over.
+        by_name: The lives that programs find by name.
+        by_rank: The lives that programs find by rank.
+    """
+
+    def __init__(
+        self, me: L, others: Iterable[L], recall: Callable[[int], L], *, is_open: bool
+    ) -> None:
+        self.is_open = is_open
+        self.by_id: dict[int, L] = _Lives(recall)
+        self.by_name: dict[str, L] = {}
+        self.by_rank: dict[int, L] = {}
+        self._me = me
+        self._introduced: set[int] = set()
+        self._retired: dict[int, L] = {}
+        """Lives that have no name any more and were not over when last looked at."""
+        self._ended: dict[int, L] = {}
+        """In an open group, the lives that are over and in the tables, the earliest first."""
+        self._forgotten = WorkerIds()
+        self._recalled: set[int] = set()
+        """Ids in the tables of lives that this worker knows from others' messages alone. Whoever
+        joins with such an id is a new life all the same."""
+        for life in (me, *others):
+            self.admit(life)
+
+    def arrival(self, registration: Registration) -> tuple[L | None, tuple[L, ...]]:
+        """Looks up the life of a registration; a new life is to be given to ``admit``.
+
+        Returns:
+            The known life with this id, or None for a new life; and the former lives with the name
+            or rank of a new life, which are over.
+
+        Raises:
+            ProtocolError: The group is closed, or there is no such id.
+            DuplicateName: The registration has the name or rank of this worker.
+        """
+        known = self.by_id.get(registration.id)
+        if known is not None and registration.id not in self._recalled:
+            return known, ()
+        if not self.is_open or not 0 <= registration.id < ID_LIMIT:
+            raise ProtocolError(f"there is no worker of id {registration.id}")
+        former = self._namesakes(registration)
+        if self._me in former:
+            me = self._me.registration
+            raise DuplicateName(f"worker {me.name!r} (rank {me.rank}) lives")
+        return None, former
+
+    def _namesakes(self, registration: Registration) -> tuple[L, ...]:
+        of_name = self.by_name.get(registration.name)
+        of_rank = self.by_rank.get(registration.rank)
+        found = (of_name,) if of_name is of_rank else (of_name, of_rank)
+        return tuple(life for life in found if life is not None)
+
+    def is_replaced(self, registration: Registration) -> bool:
+        """Returns whether a later life of its name or rank has introduced itself meanwhile.
+
+        For registrations read from the store: the life is then over, since the later life asked it
+        and got no answer.
+        """
+        return any(
+            life.registration.id in self._introduced
+            for life in self._namesakes(registration)
+            if life.registration.id != registration.id
+        )
+
+    def admit(self, life: L, *, is_introduced: bool = False) -> None:
+        """Adds a new life in place of former lives of its name or rank.
+
+        Args:
+            life: The life.
+            is_introduced: Whether the life itself said that it has joined.
+        """
+        registration = life.registration
+        if is_introduced:
+            self._introduced.add(registration.id)
+        for former in self._namesakes(registration):
+            self.retire(former)
+        if registration.id in self._recalled:
+            self._recalled.remove(registration.id)
+            del self._ended[registration.id]
+        self.by_id[registration.id] = life
+        self.by_name[registration.name] = life
+        self.by_rank[registration.rank] = life
+
+    def may_have_been(self, worker: int) -> bool:
+        """Returns whether an id may be of a life that this worker never knew."""
+        return self.is_open and 0 <= worker < ID_LIMIT
+
+    def lose(self, life: L) -> None:
+        """Notes that a life is lost; in an open group, the earliest of many are forgotten."""
+        if self.is_open and self.by_id.get(life.registration.id) is life:
+            self._ended.setdefault(life.registration.id, life)
+            self._forget_earliest()
+
+    def retire(self, life: L) -> None:
+        """Stops a life that leaves, or is over, from being found by name or rank."""
+        self._take_name(life)
+        if life.registration.id not in self._ended:
+            self._retired[life.registration.id] = life
+        self._forget_earliest()
+
+    def _take_name(self, life: L) -> None:
+        registration = life.registration
+        self._introduced.discard(registration.id)
+        if self.by_name.get(registration.name) is life:
+            del self.by_name[registration.name]
+        if self.by_rank.get(registration.rank) is life:
+            del self.by_rank[registration.rank]
+
+    def _forget_earliest(self) -> None:
+        # A life that was replaced may be declared lost much later than its successors, or never.
+        for worker in [worker for worker, life in self._retired.items() if life.is_over]:
+            self._ended[worker] = self._retired.pop(worker)
+        while len(self._ended) > ENDED_LIMIT:
+            worker = next(iter(self._ended))
+            self._take_name(self._ended.pop(worker))
+            self.by_id.pop(worker, None)
+            if worker in self._recalled:
+                self._recalled.remove(worker)
+            else:
+                self._forgotten.add(worker)
+
+    def former(self, name: str, rank: int) -> L | None:
+        """Returns the latest life of a name and rank that is not found by them any more, if any."""
+        for life in reversed([*self._ended.values(), *self._retired.values()]):
+            if (life.registration.name, life.registration.rank) == (name, rank):
+                return life
+        return None
+
+    def remember(self, life: L) -> None:
+        """Adds a life that is over, of which others spoke, so that it is found by its id."""
+        if not self.is_forgotten(life.registration.id):
+            self._recalled.add(life.registration.id)
+        self.by_id[life.registration.id] = self._ended[life.registration.id] = life
+        self._forget_earliest()
+
+    def is_forgotten(self, worker: int) -> bool:
+        """Returns whether an id is of a life that is over and not in the tables any more."""
+        return worker in self._forgotten and worker not in self.by_id
+
+
+# Graceful shutdown of a closed group
+
+
+class Step(enum.IntEnum):
+    """The step that a shutdown message announces. Its number is sent before the arguments."""
+
+    READY = 1
+    PROBE = 2
+    REPORT = 3
+    SETTLE = 4
+    SETTLED = 5
+    CLOSE = 6
+    # In open groups, where workers leave one by one:
+    LEAVING = 7
+    NOTED = 8
+
+
+class Send(NamedTuple):
+    """An action: tell worker ``to`` a step, with its arguments."""
+
+    to: int
+    step: Step
+    arguments: tuple[int, ...] = ()
+
+
+class ProbeLater(NamedTuple):
+    """An action: call ``probe_again`` after a short pause; the group is not quiet yet."""
+
+
+class Closed(NamedTuple):
+    """An action: the shutdown is complete; ``lost`` are the ranks that could not take part."""
+
+    lost: tuple[int, ...]
+
+
+LeaderAction = Send | ProbeLater | Closed
+
+
+class Missing(NamedTuple):
+    """The ``workers`` that a shutdown waits for, and ``what`` is true of them."""
+
+    what: str
+    workers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One worker's answer to a probe: whether it is idle, and its activity count so far."""
+
+    is_idle: bool
+    activity: int
+
+
+@dataclass(slots=True)
+class Leader:
+    """The leader's part. Its own worker takes part through the same events as all others.
+
+    Args:
+        workers: Ranks of the group, including its own.
+    """
+
+    workers: set[int]
+    ready: set[int] = field(default_factory=set)
+    settled: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
+    round: int = 0
+    phase: Step = Step.READY
+    _reports: dict[int, Report] = field(default_factory=dict)
+    _previous: dict[int, Report] = field(default_factory=dict)
+
+    def worker_ready(self, worker: int) -> list[LeaderAction]:
+        """Notes that a worker has called ``shutdown``."""
+        self.ready.add(worker)
+        return self._advance()
+
+    def worker_reported(self, worker: int, probe_round: int, report: Report) -> list[LeaderAction]:
+        """Takes a worker's answer to a probe; late answers to older rounds are ignored."""
+        if self.phase is not Step.PROBE or probe_round != self.round:
+            return []
+        self._reports[worker] = report
+        return self._advance()
+
+    def worker_settled(self, worker: int) -> list[LeaderAction]:
+        """Notes that a worker's references are dropped and all owners know."""
+        self.settled.add(worker)
+        return self._advance()
+
+    def worker_lost(self, worker: int) -> list[LeaderAction]:
+        """Continues without a lost worker."""
+        if worker in self.workers:
+            self.workers.discard(worker)
+            self.lost.add(worker)
+        return self._advance()
+
+    def probe_again(self) -> list[LeaderAction]:
+        """Starts the next round."""
+        if self.phase is not Step.PROBE:
+            return []
+        self.round += 1
+        self._previous, self._reports = self._reports, {}
+        return self._tell_all(Step.PROBE, self.round)
+
+    def missing(self) -> Missing:
+        """Returns the workers that the shutdown waits for now, and why."""
+        if self.phase is Step.READY:
+            return Missing("had not called shutdown", tuple(sorted(self.workers - self.ready)))
+        if self.phase is Step.PROBE:
+            known = {**self._previous, **self._reports}
+            busy = {worker for worker in self.workers & known.keys() if not known[worker].is_idle}
+            unknown = self.workers - known.keys()
+            if busy and unknown:
+                both = tuple(sorted(busy | unknown))
+                return Missing("had calls under way, or did not answer", both)
+            if busy:
+                return Missing("had calls under way", tuple(sorted(busy)))
+            silent = self.workers - self._reports.keys()
+            return Missing("did not answer", tuple(sorted(silent)))
+        unsettled = self.workers - self.settled if self.phase is Step.SETTLE else set()
+        return Missing("had not let go of all references", tuple(sorted(unsettled)))
+
+    def _advance(self) -> list[LeaderAction]:
+        if self.phase is Step.READY and self.workers <= self.ready:
+            self.phase = Step.PROBE
+            return self.probe_again()
+        if self.phase is Step.PROBE and self.workers <= self._reports.keys():
+            if not self._is_quiet():
+                return [ProbeLater()]
+            self.phase = Step.SETTLE
+            return self._tell_all(Step.SETTLE)
+        if self.phase is Step.SETTLE and self.workers <= self.settled:
+            self.phase = Step.CLOSE
+            lost = tuple(sorted(self.lost))
+            return [*self._tell_all(Step.CLOSE, *lost), Closed(lost)]
+        return []
+
+    def _is_quiet(self) -> bool:
+        return all(
+            self._reports[worker].is_idle and self._previous.get(worker) == self._reports[worker]
+            for worker in self.workers
+        )
+
+    def _tell_all(self, step: Step, *arguments: int) -> list[LeaderAction]:
+        return [Send(worker, step, arguments) for worker in sorted(self.workers)]
+
+
+# Leaving
+
+
+class Stage(enum.Enum):
+    """The stages of leaving a group."""
+
+    MEMBER = enum.auto()
+    ANNOUNCING = enum.auto()
+    """The worker waits until the others know that it wants to leave."""
+    SERVING = enum.auto()
+    """It serves until no other worker needs it."""
+    SETTLING = enum.auto()
+    """It drops its references, and waits until their owners know."""
+    SETTLED = enum.auto()
+    """It waits until all workers of its closed group have settled."""
+    LEFT = enum.auto()
+
+
+class Retire(NamedTuple):
+    """An action: make no new calls to ``worker``, which is leaving; free its name and rank."""
+
+    worker: int
+
+
+class Watch(NamedTuple):
+    """An action: connect to all members, so that the loss of each is noticed."""
+
+
+class Look(NamedTuple):
+    """An action: call ``observed`` now."""
+
+
+class ExpectEnds(NamedTuple):
+    """An action: from now on, the end of a connection is no loss of a worker."""
+
+
+class BeginSettling(NamedTuple):
+    """An action: drop all references."""
+
+
+class Lose(NamedTuple):
+    """An action: declare ``worker``, whose connection has ended, lost."""
+
+    worker: int
+
+
+class Left(NamedTuple):
+    """An action: close the connections. ``lost`` are the workers that could not take part."""
+
+    lost: tuple[int, ...] = ()
+
+
+Action = Send | Retire | Watch | Look | ExpectEnds | BeginSettling | ProbeLater | Lose | Left
+
+
+class Leaving(Protocol):
+    """One worker's part in how workers leave a group. Methods take events and return actions.
+
+    Actions are to be carried out in order. Not thread-safe.
+
+    Attributes:
+        stage: How far this worker is.
+    """
+
+    stage: Stage
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether to call ``observed`` repeatedly: the next stage depends on it."""
+
+    def begin(self) -> list[Action]:
+        """Begins to leave."""
+
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        """Takes a member's message; raises ProtocolError if it is malformed or misplaced."""
+
+    def member_present(self, member: int) -> list[Action]:
+        """Takes a member that is present when this worker leaves, or that has just joined."""
+
+    def member_lost(self, member: int) -> list[Action]:
+        """Takes the departure or loss of a member, which will send no more answers."""
+
+    def connection_ended(self, member: int) -> list[Action]:
+        """Takes a connection's end after the group went quiet: the member left or died."""
+
+    def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
+        """Advances as far as the state of this worker allows.
+
+        Args:
+            report: Whether it neither serves calls nor waits for its own, and its activity so far.
+            is_settled: Whether the owners of all references that it dropped have heard of it.
+        """
+
+    def probe_again(self) -> list[Action]:
+        """Takes the end of the pause of ``ProbeLater``."""
+
+    def missing(self) -> Missing:
+        """Returns the workers that this worker waits for now, and why."""
+
+
+class OpenLeaving:
+    """One worker's part in departures of an open group: its own, and those of other members."""
+
+    def __init__(self) -> None:
+        self.stage = Stage.MEMBER
+        self._unanswered: set[int] = set()
+
+    @property
+    def is_watched(self) -> bool:
+        return self.stage not in (Stage.MEMBER, Stage.LEFT) and not self._unanswered
+
+    def begin(self) -> list[Action]:
+        self.stage = Stage.ANNOUNCING
+        return []
+
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        if step == Step.NOTED:
+            self._unanswered.discard(member)
+            return []
+        if step != Step.LEAVING:
+            raise ProtocolError(f"shutdown step {step} is for closed groups")
+        return [Retire(member), Send(member, Step.NOTED)]
+
+    def member_present(self, member: int) -> list[Action]:
+        # Also to a member that is leaving: it serves, and calls others for that, until it leaves.
+        is_leaving = self.stage not in (Stage.MEMBER, Stage.LEFT)
+        if not is_leaving or member in self._unanswered:
+            return []
+        self._unanswered.add(member)
+        return [Send(member, Step.LEAVING)]
+
+    def member_lost(self, member: int) -> list[Action]:
+        self._unanswered.discard(member)
+        return []
+
+    def connection_ended(self, member: int) -> list[Action]:
+        return []  # Connections of an open group end with the worker, which is lost then.
+
+    def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
+        if self._unanswered:
+            return []
+        if self.stage is Stage.ANNOUNCING:
+            self.stage = Stage.SERVING
+        if not report.is_idle:
+            return []  # Also while settling: a new member may have called this one meanwhile.
+        if self.stage is Stage.SERVING:
+            self.stage = Stage.SETTLING
+            return [BeginSettling()]
+        if self.stage is Stage.SETTLING and is_settled:
+            self.stage = Stage.LEFT
+            return [Left()]
+        return []
+
+    def probe_again(self) -> list[Action]:
+        return []
+
+    def missing(self) -> Missing:
+        if self._unanswered:
+            return Missing("had not answered", tuple(sorted(self._unanswered)))
+        if self.stage is Stage.SETTLING:
+            return Missing("had not let go of all references", ())
+        return Missing("had calls under way", ())
+
+
+class ClosedLeaving:
+    """One worker's part in the shutdown of a closed group; the leader's worker leads it, too.
+
+    Args:
+        me: This worker.
+        members: All workers of the group.
+    """
+
+    def __init__(self, me: int, members: set[int]) -> None:
+        self.stage = Stage.MEMBER
+        self.leader = Leader(members) if me == LEADER else None
+        self._probed: list[int] = []
+
+    @property
+    def is_watched(self) -> bool:
+        return self.stage is Stage.SETTLING
+
+    def begin(self) -> list[Action]:
+        if self.stage is Stage.LEFT:  # The leader is lost.
+            return []
+        self.stage = Stage.SERVING
+        watch: list[Action] = [] if self.leader is None else [Watch()]
+        return [Send(LEADER, Step.READY), *watch]
+
+    def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        if step == Step.PROBE and arguments:
+            self._probed.append(arguments[0])
+            return [Look()]
+        if step == Step.SETTLE:
+            self.stage = Stage.SETTLING
+            return [ExpectEnds(), BeginSettling()]
+        if step == Step.CLOSE:
+            # The leader has to tell the others first: it leaves on ``Closed``.
+            return [] if self.leader is not None else self._leave(tuple(arguments))
+        return self._lead(member, step, arguments)
+
+    def _lead(self, member: int, step: int, arguments: list[int]) -> list[Action]:
+        leader = self.leader
+        if step == Step.READY and leader is not None:
+            return self._as_leader(leader.worker_ready(member))
+        if step == Step.REPORT and leader is not None and len(arguments) >= 3:
+            report = Report(bool(arguments[1]), arguments[2])
+            return self._as_leader(leader.worker_reported(member, arguments[0], report))
+        if step == Step.SETTLED and leader is not None:
+            return self._as_leader(leader.worker_settled(member))
+        if step in (Step.READY, Step.SETTLED) or (step == Step.REPORT and leader is None):
+            raise ProtocolError(f"shutdown step {step} is for rank {LEADER} only")
+        raise ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
+
+    def member_present(self, member: int) -> list[Action]:
+        return []  # All members are present from the start.
+
+    def member_lost(self, member: int) -> list[Action]:
+        if self.leader is not None:
+            return self._as_leader(self.leader.worker_lost(member))
+        return self._leave((LEADER,)) if member == LEADER else []
+
+    def connection_ended(self, member: int) -> list[Action]:
+        # No worker leaves before the leader has told all that every worker has settled: a worker
+        # that is gone earlier has died.
+        has_settled = self.stage in (Stage.SETTLED, Stage.LEFT)
+        if self.leader is None:
+            is_needed = member == LEADER and self.stage is not Stage.LEFT
+        else:
+            is_needed = self.leader.phase is not Step.CLOSE
+        if has_settled and not is_needed:
+            return []
+        return [Lose(member), *(self.member_lost(member) if is_needed else [])]
+
+    def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
+        rounds, self._probed = self._probed, []
+        actions: list[Action] = [
+            Send(LEADER, Step.REPORT, (probe_round, int(report.is_idle), report.activity))
+            for probe_round in rounds
+        ]
+        if self.stage is Stage.SETTLING and is_settled:
+            self.stage = Stage.SETTLED
+            actions.append(Send(LEADER, Step.SETTLED))
+        return actions
+
+    def probe_again(self) -> list[Action]:
+        return [] if self.leader is None else self._as_leader(self.leader.probe_again())
+
+    def missing(self) -> Missing:
+        if self.leader is None:
+            return Missing("had not said that all are done", (LEADER,))
+        return self.leader.missing()
+
+    def _as_leader(self, actions: list[LeaderAction]) -> list[Action]:
+        taken: list[Action] = []
+        for action in actions:
+            taken += self._leave(action.lost) if isinstance(action, Closed) else [action]
+        return taken
+
+    def _leave(self, lost: tuple[int, ...]) -> list[Action]:
+        if self.stage is Stage.LEFT:
+            return []
+        self.stage = Stage.LEFT
+        return [Left(lost)]
