@@ -36,12 +36,12 @@ from torchweft.runtime.thread_modes import (
     transform_level,
 )
 from torchweft.serialize import inline
-from torchweft.serialize.by_value import take_apart
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.inline import NO_TENSORS, Inlined
 from torchweft.serialize.objects import Packed, new_packed, pack, pack_by_name, pack_plain
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
+from torchweft.serialize.value_pickling import take_apart
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.wire.messages import (
     NAMED,

@@ -27,9 +27,9 @@ from torchweft.protocol.served_calls import SLOW_S
 from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
-from torchweft.serialize.by_value import Code, received
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
+from torchweft.serialize.value_pickling import Code, received
 from torchweft.serialize.values import split_names
 from torchweft.wire.messages import (
     NAMED,

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.native import native
-from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, is_worth_a_union
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import (
     CODES,
@@ -42,6 +41,12 @@ from torchweft.serialize.table import (
     STRIDED,
     dtype_of,
     extent,
+)
+from torchweft.serialize.tensors import (
+    USUAL_ADDRESS,
+    flatten,
+    is_freed,
+    is_worth_a_union,
 )
 
 LIMIT_BYTES = 68 * 1024

@@ -37,7 +37,7 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.runtime.interrupts import is_of_handler
-from torchweft.serialize import values
+from torchweft.serialize import value_reading, values
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
 from torchweft.serialize.reducers import (
@@ -196,7 +196,7 @@ def unpack(
     payload: bytes | bytearray | memoryview,
     tensors: Sequence[Tensor],
     externals: Sequence[object],
-    come_home: Callable[[ReferenceId], Any] = values.refuse_home,
+    come_home: Callable[[ReferenceId], Any] = value_reading.refuse_home,
 ) -> object:
     """Returns the object that ``pack`` was given on another worker.
 
@@ -211,7 +211,7 @@ def unpack(
     if not payload:
         return tensors[0] if tensors else None
     if payload[0] != values.PICKLE:
-        return values.decode(payload, tensors, externals, come_home=come_home)
+        return value_reading.decode(payload, tensors, externals, come_home=come_home)
     unpickler: _Unpickler | None = None
     try:
         if type(payload) is bytes and _GLOBAL not in payload:
