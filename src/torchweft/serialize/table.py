@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
@@ -53,28 +54,17 @@ SIMPLE = tuple(struct.Struct(f"<BBBBBI{ndim}Q") for ndim in range(SIMPLE_NDIM + 
 """A whole entry without strides, by its number of dimensions."""
 
 
+@dataclass(slots=True)
 class Entry:
     """The table's description of one tensor."""
 
-    __slots__ = ("buffer", "code", "device", "flags", "offset", "shape", "strides")
-
-    def __init__(
-        self,
-        code: int,
-        flags: int,
-        shape: tuple[int, ...],
-        buffer: int,
-        device: tuple[int, int] = (0, 0),
-        offset: int = 0,
-        strides: tuple[int, ...] | None = None,
-    ) -> None:
-        self.code = code
-        self.flags = flags
-        self.shape = shape
-        self.buffer = buffer
-        self.device = device
-        self.offset = offset
-        self.strides = strides
+    code: int
+    flags: int
+    shape: tuple[int, ...]
+    buffer: int
+    device: tuple[int, int] = (0, 0)
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
 
     def end(self) -> int:
         """Counts the elements of the buffer up to the last one that this tensor reaches."""

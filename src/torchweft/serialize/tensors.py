@@ -2,15 +2,25 @@
 
 ``describe`` returns a small binary table and the memory that has to travel; the receiver's
 ``rebuild`` wraps the memory that arrived. Pickling a tensor the default way takes some hundred
-microseconds. The usual message, one small contiguous tensor, takes a fast path of 2 us through each
-function.
+microseconds. Contiguous tensors take a fast path of 2 us through each function.
+
+Sending each tensor by itself would separate views that share memory: an assignment to one view
+would no longer show in the other. Sending whole storages would ship a gigabyte for one row of an
+embedding. So, storage by storage:
+
+1. Tensors whose extents (first to last byte) overlap form a cluster.
+2. A cluster travels as one buffer, the union of its extents, and its tensors as views onto it. If
+   the union is mostly memory outside the tensors (two columns of a huge matrix), the tensors travel
+   one by one, and equal views still as one.
+3. A tensor by itself travels with its strides when it fills its extent (transposed,
+   channels-last, expanded) or the extent is small, else as a contiguous copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,35 +64,13 @@ _UNION_FACTOR = 2
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
 
 
-class Placement:
-    """Where one tensor lies in the buffers: offset and strides count elements."""
+class _Span(NamedTuple):
+    """The extent of one tensor in its storage, in bytes; and its entry in the table."""
 
-    __slots__ = ("buffer", "offset", "shared", "strides")
-
-    def __init__(
-        self,
-        buffer: int,
-        strides: tuple[int, ...] | None = None,
-        offset: int = 0,
-        shared: bool = False,
-    ) -> None:
-        self.buffer = buffer
-        self.strides = strides
-        self.offset = offset
-        self.shared = shared
-
-
-class _Span:
-    """The extent of one tensor in its storage, in bytes."""
-
-    __slots__ = ("end", "index", "start", "tensor")
-
-    def __init__(self, index: int, tensor: Tensor) -> None:
-        item_bytes = tensor.element_size()
-        self.index = index
-        self.tensor = tensor
-        self.start = tensor.storage_offset() * item_bytes
-        self.end = self.start + extent(tensor.shape, tensor.stride()) * item_bytes
+    start: int
+    end: int
+    tensor: Tensor
+    entry: Entry
 
 
 USUAL_ADDRESS = 1 << 40
@@ -97,55 +85,50 @@ def is_freed(tensor: Tensor) -> bool:
     return bool(tensor.untyped_storage().nbytes() < end * tensor.element_size())
 
 
-def place_in_buffers(tensors: Sequence[Tensor]) -> tuple[list[Placement], list[Tensor]]:
-    """Chooses the memory that travels for dense, detached ``tensors``.
+def _place(tensors: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
+    """Chooses the memory that travels for dense, detached tensors, and completes their entries.
 
     Returns:
-        A placement for each tensor, and the buffers: flat contiguous tensors, on the device of
-        the tensors in them, that share the tensors' memory where that is possible.
+        The buffers: flat contiguous tensors, on the device of the tensors in them, that share the
+        tensors' memory where that is possible.
     """
-    placements = [Placement(NO_BUFFER)] * len(tensors)
     buffers: list[Tensor] = []
-    for cluster in _clusters(tensors):
+    for cluster in _clusters(tensors, entries):
         if len(cluster) == 1:
-            _place_alone(cluster, placements, buffers)
+            _place_alone(cluster, buffers)
         elif is_worth_a_union(_length(cluster), [each.tensor for each in cluster]):
-            _place_union(cluster, placements, buffers)
+            _place_union(cluster, buffers)
         else:
             for equal in _equal_views(cluster):
-                _place_alone(equal, placements, buffers)
-    return placements, buffers
+                _place_alone(equal, buffers)
+    return buffers
 
 
-def _clusters(tensors: Sequence[Tensor]) -> Iterator[list[_Span]]:
+def _clusters(tensors: Sequence[Tensor], entries: Sequence[Entry]) -> Iterator[list[_Span]]:
+    """Yields tensors that are not empty, together if their extents overlap."""
     storages: dict[tuple[torch.device, int], list[_Span]] = {}
-    for index, tensor in enumerate(tensors):
+    for tensor, entry in zip(tensors, entries, strict=True):
         if tensor.numel():
+            start = tensor.storage_offset() * tensor.itemsize
+            end = start + extent(tensor.shape, tensor.stride()) * tensor.itemsize
             key = (tensor.device, tensor.untyped_storage().data_ptr())
-            storages.setdefault(key, []).append(_Span(index, tensor))
+            storages.setdefault(key, []).append(_Span(start, end, tensor, entry))
     for spans in storages.values():
-        if len(spans) == 1:
-            yield spans
-        else:
-            yield from _merge(spans)
+        spans.sort(key=lambda span: span.start)
+        cluster, end = [spans[0]], spans[0].end
+        for span in spans[1:]:
+            if span.start < end:
+                cluster.append(span)
+            else:
+                yield cluster
+                cluster = [span]
+            end = max(end, span.end)
+        yield cluster
 
 
 def _length(cluster: list[_Span]) -> int:
     """Counts the bytes from the first to the last one of a cluster."""
     return int(max(span.end for span in cluster) - cluster[0].start)
-
-
-def _merge(spans: list[_Span]) -> Iterator[list[_Span]]:
-    spans.sort(key=lambda span: span.start)
-    cluster, end = [spans[0]], spans[0].end
-    for span in spans[1:]:
-        if span.start < end:
-            cluster.append(span)
-        else:
-            yield cluster
-            cluster = [span]
-        end = max(end, span.end)
-    yield cluster
 
 
 def is_worth_a_union(union_bytes: int, tensors: Sequence[Tensor]) -> bool:
@@ -156,27 +139,29 @@ def is_worth_a_union(union_bytes: int, tensors: Sequence[Tensor]) -> bool:
     return bool(union_bytes <= _UNION_FACTOR * wanted_bytes)
 
 
-def _place_union(cluster: list[_Span], placements: list[Placement], buffers: list[Tensor]) -> None:
+def _place_union(cluster: list[_Span], buffers: list[Tensor]) -> None:
     start = cluster[0].start // _ALIGNMENT * _ALIGNMENT
     end = cluster[0].start + _length(cluster)
     first = cluster[0].tensor
     union = torch.empty(0, dtype=torch.uint8, device=first.device)
     union.set_(first.untyped_storage(), start, (end - start,), (1,))
     for span in cluster:
-        offset = int((span.start - start) // span.tensor.element_size())
-        strides = span.tensor.stride()
-        placements[span.index] = Placement(len(buffers), strides, offset, shared=True)
+        span.entry.buffer, span.entry.strides = len(buffers), span.tensor.stride()
+        span.entry.offset = (span.start - start) // span.tensor.itemsize
+        span.entry.flags |= STRIDED | SHARED
     buffers.append(union)
 
 
-def _place_alone(equal: list[_Span], placements: list[Placement], buffers: list[Tensor]) -> None:
+def _place_alone(equal: list[_Span], buffers: list[Tensor]) -> None:
     """Gives one buffer to all tensors that are the same view of the same memory."""
     flat, strides = flatten(equal[0].tensor)
-    shared = len(equal) > 1
-    if shared and strides is None:
+    is_shared = len(equal) > 1
+    if is_shared and strides is None:
         strides = torch.empty(equal[0].tensor.shape, device="meta").stride()
     for span in equal:
-        placements[span.index] = Placement(len(buffers), strides, shared=shared)
+        span.entry.buffer, span.entry.strides = len(buffers), strides
+        if strides is not None:
+            span.entry.flags |= STRIDED | SHARED if is_shared else STRIDED
     buffers.append(flat)
 
 
@@ -286,11 +271,10 @@ def describe(
         if described is not None:
             return described
     sources = [as_dense(tensor) for tensor in tensors]
-    placements, buffers = place_in_buffers(sources)
     entries = [
-        _entry(tensor, source, placement, place)
-        for tensor, source, placement in zip(tensors, sources, placements, strict=True)
+        _entry(tensor, source, place) for tensor, source in zip(tensors, sources, strict=True)
     ]
+    buffers = _place(sources, entries)
     if place is not None:  # Only the host's memory becomes tensors of the receiver's CPU.
         on_host = {entry.buffer for entry in entries if entry.device[0] == HOST[0]}
         buffers = [each.cpu() if n in on_host else each for n, each in enumerate(buffers)]
@@ -542,27 +526,15 @@ def as_dense(tensor: Tensor) -> Tensor:
 
 
 def _entry(
-    tensor: Tensor,
-    source: Tensor,
-    placement: Placement,
-    place: Callable[[torch.device], torch.device] | None,
+    tensor: Tensor, source: Tensor, place: Callable[[torch.device], torch.device] | None
 ) -> Entry:
     flags = 0
     if tensor.requires_grad:
         flags = REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
     if isinstance(tensor, Parameter):
         flags |= PARAMETER
-    if placement.strides is not None:
-        flags |= STRIDED | SHARED if placement.shared else STRIDED
-    return Entry(
-        CODES[source.dtype],
-        flags,
-        tuple(source.shape),
-        placement.buffer,
-        device_code(source.device if place is None else place(source.device)),
-        placement.offset,
-        placement.strides,
-    )
+    device = device_code(source.device if place is None else place(source.device))
+    return Entry(CODES[source.dtype], flags, tuple(source.shape), NO_BUFFER, device)
 
 
 # The receiver's memory. Every extent is checked against the buffer it lies in before torch makes a

@@ -4,9 +4,9 @@ cloudpickle takes classes apart, and unusual functions; this file takes apart al
 functions. cloudpickle writes a function whole: its code, and the globals, cells and defaults that
 it refers to. That takes hundreds of bytes, and more time than the rest of a small call. But the
 code of a function cannot change, and a program sends the same functions again and again. So a
-function is *taken apart* here into a ``Code`` and the captured values. These may change at any time,
-and are sent anew with each call. Nothing about captured values is remembered, so nothing can be
-outdated; and each call gets a new function.
+function is *taken apart* here into a ``Code`` and the captured values. These may change at any
+time, and are sent anew with each call. Nothing about captured values is remembered, so nothing can
+be outdated; and each call gets a new function.
 
 A ``Code`` has all parts of a function that are texts, and the names of captured modules:
 
@@ -51,8 +51,7 @@ _MOST_KEPT = 512
 """Codes of others that stay loaded, those that were used last."""
 _KEPT_BYTES = 32 << 10
 """Longer code is loaded each time that it comes."""
-_SHAPES_LIMIT = 4
-_MAIN_NAMES = frozenset(MAIN_MODULES)
+_LAYOUTS_LIMIT = 4
 _GLOBAL_STEPS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
 _MODULE_TEXTS = ("__name__", "__package__", "__file__")
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), CodeType)
@@ -119,37 +118,23 @@ class Code:
 # At the sender
 
 
-class _Shape(NamedTuple):
-    """How functions with one code object are taken apart, as long as they look like this.
-
-    Attributes:
-        layout: The parts of the ``Code`` beside the code object.
-        code: The ``Code``.
-        absent: Names that are no globals; the receiver looks them up as built-in.
-        module_count: The number of imported modules when submodules were looked for.
-    """
-
-    layout: Layout
-    code: Code
-    absent: tuple[str, ...]
-    module_count: int
-
-
 class _Known:
     """The known facts about a code object; they do not keep the code object alive.
 
     Attributes:
         reference: The code object.
         globals: The names of the globals that it refers to.
-        shapes: The latest shapes of its functions.
+        is_constant: Whether it has only constants that cannot change.
+        codes: The codes of its latest functions, by their layouts.
     """
 
-    __slots__ = ("globals", "reference", "shapes")
+    __slots__ = ("codes", "globals", "is_constant", "reference")
 
     def __init__(self, code: CodeType, reference: weakref.ref[CodeType]) -> None:
         self.reference = reference
         self.globals = (*dict.fromkeys(_globals_of(code)), "__path__")
-        self.shapes: tuple[_Shape, ...] = ()
+        self.is_constant = _is_constant(code)
+        self.codes: dict[Layout, Code] = {}
 
 
 # Keyed by id: comparing code objects takes longer. The reference reveals an id that was given to
@@ -166,13 +151,19 @@ def take_apart(function: FunctionType) -> tuple[Code, list[Any]] | None:
     known = _known.get(id(code))
     if known is None or known.reference() is not code:
         known = _remember(code)
-    for shape in known.shapes:
-        captured = _captured(function, shape)
-        if captured is not None:
-            return shape.code, captured
-    learnt = _learn(function, known)
-    captured = None if learnt is None else _captured(function, learnt)
-    return None if learnt is None or captured is None else (learnt.code, captured)
+    parts = _parts(function, known)
+    if parts is None:
+        return None
+    layout, captured = parts
+    made = known.codes.get(layout)
+    if made is None:
+        content = _marshalled((code, *layout))
+        if content is None:
+            return None
+        if len(known.codes) >= _LAYOUTS_LIMIT:
+            known.codes.clear()
+        made = known.codes[layout] = Code(content)
+    return made, captured
 
 
 def _remember(code: CodeType) -> _Known:
@@ -181,97 +172,6 @@ def _remember(code: CodeType) -> _Known:
     key = id(code)
     known = _known[key] = _Known(code, weakref.ref(code, lambda _: _known.pop(key, None)))
     return known
-
-
-def _captured(function: FunctionType, shape: _Shape) -> list[Any] | None:
-    """Returns the captured values of a function; None if it has another shape."""
-    layout = shape.layout
-    values = function.__globals__
-    texts = function.__name__, function.__qualname__, function.__module__, function.__doc__
-    if texts != layout.texts:
-        return None
-    get = values.get
-    if (get("__name__"), get("__package__"), get("__file__")) != layout.module_texts:
-        return None
-    for name in shape.absent:
-        if name in values:
-            return None
-    for name, module in layout.modules:
-        value = get(name)
-        if type(value) is not ModuleType or value.__name__ != module:
-            return None
-    if layout.uses_modules and not _are_by_name(shape):
-        return None
-    captured = []
-    for name in layout.names:
-        value = get(name, _ABSENT)
-        if value is _ABSENT or type(value) is ModuleType:
-            return None
-        captured.append(value)
-    if layout.cells and not _add_cells(function, layout, captured):
-        return None
-    return captured if _add_defaults(function, layout, captured) else None
-
-
-def _are_by_name(shape: _Shape) -> bool:
-    """Whether the modules that a function captures still go by name, with the same submodules."""
-    if not cloudpickle.list_registry_pickle_by_value() <= _MAIN_NAMES:
-        return False
-    return shape.module_count == len(sys.modules)  # Else another one may have been imported.
-
-
-def _add_cells(function: FunctionType, layout: Layout, captured: list[Any]) -> bool:
-    """Adds the values in the cells of a function; returns whether it has that layout."""
-    for cell, module in zip(function.__closure__ or (), layout.cells, strict=True):
-        value = content_of(cell)
-        if type(value) is ModuleType:
-            if value.__name__ != module:
-                return False
-        elif module is not None or value is _ABSENT:
-            return False
-        else:
-            captured.append(value)
-    return True
-
-
-def _add_defaults(function: FunctionType, layout: Layout, captured: list[Any]) -> bool:
-    """Adds defaults and annotations of a function; returns whether it has that layout."""
-    defaults, keywords = function.__defaults__, function.__kwdefaults__
-    annotations = function.__annotations__
-    if (-1 if defaults is None else len(defaults)) != layout.default_count:
-        return False
-    if defaults:
-        captured += defaults
-    if keywords is not None:
-        if tuple(keywords) != layout.keywords:
-            return False
-        captured += keywords.values()
-    elif layout.keywords is not None:
-        return False
-    if annotations or layout.annotated:
-        captured += annotations.values()
-        return tuple(annotations) == layout.annotated
-    return True
-
-
-def _learn(function: FunctionType, known: _Known) -> _Shape | None:
-    """Notes the shape of a function; returns None for an unusual one."""
-    module_count = len(sys.modules)
-    layout = _layout(function, known)
-    if layout is None:
-        return None
-    present = {*layout.names, *dict(layout.modules)}
-    absent = tuple(name for name in known.globals if name not in present)
-    others = tuple(each for each in known.shapes if each.layout != layout)
-    former = next((each.code for each in known.shapes if each.layout == layout), None)
-    if former is None:
-        content = _marshalled((function.__code__, *layout))
-        if content is None:
-            return None
-        former = Code(content)
-    shape = _Shape(layout, former, absent, module_count)
-    known.shapes = (shape, *others[: _SHAPES_LIMIT - 1])
-    return shape
 
 
 def _marshalled(value: Any) -> bytes | None:
@@ -284,34 +184,44 @@ def _marshalled(value: Any) -> bytes | None:
     return None
 
 
-def _layout(function: FunctionType, known: _Known) -> Layout | None:
-    code, values = function.__code__, function.__globals__
+def _parts(function: FunctionType, known: _Known) -> tuple[Layout, list[Any]] | None:
+    """Returns the layout of a function and its captured values; None for an unusual function."""
+    values = function.__globals__
     texts = function.__name__, function.__qualname__, function.__module__, function.__doc__
     module_texts = tuple(map(values.get, _MODULE_TEXTS))
     if not all(isinstance(each, _TEXTS) for each in (*texts, *module_texts)):
         return None
-    if function.__module__ is None or not _is_constant(code):
+    if function.__module__ is None or not known.is_constant:
         return None
-    present = {name: values[name] for name in known.globals if name in values}
-    modules = {name: value for name, value in present.items() if type(value) is ModuleType}
+    present = [(name, values[name]) for name in known.globals if name in values]
+    modules = [(name, value) for name, value in present if type(value) is ModuleType]
+    captured = [(name, value) for name, value in present if type(value) is not ModuleType]
     contents = [content_of(cell) for cell in function.__closure__ or ()]
-    used = [each for each in (*modules.values(), *contents) if type(each) is ModuleType]
+    used = [each for each in (*dict(modules).values(), *contents) if type(each) is ModuleType]
     is_empty = any(each is _ABSENT for each in contents)
     if is_empty or not all(map(_goes_by_name, used)):
         return None
-    keywords = function.__kwdefaults__
-    return Layout(
+    defaults, keywords = function.__defaults__, function.__kwdefaults__
+    annotations = function.__annotations__
+    layout = Layout(
         texts,
         module_texts,
-        tuple((name, module.__name__) for name, module in modules.items()),
-        tuple(name for name in present if name not in modules),
+        tuple((name, module.__name__) for name, module in modules),
+        tuple(name for name, _ in captured),
         tuple(each.__name__ if type(each) is ModuleType else None for each in contents),
-        -1 if function.__defaults__ is None else len(function.__defaults__),
+        -1 if defaults is None else len(defaults),
         None if keywords is None else tuple(keywords),
-        tuple(function.__annotations__),
-        tuple(_submodules(code, used)),
+        tuple(annotations),
+        tuple(_submodules(function.__code__, used)),
         bool(used),
     )
+    return layout, [
+        *(value for _, value in captured),
+        *(each for each in contents if type(each) is not ModuleType),
+        *(defaults or ()),
+        *(keywords or {}).values(),
+        *annotations.values(),
+    ]
 
 
 def _goes_by_name(module: ModuleType) -> bool:
