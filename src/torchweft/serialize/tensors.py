@@ -109,8 +109,8 @@ def _clusters(tensors: Sequence[Tensor], entries: Sequence[Entry]) -> Iterator[l
     storages: dict[tuple[torch.device, int], list[_Span]] = {}
     for tensor, entry in zip(tensors, entries, strict=True):
         if tensor.numel():
-            start = tensor.storage_offset() * tensor.itemsize
-            end = start + extent(tensor.shape, tensor.stride()) * tensor.itemsize
+            start = int(tensor.storage_offset()) * tensor.itemsize
+            end = start + int(extent(tensor.shape, tensor.stride())) * tensor.itemsize
             key = (tensor.device, tensor.untyped_storage().data_ptr())
             storages.setdefault(key, []).append(_Span(start, end, tensor, entry))
     for spans in storages.values():
