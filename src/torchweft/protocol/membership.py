@@ -30,6 +30,7 @@ A worker that is lost on the way is left out, and named at the end.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -430,7 +431,7 @@ class Left(NamedTuple):
 Action = Send | Retire | Watch | Look | ExpectEnds | BeginSettling | ProbeLater | Lose | Left
 
 
-class Leaving(Protocol):
+class Leaving(ABC):
     """One worker's part in how workers leave a group. Methods take events and return actions.
 
     Actions are to be carried out in order. Not thread-safe.
@@ -439,27 +440,34 @@ class Leaving(Protocol):
         stage: How far this worker is.
     """
 
-    stage: Stage
+    stage = Stage.MEMBER
 
     @property
+    @abstractmethod
     def is_watched(self) -> bool:
         """Whether to call ``observed`` repeatedly: the next stage depends on it."""
 
+    @abstractmethod
     def begin(self) -> list[Action]:
         """Begins to leave."""
 
+    @abstractmethod
     def received(self, member: int, step: int, arguments: list[int]) -> list[Action]:
         """Takes a member's message; raises ProtocolError if it is malformed or misplaced."""
 
     def member_present(self, member: int) -> list[Action]:
         """Takes a member that is present when this worker leaves, or that has just joined."""
+        return []
 
+    @abstractmethod
     def member_lost(self, member: int) -> list[Action]:
         """Takes the departure or loss of a member, which will send no more answers."""
 
     def connection_ended(self, member: int) -> list[Action]:
         """Takes a connection's end after the group went quiet: the member left or died."""
+        return []
 
+    @abstractmethod
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         """Advances as far as the state of this worker allows.
 
@@ -470,16 +478,17 @@ class Leaving(Protocol):
 
     def probe_again(self) -> list[Action]:
         """Takes the end of the pause of ``ProbeLater``."""
+        return []
 
+    @abstractmethod
     def missing(self) -> Missing:
         """Returns the workers that this worker waits for now, and why."""
 
 
-class OpenLeaving:
+class OpenLeaving(Leaving):
     """One worker's part in departures of an open group: its own, and those of other members."""
 
     def __init__(self) -> None:
-        self.stage = Stage.MEMBER
         self._unanswered: set[int] = set()
 
     @property
@@ -510,9 +519,6 @@ class OpenLeaving:
         self._unanswered.discard(member)
         return []
 
-    def connection_ended(self, member: int) -> list[Action]:
-        return []  # Connections of an open group end with the worker, which is lost then.
-
     def observed(self, report: Report, *, is_settled: bool) -> list[Action]:
         if self._unanswered:
             return []
@@ -528,9 +534,6 @@ class OpenLeaving:
             return [Left()]
         return []
 
-    def probe_again(self) -> list[Action]:
-        return []
-
     def missing(self) -> Missing:
         if self._unanswered:
             return Missing("had not answered", tuple(sorted(self._unanswered)))
@@ -539,7 +542,7 @@ class OpenLeaving:
         return Missing("had calls under way", ())
 
 
-class ClosedLeaving:
+class ClosedLeaving(Leaving):
     """One worker's part in the shutdown of a closed group; the leader's worker leads it, too.
 
     Args:
@@ -548,7 +551,6 @@ class ClosedLeaving:
     """
 
     def __init__(self, me: int, members: set[int]) -> None:
-        self.stage = Stage.MEMBER
         self.leader = Leader(members) if me == LEADER else None
         self._probed: list[int] = []
 
@@ -587,9 +589,6 @@ class ClosedLeaving:
         if step in (Step.READY, Step.SETTLED) or (step == Step.REPORT and leader is None):
             raise ProtocolError(f"shutdown step {step} is for rank {LEADER} only")
         raise ProtocolError(f"no shutdown message has step {step} and arguments {arguments}")
-
-    def member_present(self, member: int) -> list[Action]:
-        return []  # All members are present from the start.
 
     def member_lost(self, member: int) -> list[Action]:
         if self.leader is not None:

@@ -515,19 +515,19 @@ class HeldReferences:
         """Tells the sender of a handover that it may let the reference go."""
         self._outbox.request((Handed, sender, token), sender, Handed(token))
 
-    def hold_ack(self, message: HoldAck) -> None:
+    def hold_ack(self, owner: int, message: HoldAck) -> None:
         entry = self._find_waiting(message)
         if entry is not None:
             entry.state = State.HELD
             self._outbox.tell(Confirmed(message.reference))
             self._settle(message.reference, entry)
 
-    def gone(self, message: Gone) -> None:
+    def gone(self, owner: int, message: Gone) -> None:
         entry = self._find_waiting(message)
         if entry is not None:
             self._end(message.reference, entry)
 
-    def drop_ack(self, message: DropAck) -> None:
+    def drop_ack(self, owner: int, message: DropAck) -> None:
         reference = message.reference
         entry = self._entries.get(reference)
         if entry is None or entry.state is not State.DROPPING or entry.version != message.version:

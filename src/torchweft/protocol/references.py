@@ -79,11 +79,11 @@ class References:
         self._intervals_closed = 0
         self._handlers: dict[type[Message], Callable[[int, Any], None]] = {
             Hold: self._on_hold,
-            Drop: self._on_drop,
-            NotCreated: self._on_not_created,
-            HoldAck: self._on_hold_ack,
-            Gone: self._on_gone,
-            DropAck: self._on_drop_ack,
+            Drop: self._owned.drop,
+            NotCreated: self._owned.not_created,
+            HoldAck: self._held.hold_ack,
+            Gone: self._held.gone,
+            DropAck: self._held.drop_ack,
             Handed: self._on_handed,
             HandedAck: self._on_handed_ack,
             NotHanded: self._on_not_handed,
@@ -290,31 +290,12 @@ class References:
             self._outbox.answered((NotHanded, to, token))
             self._half(reference).change(reference, handovers=-1)
 
-    # Messages from users.
+    # Messages.
 
     def _on_hold(self, sender: int, message: Hold) -> None:
         self._owned.hold(sender, message)
         # Only now: the hold must keep the value alive before the handover ends.
         self._close_handover(sender, message.token)
-
-    def _on_drop(self, sender: int, message: Drop) -> None:
-        self._owned.drop(sender, message)
-
-    def _on_not_created(self, sender: int, message: NotCreated) -> None:
-        self._owned.not_created(sender, message)
-
-    # Messages from owners.
-
-    def _on_hold_ack(self, sender: int, message: HoldAck) -> None:
-        self._held.hold_ack(message)
-
-    def _on_gone(self, sender: int, message: Gone) -> None:
-        self._held.gone(message)
-
-    def _on_drop_ack(self, sender: int, message: DropAck) -> None:
-        self._held.drop_ack(message)
-
-    # Messages about handovers.
 
     def _on_handed(self, sender: int, message: Handed) -> None:
         self._close_handover(sender, message.token)

@@ -53,27 +53,20 @@ class Contact:
         self._detection_s = detection_s
         self._reconnect_s = reconnect_s
         self._heard_s = now_s
-        self._is_broken = False
+        self.is_broken = False
+        """Whether the session has no connection now."""
         self._limit_s = now_s + detection_s
         self._asked_s = now_s
         self._awaited_s, self._left_s = math.inf, detection_s
         self._break_cause = ""
         self._dial_at_s = math.inf
         self._pause_s = FIRST_PAUSE_S
-        self._is_dialling = self._has_dialled = False
+        self._has_dialled = False
+        self.is_dialling = False
+        """Whether the shell was told to dial and still has to report the result."""
         self._fatal = ""
         self.cause = ""
         """Why the peer was given up; empty until then."""
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether the session has no connection now."""
-        return self._is_broken
-
-    @property
-    def is_dialling(self) -> bool:
-        """Whether the shell was told to dial and still has to report the result."""
-        return self._is_dialling
 
     def silence_s(self, now_s: float) -> float:
         """Returns how long the peer has been silent, in seconds."""
@@ -82,7 +75,7 @@ class Contact:
     def heard(self, at_s: float) -> None:
         """Notes that the peer or its operating system answered at ``at_s``."""
         self._heard_s = max(self._heard_s, at_s)
-        if not self._is_broken:
+        if not self.is_broken:
             self._limit_s = max(self._limit_s, at_s + self._detection_s)
 
     def broke(self, now_s: float, cause: str, *, is_answer: bool) -> None:
@@ -93,11 +86,11 @@ class Contact:
             cause: How it ended.
             is_answer: Whether the peer or its system ended it, so that this is a sign of life.
         """
-        if not self._is_broken:
+        if not self.is_broken:
             if is_answer:
                 self.heard(now_s)
                 self._limit_s = now_s + self._reconnect_s
-            self._is_broken, self._has_dialled = True, False
+            self.is_broken, self._has_dialled = True, False
             self._asked_s = now_s
             self._break_cause = cause
             self._pause_s = FIRST_PAUSE_S
@@ -105,7 +98,7 @@ class Contact:
 
     def resumed(self, now_s: float) -> None:
         """Notes that the session has a new connection."""
-        self._is_broken = self._is_dialling = False
+        self.is_broken = self.is_dialling = False
         self._dial_at_s = math.inf
         self._pause_s = FIRST_PAUSE_S
         self._heard_s = now_s
@@ -123,17 +116,17 @@ class Contact:
             is_there: Whether the peer's system accepts connections although the peer does not
                 speak: it may be busy. Its time limit restarts.
         """
-        self._is_dialling, self._has_dialled = False, True
+        self.is_dialling, self._has_dialled = False, True
         if is_there:
             # Also while a connection stands: the kernel probes a peer that does not read pending
             # data ever more rarely.
             self.heard(now_s)
-            if self._is_broken:
+            if self.is_broken:
                 self._limit_s = now_s + self._reconnect_s
         if is_final:
-            ended = f"its connection ended ({self._break_cause}): " if self._is_broken else ""
+            ended = f"its connection ended ({self._break_cause}): " if self.is_broken else ""
             self._fatal = ended + cause
-        elif self._is_broken:
+        elif self.is_broken:
             self._break_cause = cause
         self._dial_at_s = now_s + self._pause_s
         # Several attempts must fit into the time limit.
@@ -142,7 +135,7 @@ class Contact:
 
     def dialled(self, now_s: float) -> None:
         """Notes that a probe reached the peer, which will resume the session itself."""
-        self._is_dialling, self._has_dialled = False, True
+        self.is_dialling, self._has_dialled = False, True
         self._dial_at_s = now_s + LONGEST_PAUSE_S
         self.heard(now_s)
 
@@ -166,13 +159,13 @@ class Contact:
         self.cause = self._end(now_s)
         if self.cause:
             return ContactStep.GIVE_UP
-        if not self._is_broken:
+        if not self.is_broken:
             if now_s < self._suspect_at_s():
                 self._dial_at_s = math.inf
             elif math.isinf(self._dial_at_s):
                 self._dial_at_s = now_s
-        if not self._is_dialling and now_s >= self._dial_at_s:
-            self._is_dialling = True
+        if not self.is_dialling and now_s >= self._dial_at_s:
+            self.is_dialling = True
             return ContactStep.DIAL
         return ContactStep.NOTHING
 
@@ -183,12 +176,12 @@ class Contact:
         if self._fatal:
             return -math.inf
         # Before the first dial the limit does not apply; once passed, it would always be due.
-        due_s = math.inf if self._is_broken and not self._has_dialled else self._limit_s
-        if self._is_broken or self._is_dialling or not math.isinf(self._dial_at_s):
+        due_s = math.inf if self.is_broken and not self._has_dialled else self._limit_s
+        if self.is_broken or self.is_dialling or not math.isinf(self._dial_at_s):
             due_s = min(due_s, self._asked_s + LONGEST_PAUSE_S)
-        if not self._is_dialling:
+        if not self.is_dialling:
             due_s = min(due_s, self._dial_at_s)
-            if not self._is_broken and math.isinf(self._dial_at_s):
+            if not self.is_broken and math.isinf(self._dial_at_s):
                 due_s = min(due_s, self._suspect_at_s())
         return due_s
 
@@ -200,9 +193,9 @@ class Contact:
         if self._fatal:
             return self._fatal
         # If a function that holds the interpreter kept this side from dialling, dial first.
-        if now_s < self._limit_s or (self._is_broken and not self._has_dialled):
+        if now_s < self._limit_s or (self.is_broken and not self._has_dialled):
             return ""
-        if not self._is_broken:
+        if not self.is_broken:
             return f"nothing was heard of it for {self.silence_s(now_s):.1f} s"
         return (
             f"its connection broke and could not be made again for {self.silence_s(now_s):.1f} s: "
