@@ -140,6 +140,9 @@ class KeyTimes:
         Raises:
             SerializationError: The keys collide, and have taken too long.
         """
+        if len(keys) <= KEYS_AT_ONCE:
+            add(0, len(keys))
+            return
         for start in range(0, len(keys), KEYS_AT_ONCE):
             end = min(start + KEYS_AT_ONCE, len(keys))
             began_s = thread_time()
@@ -237,7 +240,7 @@ class _Decoder:
         self._sizes: list[int] = []
         self._folded_bytes = 0
         self._depth = 0
-        self._key_times: KeyTimes | None = None
+        self._times = KeyTimes(len(data))
         self.position = 0
 
     @property
@@ -311,12 +314,7 @@ class _Decoder:
         return made
 
     def _with_keys(self, made: set[Any], keys: list[Any]) -> set[Any]:
-        if len(keys) <= KEYS_AT_ONCE:
-            made.update(keys)
-        else:
-            self._times.add(
-                keys, lambda start, end: made.update(keys[start:end]), made.__contains__
-            )
+        self._times.add(keys, lambda start, end: made.update(keys[start:end]), made.__contains__)
         return made
 
     def _dictionary(self) -> dict[Any, Any]:
@@ -328,31 +326,17 @@ class _Decoder:
 
     def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
         number = self._begin(made)
-        count = self._number()
-        if count <= KEYS_AT_ONCE:
-            for _ in range(count):
-                key = self.read()
-                made[key] = self.read()
-        else:
-            keys, values = [], []
-            for _ in range(count):
-                keys.append(self.read())
-                values.append(self.read())
-            self._times.add(
-                keys,
-                lambda start, end: made.update(
-                    zip(keys[start:end], values[start:end], strict=True)
-                ),
-                made.__contains__,
-            )
+        keys, values = [], []
+        for _ in range(self._number()):
+            keys.append(self.read())
+            values.append(self.read())
+        self._times.add(
+            keys,
+            lambda start, end: made.update(zip(keys[start:end], values[start:end], strict=True)),
+            made.__contains__,
+        )
         self._end(number)
         return made
-
-    @property
-    def _times(self) -> KeyTimes:
-        if self._key_times is None:
-            self._key_times = KeyTimes(len(self._data))
-        return self._key_times
 
     def _begin(self, made: object) -> int:
         """Notes a container before its content, which may refer back to it; returns its number."""
