@@ -29,7 +29,7 @@ from torchweft.protocol.calls import (
     OpenCall,
     nest,
 )
-from torchweft.protocol.membership import (
+from torchweft.protocol.leaving import (
     BeginSettling,
     Left,
     OpenLeaving,

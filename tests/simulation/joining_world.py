@@ -1,6 +1,6 @@
 """A rendezvous store and workers that join through it, on a simulated timeline.
 
-The machines are those of ``torchweft.protocol.membership``; they yield a worker's requests to the
+The machines are those of ``torchweft.protocol.leaving``; they yield a worker's requests to the
 store and to other workers. Every operation takes some time; workers die between any two.
 """
 
@@ -33,8 +33,7 @@ from torchweft.protocol.joining import (
     Wait,
     leave_open,
 )
-from torchweft.protocol.membership import Roster
-from torchweft.protocol.registration import Registration
+from torchweft.protocol.registration import Registration, Roster
 
 POLL_S = 0.02
 

@@ -19,8 +19,7 @@ from tests.simulation.seeds import batches, name_of, try_seeds
 from torchweft.errors import DuplicateName, RendezvousError, RendezvousTimeout
 from torchweft.protocol import joining
 from torchweft.protocol.joining import LEADER, Admission
-from torchweft.protocol.membership import Roster
-from torchweft.protocol.registration import Directory, Registration
+from torchweft.protocol.registration import Directory, Registration, Roster
 
 TIMEOUT_S = 20.0
 SLACK_S = 5.0

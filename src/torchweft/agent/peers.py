@@ -20,8 +20,7 @@ from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, Worker
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.protocol.connecting import Connecting, Patience, State
 from torchweft.protocol.greetings import Terms
-from torchweft.protocol.membership import Roster
-from torchweft.protocol.registration import Registration
+from torchweft.protocol.registration import Registration, Roster
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.protocol.sessions import UnsentMessages
 from torchweft.transport.link import Link

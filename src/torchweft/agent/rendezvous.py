@@ -317,7 +317,7 @@ def note_left(store: Any, worker: int, token: str, *, is_over: bool = True) -> N
 
 
 def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
-    """Runs a machine of ``protocol.membership.joining`` to its end, and returns its result.
+    """Runs a machine of ``protocol.joining`` to its end, and returns its result.
 
     Args:
         steps: The machine.

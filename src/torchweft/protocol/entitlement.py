@@ -28,7 +28,7 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.protocol.backward import Message as PassMessage
-from torchweft.protocol.membership import Step
+from torchweft.protocol.leaving import Step
 from torchweft.protocol.registration import LEADER
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind, decode_ints, decode_step

@@ -15,9 +15,9 @@ reference handed on keeps the value alive until the receiver is registered; **G3
 lost, the owner drops its holds, and users of values that it owned are told; **G4** a graceful
 shutdown leaves no references, and reports any that are left.
 
-The rules of this folder: ``machine`` is the shell's interface, made of the owner's half, the user's
-half and the handovers; every request is repeated until answered (``delivery``); received numbers
-take little memory (``protocol.numbers``). ``docs/protocols/references.md`` has the scenarios.
+The rules of this file: it is the shell's interface, made of the two halves in ``reference_halves``
+and the handovers; every request is repeated until answered; received numbers take little memory
+(``protocol.numbers``). ``docs/protocols/references.md`` has the scenarios.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from typing import Any
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.entitlement import check_reference_message
+from torchweft.protocol.numbers import SeenNumbers, WorkerIds
 from torchweft.protocol.reference_halves import (
     Action,
     Census,
-    Handovers,
     HeldReferences,
     Leak,
     Outbox,
@@ -53,6 +53,61 @@ from torchweft.wire.references import (
 
 _INTERVALS_TO_ARRIVE = 2
 """Ends of intervals after ``drop_all`` until all messages have arrived that were sent before it."""
+
+
+class Handovers:
+    """Numbers the handovers to each peer, and remembers those received from each.
+
+    Tokens count from 1 for every pair of sender and receiver, without gaps, so that the receiver
+    can remember them in little memory.
+
+    Args:
+        lost: The lost workers. Nothing is remembered of them.
+    """
+
+    def __init__(self, lost: WorkerIds) -> None:
+        self._lost = lost
+        self._outstanding: dict[tuple[int, int], ReferenceId] = {}
+        self._last_token: dict[int, int] = {}
+        self._seen: dict[int, SeenNumbers] = {}
+
+    def __len__(self) -> int:
+        return len(self._outstanding)
+
+    def open(self, reference: ReferenceId, to: int) -> int:
+        """Begins a handover and returns its token."""
+        token = self._last_token[to] = self._last_token.get(to, 0) + 1
+        self._outstanding[to, token] = reference
+        return token
+
+    def is_open(self, to: int, token: int) -> bool:
+        return (to, token) in self._outstanding
+
+    def close(self, to: int, token: int) -> ReferenceId | None:
+        """Ends a handover; returns its reference, or None if it has ended before."""
+        return self._outstanding.pop((to, token), None)
+
+    def tokens_to(self, peer: int) -> list[int]:
+        """Returns the tokens of the open handovers to ``peer``."""
+        return [token for to, token in self._outstanding if to == peer]
+
+    def lose(self, peer: int) -> None:
+        """Forgets the numbers of a lost worker; its open handovers must have been closed."""
+        self._last_token.pop(peer, None)
+        self._seen.pop(peer, None)
+
+    def all(self) -> list[tuple[int, int]]:
+        """Returns receiver and token of each open handover."""
+        return list(self._outstanding)
+
+    def is_new(self, sender: int, token: int) -> bool:
+        """Notes a handover from ``sender``; returns whether it comes for the first time."""
+        seen = self._seen.get(sender)
+        if seen is None:
+            if sender in self._lost:
+                return True  # It came before the loss, once; it cannot be taken back any more.
+            seen = self._seen[sender] = SeenNumbers(first=1)
+        return seen.add(token)
 
 
 class References:

@@ -34,6 +34,7 @@ from torchweft.errors import (
 )
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
+from torchweft.protocol.devices import check_devices
 from torchweft.protocol.greetings import HOST, NETWORK
 from torchweft.protocol.joining import (
     Admission,
@@ -51,7 +52,6 @@ from torchweft.protocol.registration import (
     STRICT,
     VERSIONS,
     Registration,
-    check_devices,
     check_versions,
     differences,
 )

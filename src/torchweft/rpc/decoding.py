@@ -23,8 +23,8 @@ from torchweft.runtime import device_streams
 from torchweft.serialize import inline
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
-from torchweft.serialize.tensors import separated, too_many
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, separated
+from torchweft.serialize.tensors import too_many
 from torchweft.serialize.value_reading import decode, unfolded_limit
 from torchweft.serialize.values import PICKLE
 from torchweft.wire.frames import Buffer

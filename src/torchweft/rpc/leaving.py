@@ -1,4 +1,4 @@
-"""How a worker leaves its group: the shell of ``torchweft.protocol.membership``."""
+"""How a worker leaves its group: the shell of ``torchweft.protocol.leaving``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torchweft.agent.peers import Peer
 from torchweft.errors import ShutdownError
-from torchweft.protocol.membership import (
+from torchweft.protocol.leaving import (
     Action,
     BeginSettling,
     ClosedLeaving,

@@ -38,11 +38,9 @@ from torchweft.serialize.table import (
     SHARED,
     SIMPLE_NDIM,
     STRIDED,
+    USUAL_ADDRESS,
     dtype_of,
     extent,
-)
-from torchweft.serialize.tensors import (
-    USUAL_ADDRESS,
     flatten,
     is_freed,
     is_worth_a_union,

@@ -44,12 +44,16 @@ from torchweft.serialize.table import (
     SIZES,
     SOME_ON_DEVICE,
     STRIDED,
+    USUAL_ADDRESS,
     Entry,
     device_code,
     device_of,
     dtype_of,
     extent,
+    flatten,
     header_flags,
+    is_freed,
+    is_worth_a_union,
     read,
     write,
 )
@@ -57,10 +61,6 @@ from torchweft.serialize.table import (
 # Which bytes of memory travel
 
 
-UNION_FLOOR_BYTES = 4096
-"""A union or extent up to this size is sent whole, whatever part of it the tensors use."""
-
-_UNION_FACTOR = 2
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
 
 
@@ -71,18 +71,6 @@ class _Span(NamedTuple):
     end: int
     tensor: Tensor
     entry: Entry
-
-
-USUAL_ADDRESS = 1 << 40
-"""Few tensors begin below it; those of a storage that the program has freed do."""
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """Whether the storage of a dense tensor has been made too small for it."""
-    if not tensor.numel():
-        return False
-    end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
-    return bool(tensor.untyped_storage().nbytes() < end * tensor.element_size())
 
 
 def _place(tensors: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
@@ -131,14 +119,6 @@ def _length(cluster: list[_Span]) -> int:
     return int(max(span.end for span in cluster) - cluster[0].start)
 
 
-def is_worth_a_union(union_bytes: int, tensors: Sequence[Tensor]) -> bool:
-    """Whether the memory from the first to the last byte of tensors should travel whole."""
-    if union_bytes <= UNION_FLOOR_BYTES:
-        return True
-    wanted_bytes = sum(_distinct(tensor) * tensor.element_size() for tensor in tensors)
-    return bool(union_bytes <= _UNION_FACTOR * wanted_bytes)
-
-
 def _place_union(cluster: list[_Span], buffers: list[Tensor]) -> None:
     start = cluster[0].start // _ALIGNMENT * _ALIGNMENT
     end = cluster[0].start + _length(cluster)
@@ -172,48 +152,6 @@ def _equal_views(cluster: list[_Span]) -> list[list[_Span]]:
         key = (span.start, tensor.dtype, tensor.shape, tensor.stride())
         views.setdefault(key, []).append(span)
     return list(views.values())
-
-
-def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Returns the elements that travel, and strides unless they are the contiguous ones."""
-    if tensor.is_contiguous():
-        return tensor.view(-1), None
-    strides = tensor.stride()
-    length = extent(tensor.shape, strides)
-    is_small = length * tensor.element_size() <= UNION_FLOOR_BYTES
-    if is_small or length <= _distinct(tensor):
-        return tensor.as_strided((length,), (1,)), strides
-    if tensor.element_size() == 1:
-        tensor = tensor.view(torch.uint8)  # torch cannot copy every one-byte dtype
-    # Dimensions that were expanded hold one element each, in the copy too.
-    for dimension, stride in enumerate(strides):
-        if stride == 0:
-            tensor = tensor.narrow(dimension, 0, 1)
-    copy = tensor.contiguous()
-    if 0 not in strides:
-        return copy.view(-1), None
-    pairs = zip(copy.stride(), strides, strict=True)
-    return copy.view(-1), tuple(stride if before else 0 for stride, before in pairs)
-
-
-def separated(tensor: Tensor) -> Tensor:
-    """Returns a copy of a dense tensor without a graph, which takes no more than its memory.
-
-    A copy by torch takes as much as the shape announces: an expanded tensor has one element in
-    memory for many.
-    """
-    strides = tensor.stride()
-    length = extent(tensor.shape, strides) if tensor.numel() else 0
-    if length >= tensor.numel():
-        return tensor.clone()
-    memory = tensor.as_strided((length,), (1,)).clone()
-    return memory.as_strided(tensor.shape, strides).detach()  # No view to autograd.
-
-
-def _distinct(tensor: Tensor) -> int:
-    """Counts the elements of ``tensor`` that can lie at distinct addresses."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size for size, stride in pairs if stride)
 
 
 # Describing and rebuilding

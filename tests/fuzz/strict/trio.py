@@ -26,7 +26,7 @@ from torchweft.agent.agent import Agent, Protection
 from torchweft.agent.peers import Members, Peer
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError
-from torchweft.protocol.membership import Stage
+from torchweft.protocol.leaving import Stage
 from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, remote, rpc_sync, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings

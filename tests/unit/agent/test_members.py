@@ -11,8 +11,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership import ENDED_LIMIT
-from torchweft.protocol.registration import Registration
+from torchweft.protocol.registration import ENDED_LIMIT, Registration
 
 
 def registration(name: str, worker: int, rank: int | None = None) -> Registration:

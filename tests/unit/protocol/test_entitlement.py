@@ -22,7 +22,7 @@ from torchweft.protocol.entitlement import (
     check_pass_message,
     check_reference_message,
 )
-from torchweft.protocol.membership import Step
+from torchweft.protocol.leaving import Step
 from torchweft.serialize.registry import (
     REGISTERED_TOGETHER,
     remotely_callable,

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from torchweft.protocol.membership import (
+from torchweft.protocol.leaving import (
     Closed,
     Leader,
     LeaderAction,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ProtocolError
-from torchweft.protocol.membership import (
+from torchweft.protocol.leaving import (
     BeginSettling,
     ClosedLeaving,
     ExpectEnds,

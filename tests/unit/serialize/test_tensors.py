@@ -26,9 +26,10 @@ from torchweft.serialize.table import (
     SHARED,
     SOME_COMPUTED,
     SOME_GRAD,
+    UNION_FLOOR_BYTES,
     device_code,
 )
-from torchweft.serialize.tensors import UNION_FLOOR_BYTES, as_memory, describe, grad_flags, rebuild
+from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* support is experimental")
 
