@@ -14,8 +14,6 @@ from typing import Any
 
 from torchweft.errors import ConfigurationError
 
-# The device maps of a group as texts
-
 
 DEVICES = "devices"
 """Fact: the device maps of a worker, its list of devices, and its number of CUDA devices."""

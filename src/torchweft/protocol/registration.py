@@ -20,9 +20,6 @@ _NAMED = 8
 """How many workers or devices an error names."""
 
 
-# Registrations, checked and assembled
-
-
 LEADER = 0
 """The rank that collects the registrations of a closed group, and leads its shutdown."""
 
@@ -307,11 +304,6 @@ def _ranks(ranks: tuple[int, ...]) -> str:
     listed = ", ".join(str(rank) for rank in ranks[:16]) + (", ..." if len(ranks) > 16 else "")
     return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
-
-# The lives that one worker knows, and the names that programs use
-
-
-# The lives that one worker knows, and the names that programs use
 
 ENDED_LIMIT = 256
 """How many lives that are over a worker of an open group remembers, except for their ids."""

@@ -58,8 +58,6 @@ from torchweft.serialize.table import (
     write,
 )
 
-# Which bytes of memory travel
-
 
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
 

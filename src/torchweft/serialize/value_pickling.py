@@ -41,8 +41,6 @@ from torchweft.errors import ProtocolError, SerializationError
 from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, name_of
 
-# Functions by value: their code, which never changes, apart from the values that they capture
-
 
 _STABLE_VERSION = 2
 """Format of ``marshal`` in which equal objects have equal bytes, however they came about."""
@@ -155,8 +153,13 @@ def take_apart(function: FunctionType) -> tuple[Code, list[Any]] | None:
     if parts is None:
         return None
     layout, captured = parts
-    made = known.codes.get(layout)
+    try:
+        made = known.codes.get(layout)
+    except TypeError:  # A text of the function is none, and has no hash.
+        return None
     if made is None:
+        if not all(isinstance(each, _TEXTS) for each in (*layout.texts, *layout.module_texts)):
+            return None
         content = _marshalled((code, *layout))
         if content is None:
             return None
@@ -189,39 +192,49 @@ def _parts(function: FunctionType, known: _Known) -> tuple[Layout, list[Any]] | 
     values = function.__globals__
     texts = function.__name__, function.__qualname__, function.__module__, function.__doc__
     module_texts = tuple(map(values.get, _MODULE_TEXTS))
-    if not all(isinstance(each, _TEXTS) for each in (*texts, *module_texts)):
+    if not known.is_constant:
         return None
-    if function.__module__ is None or not known.is_constant:
-        return None
-    present = [(name, values[name]) for name in known.globals if name in values]
-    modules = [(name, value) for name, value in present if type(value) is ModuleType]
-    captured = [(name, value) for name, value in present if type(value) is not ModuleType]
-    contents = [content_of(cell) for cell in function.__closure__ or ()]
-    used = [each for each in (*dict(modules).values(), *contents) if type(each) is ModuleType]
-    is_empty = any(each is _ABSENT for each in contents)
-    if is_empty or not all(map(_goes_by_name, used)):
+    modules: list[tuple[str, str]] = []
+    names: list[str] = []
+    cells: list[str | None] = []
+    captured: list[Any] = []
+    used: list[ModuleType] = []
+    for name in known.globals:
+        value = values.get(name, _ABSENT)
+        if type(value) is ModuleType:
+            modules.append((name, value.__name__))
+            used.append(value)
+        elif value is not _ABSENT:
+            names.append(name)
+            captured.append(value)
+    for cell in function.__closure__ or ():
+        value = content_of(cell)
+        if value is _ABSENT:
+            return None
+        if type(value) is ModuleType:
+            cells.append(value.__name__)
+            used.append(value)
+        else:
+            cells.append(None)
+            captured.append(value)
+    if function.__module__ is None or not all(map(_goes_by_name, used)):
         return None
     defaults, keywords = function.__defaults__, function.__kwdefaults__
     annotations = function.__annotations__
     layout = Layout(
         texts,
         module_texts,
-        tuple((name, module.__name__) for name, module in modules),
-        tuple(name for name, _ in captured),
-        tuple(each.__name__ if type(each) is ModuleType else None for each in contents),
+        tuple(modules),
+        tuple(names),
+        tuple(cells),
         -1 if defaults is None else len(defaults),
         None if keywords is None else tuple(keywords),
         tuple(annotations),
-        tuple(_submodules(function.__code__, used)),
+        tuple(_submodules(function.__code__, used)) if used else (),
         bool(used),
     )
-    return layout, [
-        *(value for _, value in captured),
-        *(each for each in contents if type(each) is not ModuleType),
-        *(defaults or ()),
-        *(keywords or {}).values(),
-        *annotations.values(),
-    ]
+    captured += (*(defaults or ()), *(keywords or {}).values(), *annotations.values())
+    return layout, captured
 
 
 def _goes_by_name(module: ModuleType) -> bool:
@@ -385,9 +398,6 @@ def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, 
     function = loaded.make({})
     loaded.fill(function, values[:count])
     return function, values[count:]
-
-
-# Pickling
 
 
 Reducers = Mapping[type, Callable[[Any], Any]]

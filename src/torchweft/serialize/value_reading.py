@@ -44,8 +44,6 @@ from torchweft.serialize.values import (
     check_attributes,
 )
 
-# Bounds
-
 
 UNFOLDING = 64
 """How many times larger than the received bytes a value may be when it is unfolded."""
@@ -158,9 +156,6 @@ class KeyTimes:
                         f"the keys of a set or dict of {len(keys)} collide: their hashes are equal "
                         "or lead to the same places; send them as a list, or as texts"
                     )
-
-
-# Decoding
 
 
 # Decoding
