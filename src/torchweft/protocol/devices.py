@@ -14,7 +14,6 @@ from typing import Any
 
 from torchweft.errors import ConfigurationError
 
-
 DEVICES = "devices"
 """Fact: the device maps of a worker, its list of devices, and its number of CUDA devices."""
 

@@ -58,7 +58,6 @@ from torchweft.serialize.table import (
     write,
 )
 
-
 _ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
 
 

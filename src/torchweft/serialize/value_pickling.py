@@ -41,7 +41,6 @@ from torchweft.errors import ProtocolError, SerializationError
 from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, name_of
 
-
 _STABLE_VERSION = 2
 """Format of ``marshal`` in which equal objects have equal bytes, however they came about."""
 _KNOWN_LIMIT = 4096

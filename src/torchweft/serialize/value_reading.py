@@ -44,7 +44,6 @@ from torchweft.serialize.values import (
     check_attributes,
 )
 
-
 UNFOLDING = 64
 """How many times larger than the received bytes a value may be when it is unfolded."""
 UNFOLDED_FLOOR_BYTES = 4 << 20
