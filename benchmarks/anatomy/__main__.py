@@ -34,7 +34,8 @@ from torchweft.runtime.fair_queue import FairQueue
 from torchweft.runtime.reactor import Reactor
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
-from torchweft.serialize.values import decode, encode
+from torchweft.serialize.value_reading import decode
+from torchweft.serialize.values import encode
 from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_reply
 

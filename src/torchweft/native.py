@@ -48,9 +48,7 @@ class Native(Protocol):
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
         """Does as ``inline.encode``; None for tensors that it leaves to the plain twin."""
 
-    def decode_tensors(
-        self, data: Buffer, position: int, /
-    ) -> tuple[list[Tensor], bytes] | None:
+    def decode_tensors(self, data: Buffer, position: int, /) -> tuple[list[Tensor], bytes] | None:
         """Does as ``inline.decode``; None for tensors that it leaves to the plain twin."""
 
     def encode_values(

@@ -24,7 +24,7 @@ from torchweft.channel.memory import BufferPool
 from torchweft.channel.striping import ReceivingConnection, SendingConnection
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
-from torchweft.protocol.membership.leader import Send, Step
+from torchweft.protocol.leaving import Send, Step
 from torchweft.rpc import bootstrap
 from torchweft.rpc.completion import Call
 from torchweft.rpc.leaving import Leaving

@@ -21,8 +21,8 @@ from tests.processes import unpickling
 from torchweft import rpc
 from torchweft.agent.connector import CAPABILITIES, REGISTRATION, VERDICT
 from torchweft.agent.current import current
-from torchweft.protocol.connecting.hello import ATTEMPT, SESSION, TO
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.greetings import ATTEMPT, SESSION, TO
+from torchweft.protocol.registration import Registration
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.wire.frames import encode_frame

@@ -18,7 +18,7 @@ from torchweft.autograd.codec import PassMode, PassName
 from torchweft.errors import WorkerLost
 from torchweft.ids import scoped_id
 from torchweft.protocol.backward import Abort, Gradients, Message
-from torchweft.protocol.membership.leader import Step
+from torchweft.protocol.leaving import Step
 from torchweft.serialize import inline, values
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (

@@ -23,7 +23,7 @@ from torchweft.agent.peers import Peer
 from torchweft.nn import RemoteModule, owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize import values as tags
 from torchweft.transport import addresses

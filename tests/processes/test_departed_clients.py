@@ -15,7 +15,7 @@ from benchmarks.endurance.clients import WAYS
 from benchmarks.endurance.samples import Course
 from tests.open_workers import OpenWorkers
 from torchweft.agent import agent
-from torchweft.protocol.membership import registration
+from torchweft.protocol import registration
 from torchweft.runtime import fair_queue
 
 CLIENTS = 3 * len(WAYS)

@@ -27,8 +27,7 @@ from torchweft.nn import RemoteModule
 from torchweft.observe import rates
 from torchweft.observe.group import Answers, find
 from torchweft.observe.session import ask
-from torchweft.protocol.connecting import Hello, Purpose
-from torchweft.protocol.connecting.hello import OBSERVER
+from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
 from torchweft.protocol.observing.report import DETAIL, Report
 from torchweft.rpc.counting import LEASE_S
 from torchweft.rpc.node import current_node

@@ -16,7 +16,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.observe.metrics.serving import reader_of
-from torchweft.protocol.membership.joining import Admission, Steps
+from torchweft.protocol.joining import Admission, Steps
 from torchweft.rpc import bootstrap
 from torchweft.rpc.node import current_node
 

@@ -20,23 +20,33 @@ from torchweft.errors import (
     ProtocolError,
     WorkerLost,
 )
+from torchweft.protocol import calls
 from torchweft.protocol.calls import (
     Action,
-    AnsweredCall,
     CallClient,
-    CallServer,
-    CancelNested,
     Complete,
     KeptCall,
     OpenCall,
-    ServedCall,
-    failures,
-    has_awaited,
     nest,
 )
-from torchweft.protocol.connecting import Unsent, UnsentMessages
-from torchweft.protocol.membership.leader import Report, Send, Step
-from torchweft.protocol.membership.leaving import BeginSettling, Left, OpenLeaving, Retire, Stage
+from torchweft.protocol.leaving import (
+    BeginSettling,
+    Left,
+    OpenLeaving,
+    Report,
+    Retire,
+    Send,
+    Stage,
+    Step,
+)
+from torchweft.protocol.served_calls import (
+    AnsweredCall,
+    CallServer,
+    CancelNested,
+    ServedCall,
+    has_awaited,
+)
+from torchweft.protocol.sessions import Unsent, UnsentMessages
 from torchweft.runtime.fair_queue import FairQueue
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION, Kind
@@ -594,7 +604,7 @@ class Worker:
 
     def _refuse(self, served: Served) -> None:
         request = served.request
-        error = failures.too_many_waiting(f"worker{self.id}", served.peer.name)
+        error = calls.too_many_waiting(f"worker{self.id}", served.peer.name)
         served.refuse(request.creation, request.remaining_s, self.now_s, error)
         self.world.note("refused", served.record)
         if self.now_s <= served.deadline_s:

@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Callable
 
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.connecting import Failure, Wait
-from torchweft.protocol.connecting.first_dial import FirstDial
-from torchweft.protocol.connecting.strangers import Admission, Admissions, Strangers
+from torchweft.protocol.connecting import FirstDial, Wait
+from torchweft.protocol.greetings import Failure
+from torchweft.protocol.strangers import Admission, Admissions, Strangers
 
 CONNECT_S = 10.0
 ACCEPT_S, SERVE_S = 20e-6, 400e-6

@@ -18,8 +18,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.streams import End
-from torchweft.protocol.connecting import Failure, Hello, Purpose, Terms, Verdict
-from torchweft.protocol.connecting.failures import check_welcome, failure_of
+from torchweft.protocol.greetings import (
+    Failure,
+    Hello,
+    Purpose,
+    Terms,
+    Verdict,
+    check_welcome,
+    failure_of,
+)
 
 if TYPE_CHECKING:
     from tests.simulation.connections import Half, Node

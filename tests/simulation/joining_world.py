@@ -1,6 +1,6 @@
 """A rendezvous store and workers that join through it, on a simulated timeline.
 
-The machines are those of ``torchweft.protocol.membership``; they yield a worker's requests to the
+The machines are those of ``torchweft.protocol.leaving``; they yield a worker's requests to the
 store and to other workers. Every operation takes some time; workers die between any two.
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 from tests.simulation.timeline import Timeline
 from torchweft.errors import DuplicateName
-from torchweft.protocol.connecting.failures import Gone
-from torchweft.protocol.membership.joining import (
+from torchweft.protocol.greetings import Gone
+from torchweft.protocol.joining import (
     PRESENT,
     Check,
     Forget,
@@ -33,7 +33,7 @@ from torchweft.protocol.membership.joining import (
     Wait,
     leave_open,
 )
-from torchweft.protocol.membership.registration import Registration, Roster
+from torchweft.protocol.registration import Registration, Roster
 
 POLL_S = 0.02
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from tests.simulation.group_member import Member, Request
-from torchweft.protocol.membership.leader import ProbeLater, Report, Send, Step
-from torchweft.protocol.membership.leaving import (
+from torchweft.protocol.leaving import (
     Action,
     BeginSettling,
     ClosedLeaving,
     Left,
     Look,
     OpenLeaving,
+    ProbeLater,
+    Report,
     Retire,
+    Send,
+    Step,
 )
 
 PROBE_PAUSE_S = 0.05

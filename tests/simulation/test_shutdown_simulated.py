@@ -15,10 +15,10 @@ import pytest
 
 from tests.simulation.network import Faults, Network, Packet
 from tests.simulation.seeds import batches, name_of, try_seeds
-from torchweft.protocol.membership.leader import (
-    Action,
+from torchweft.protocol.leaving import (
     Closed,
     Leader,
+    LeaderAction,
     ProbeLater,
     Report,
     Send,
@@ -226,7 +226,7 @@ class Group:
     def on_probe(self, rank: int, _: int) -> None:
         self.act(self.leader.probe_again())
 
-    def act(self, actions: list[Action]) -> None:
+    def act(self, actions: list[LeaderAction]) -> None:
         for action in actions:
             if isinstance(action, Send):
                 if action.step is Step.SETTLE:

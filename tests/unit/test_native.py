@@ -18,7 +18,7 @@ import torch
 import torchweft.native as loading
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.serialize import inline, values
+from torchweft.serialize import inline, value_reading, values
 
 native = loading.native
 needs_native = pytest.mark.skipif(native is None, reason=loading.reason)
@@ -109,7 +109,7 @@ def test_encoding_and_decoding_leak_nothing() -> None:
         content = inline.encode(tensors)
         assert payload is not None
         assert content is not None
-        values.decode(payload, inline.decode(content[0], 0)[0], ())
+        value_reading.decode(payload, inline.decode(content[0], 0)[0], ())
 
     assert _rounds(run) < 2000
 
@@ -126,7 +126,7 @@ def test_every_cut_leaks_nothing() -> None:
     def run() -> None:
         for end in range(0, len(payload), 7):
             with pytest.raises(ProtocolError):
-                values.decode(payload[:end], tensors, ())
+                value_reading.decode(payload[:end], tensors, ())
         for end in range(1, len(content[0]), 7):
             try:
                 inline.decode(content[0][:end], 0)

@@ -20,11 +20,9 @@ from torchweft.agent.connector import CAPABILITIES, REGISTRATION, VERDICT, Conne
 from torchweft.agent.peers import Peer
 from torchweft.channel.channels import close_all
 from torchweft.errors import DuplicateName, ProtocolError
-from torchweft.protocol.connecting import Answer, Hello, Purpose, Verdict
-from torchweft.protocol.connecting.failures import TAKEN
-from torchweft.protocol.connecting.hello import POSITION
-from torchweft.protocol.connecting.strangers import Admission, Admissions, Strangers
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.greetings import POSITION, TAKEN, Answer, Hello, Purpose, Verdict
+from torchweft.protocol.registration import Registration
+from torchweft.protocol.strangers import Admission, Admissions, Strangers
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven

@@ -41,9 +41,8 @@ from torchweft.channel.page_locks import PageLocks
 from torchweft.errors import CallTimeout, DuplicateName, NotInitialized, WeftError, WorkerLost
 from torchweft.protocol.calls import SimpleRequest
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.connecting.actions import Failure
-from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable, failure_of
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.greetings import Failure, HandshakeTimeout, Unreachable, failure_of
+from torchweft.protocol.registration import Registration
 from torchweft.runtime import device_streams
 from torchweft.runtime.contention import ShortSwitches
 from torchweft.runtime.events import Events

@@ -11,7 +11,8 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from torchweft.protocol.calls import Named, OpenCall, ServedCall
+from torchweft.protocol.calls import Named, OpenCall
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.runtime.interrupts import call as run
 from torchweft.wire.frames import Frame
 

@@ -23,28 +23,28 @@ from torchweft.protocol.connecting import (
     Busy,
     Dial,
     Done,
-    Hello,
+    FirstDial,
     Lose,
-    Means,
     Probe,
+    Resume,
+    Wait,
+    no_connection,
+)
+from torchweft.protocol.greetings import (
+    HandshakeTimeout,
+    Hello,
+    Means,
     Purpose,
     Reaching,
-    Resume,
-    Terms,
-    Wait,
-)
-from torchweft.protocol.connecting.failures import (
-    HandshakeTimeout,
     Refused,
     Taken,
+    Terms,
     check_welcome,
     error_of,
     failure_of,
-    no_connection,
+    position_in,
 )
-from torchweft.protocol.connecting.first_dial import FirstDial
-from torchweft.protocol.connecting.hello import position_in
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake

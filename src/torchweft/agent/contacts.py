@@ -11,8 +11,8 @@ from collections.abc import Callable
 from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.connecting import Action, Lose, Redial
-from torchweft.protocol.connecting.contact import Rounds
-from torchweft.protocol.connecting.failures import failure_of
+from torchweft.protocol.greetings import failure_of
+from torchweft.protocol.sessions import Rounds
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception
 from torchweft.transport.keepalive import probe_interval_s

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import SerializationError
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 
 DeviceMap = Mapping[torch.device, torch.device]
 Place = Callable[[torch.device], torch.device]

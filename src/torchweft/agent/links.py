@@ -17,8 +17,8 @@ from torchweft.agent.receiving import Receiver
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError
 from torchweft.native import native
-from torchweft.protocol.connecting import Patience, Terms
-from torchweft.protocol.connecting.machine import FAREWELL_BYTES
+from torchweft.protocol.connecting import FAREWELL_BYTES, Patience
+from torchweft.protocol.greetings import Terms
 from torchweft.runtime.reactor import Reactor
 from torchweft.transport.keepalive import keep_alive
 from torchweft.transport.link import Link, LinkClosed

@@ -14,14 +14,8 @@ from torchweft.agent.receiving import Receiver
 from torchweft.agent.sending import FirstContacts, Sender
 from torchweft.agent.waiting import Spins, Waiter, Wanted, kinds_of
 from torchweft.errors import NotInitialized
-from torchweft.protocol.calls import (
-    Action,
-    CallClient,
-    Complete,
-    KeptCall,
-    Request,
-    ServedCall,
-)
+from torchweft.protocol.calls import Action, CallClient, Complete, KeptCall, Request
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception

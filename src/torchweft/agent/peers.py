@@ -18,9 +18,11 @@ from torchweft.arguments import did_you_mean, wrong_type
 from torchweft.channel.ways import Held, Ways
 from torchweft.errors import DuplicateName, ProtocolError, UnknownWorker, WorkerLost
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.protocol.calls import ServedCall
-from torchweft.protocol.connecting import Connecting, Patience, State, Terms, UnsentMessages
-from torchweft.protocol.membership.registration import Registration, Roster
+from torchweft.protocol.connecting import Connecting, Patience, State
+from torchweft.protocol.greetings import Terms
+from torchweft.protocol.registration import Registration, Roster
+from torchweft.protocol.served_calls import ServedCall
+from torchweft.protocol.sessions import UnsentMessages
 from torchweft.transport.link import Link
 
 _NAMED = 16

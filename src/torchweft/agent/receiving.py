@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol import entitlement
-from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.entitlement import RULES
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.runtime import interrupts
 from torchweft.runtime.reactor import Reactor
 from torchweft.runtime.reports import log_exception

@@ -25,7 +25,8 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.protocol import references as protocol
+from torchweft.protocol import reference_halves as protocol
+from torchweft.protocol.references import References
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.reports import log_exception
@@ -128,7 +129,7 @@ class ReferenceKeeper:
 
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
-        self._machine = protocol.References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
+        self._machine = References(agent.me.id, knobs.REFERENCE_RESEND_S.get())
         self._batch_s = knobs.REFERENCE_BATCH_S.get()
         self._lock = threading.RLock()
         self._values: dict[ReferenceId, OwnedValue] = {}

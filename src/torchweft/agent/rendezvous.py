@@ -1,6 +1,6 @@
 """How the workers of a group find each other, through a store that all of them reach.
 
-``torchweft.protocol.membership.joining`` decides which keys are written, read and waited for. The
+``torchweft.protocol.joining`` decides which keys are written, read and waited for. The
 stores are PyTorch's, which ``torchrun`` and every init method already provide. PyTorch's client
 waits for the host of a store as well, but longer than it was told, and logs a stack for each
 attempt: so this module waits first.
@@ -38,8 +38,8 @@ from torchweft.errors import (
     RendezvousTimeout,
     WeftError,
 )
-from torchweft.protocol.membership import joining
-from torchweft.protocol.membership.joining import (
+from torchweft.protocol import joining
+from torchweft.protocol.joining import (
     Admission,
     Check,
     Get,
@@ -54,7 +54,7 @@ from torchweft.protocol.membership.joining import (
     Verify,
     Wait,
 )
-from torchweft.protocol.membership.registration import Directory, Registration
+from torchweft.protocol.registration import Directory, Registration
 from torchweft.runtime.reports import Notice, subject_of
 
 _log = logging.getLogger("torchweft")
@@ -317,7 +317,7 @@ def note_left(store: Any, worker: int, token: str, *, is_over: bool = True) -> N
 
 
 def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
-    """Runs a machine of ``protocol.membership.joining`` to its end, and returns its result.
+    """Runs a machine of ``protocol.joining`` to its end, and returns its result.
 
     Args:
         steps: The machine.

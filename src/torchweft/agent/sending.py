@@ -15,7 +15,7 @@ from torchweft import knobs
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
-from torchweft.protocol.connecting import Outgoing, Unsent
+from torchweft.protocol.sessions import Outgoing, Unsent
 from torchweft.runtime.reactor import Reactor
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.frames import Buffer, Frame, encode_frame

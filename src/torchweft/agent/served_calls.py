@@ -1,4 +1,4 @@
-"""Cancels calls of other workers: the I/O shell of ``torchweft.protocol.calls.CallServer``."""
+"""Cancels calls of other workers: the shell of ``torchweft.protocol.served_calls.CallServer``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from contextvars import ContextVar
 from torchweft.agent.open_calls import OpenCalls
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
-from torchweft.protocol.calls import AnsweredCall, CallServer, CancelNested, ServedCall
+from torchweft.protocol.served_calls import (
+    AnsweredCall,
+    CallServer,
+    CancelNested,
+    ServedCall,
+)
 from torchweft.runtime.reactor import Reactor
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints

@@ -26,8 +26,7 @@ from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
-from torchweft.serialize.extents import separated
-from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED
+from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED, separated
 
 # Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
 # be leaves, since programs modify received tensors in place. And a walk must see where the graph

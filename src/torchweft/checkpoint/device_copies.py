@@ -8,7 +8,7 @@ from torch import Tensor
 from torchweft.agent.current import current
 from torchweft.channel.device_copies import HostCopies, Staging
 from torchweft.channel.page_locks import PageLocks
-from torchweft.serialize.extents import flatten
+from torchweft.serialize.table import flatten
 
 
 class DeviceCopies:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torchweft.agent.current import current
 from torchweft.errors import ConfigurationError
-from torchweft.protocol.connecting.reaching import HOST
+from torchweft.protocol.greetings import HOST
 from torchweft.rpc import get_worker_info
 
 Aggregate = Literal["host"] | Sequence[Sequence[str]] | None

@@ -29,8 +29,7 @@ from torchweft.rpc.current_call import (
 )
 from torchweft.rpc.serving import method_of
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.callables import is_exposed
-from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.serialize.registry import is_exposed, rebuilds_plain, remotely_callable
 
 HOST = "cpu"
 

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.connecting import Hello, Purpose
-from torchweft.protocol.connecting.hello import OBSERVER
+from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake

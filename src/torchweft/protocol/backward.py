@@ -44,7 +44,7 @@ def _joined(first: Parts, second: Parts) -> Parts:
     return both
 
 
-@dataclass(slots=True, init=False)
+@dataclass(slots=True)
 class Progress:
     """The progress of messages, by their numbers, on its way to the driver.
 
@@ -58,28 +58,12 @@ class Progress:
         reached_parts: The tensors of messages in ``reached`` of which not all were reached.
     """
 
-    walked: list[int]
-    executed: list[int]
-    answered: list[int]
-    reached: list[int]
-    walked_parts: Parts
-    reached_parts: Parts
-
-    def __init__(
-        self,
-        walked: list[int] | None = None,
-        executed: list[int] | None = None,
-        answered: list[int] | None = None,
-        reached: list[int] | None = None,
-        walked_parts: Parts = NO_PARTS,
-        reached_parts: Parts = NO_PARTS,
-    ) -> None:
-        self.walked = [] if walked is None else walked
-        self.executed = [] if executed is None else executed
-        self.answered = [] if answered is None else answered
-        self.reached = [] if reached is None else reached
-        self.walked_parts = walked_parts
-        self.reached_parts = reached_parts
+    walked: list[int] = field(default_factory=list)
+    executed: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    walked_parts: Parts = field(default_factory=dict)
+    reached_parts: Parts = field(default_factory=dict)
 
     def add(self, other: Progress) -> None:
         """Adds the progress of another object."""

@@ -1,16 +1,15 @@
-"""What a member may say about others: one row for each kind of message.
+"""What a member may say about others: one rule for each kind of message.
 
 Members share a secret, not their aims. A worker keeps most of its state by peer, and then a message
-can concern nothing but what it keeps for the sender. The rows below say so, and name the messages
-that concern others: there, the sender must be the leader of the pass, the owner of the value, or
-whoever else the row names. ``agent.receiving`` checks this before the handler runs. A sender that
-is not entitled to its message is turned away by name, and no other member notices.
+can concern nothing but what it keeps for the sender. The rules below check messages that concern
+others: there, the sender must be the leader of the pass, the owner of the value, or whoever else
+``docs/security/members.md`` names, which has a row for each kind. ``agent.receiving`` checks this
+before the handler runs. A sender that is not entitled to its message is turned away by name, and no
+other member notices.
 
 Backward passes concern workers that do not know each other, so that nobody can check who takes
 part. Their numbers are therefore secrets: half of the number of a context is random, a pass is
 found by its number and that of its context, and only those that take part are told.
-
-``docs/security/members.md`` shows this table; a test compares the two.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.protocol.backward import Message as PassMessage
-from torchweft.protocol.membership.leader import Step
-from torchweft.protocol.membership.registration import LEADER
+from torchweft.protocol.leaving import Step
+from torchweft.protocol.registration import LEADER
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind, decode_ints, decode_step
 from torchweft.wire.references import (
@@ -52,18 +51,14 @@ entitled to the message."""
 
 
 class Rule(NamedTuple):
-    """One row: who may send a kind of message, and about what.
+    """What is checked of a kind of message.
 
     Attributes:
-        senders: Who may send it.
-        about: What it may concern.
         check: Checks what the message itself shows; None where there is nothing to check.
         has_records: Whether the receiver also looks at its records; the handler's module gives the
             check to ``Receiver.on``.
     """
 
-    senders: str
-    about: str
     check: Check | None = None
     has_records: bool = False
 
@@ -89,67 +84,14 @@ LED_STEPS = frozenset({Step.PROBE, Step.SETTLE, Step.CLOSE})
 STEPS_TO_LEADER = frozenset({Step.READY, Step.REPORT, Step.SETTLED})
 """Steps of a shutdown that rank 0 alone takes."""
 
-_ANY = "any member"
-_HANDSHAKE = "both sides of a new connection"
-_NEVER = "nobody, once the connection is made"
-_NOTHING = "nothing: it ends the connection"
-_OWN_CALL = "a call of the sender: its own numbers, records and values that it makes; references \
-that it hands on; a context whose number it knows"
-
 RULES: dict[Kind, Rule] = {
-    Kind.HELLO: Rule(_HANDSHAKE, "the sender itself; later " + _NOTHING),
-    Kind.WELCOME: Rule(_HANDSHAKE, "the sender itself; later " + _NOTHING),
-    Kind.CHALLENGE: Rule(_HANDSHAKE, "the sender itself; later " + _NOTHING),
-    Kind.VOUCHER: Rule(_HANDSHAKE, "the sender itself; later " + _NOTHING),
-    Kind.REPORT: Rule("a worker, to an observer", "the worker; to a worker " + _NOTHING),
-    Kind.VERDICT: Rule(_ANY, "the channels between the two"),
-    Kind.ACKNOWLEDGED: Rule(_ANY, "the session between the two"),
-    Kind.GOODBYE: Rule(_ANY, "the sender's own leaving"),
-    Kind.CALL: Rule(_ANY, _OWN_CALL),
-    Kind.REPLY: Rule("the callee", "a call to the sender"),
-    Kind.CANCEL: Rule("the caller", "calls of the sender"),
-    Kind.POST: Rule(_ANY, "a port; its owner says whose values it takes"),
-    Kind.REFERENCES: Rule(
-        "the owner, a user or the creator of the value; both sides of a handover",
-        "the sender's own use, creation or handover; its own values",
-    ),
-    Kind.FAILED: Rule("the owner of a value", "a failed creation at the sender; it is logged"),
-    Kind.PULLED: Rule("the receiver of tensors", "tensors sent to the sender"),
-    Kind.SUPPLY: Rule("the receiver of tensors", "tensors sent to the sender"),
-    Kind.UNSENT: Rule("the sender of tensors", "tensors of the sender"),
-    Kind.DATA_BROKEN: Rule("the receiver of tensors", "data connections between the two"),
-    Kind.DEVICE_FREED: Rule("the owner of device memory", "memory of the sender"),
-    Kind.REMOTE_MEMORY: Rule(_ANY, "remote memory between the two"),
-    Kind.BACKWARD: Rule(
-        "the leader of the pass, or a worker that takes part in it",
-        "a pass of a context whose number the sender knows; its own failure",
-        has_records=True,
-    ),
-    Kind.GRADIENTS: Rule(
-        "the receiver of the message",
-        "a message that this worker sent to the sender, in the same context or outside of contexts",
-        has_records=True,
-    ),
-    Kind.PASS_SPAN: Rule("a worker that takes part in the pass", "the sender's part of the pass"),
-    Kind.RELEASE_CONTEXT: Rule(
-        "the opener of the context; a worker that exchanged messages of it with this worker, if "
-        "the opener did not",
-        "the context",
-    ),
-    Kind.RELEASE_MESSAGES: Rule(
-        "the receiver of the messages",
-        "messages that this worker sent to the sender",
-        _check_own_messages,
-    ),
-    Kind.SHUTDOWN: Rule(
-        "rank 0 to lead, any member about itself",
-        "the end of a closed group; the sender's own leaving",
-        _check_step,
-    ),
-    Kind.STACKS: Rule(_ANY, "nothing: it asks what this worker is doing"),
-    Kind.DUMP: Rule(_ANY, "nothing: it has this worker write a report"),
+    **dict.fromkeys(Kind, Rule()),
+    Kind.SHUTDOWN: Rule(_check_step),
+    Kind.RELEASE_MESSAGES: Rule(_check_own_messages),
+    Kind.BACKWARD: Rule(has_records=True),
+    Kind.GRADIENTS: Rule(has_records=True),
 }
-"""By kind, what a member may say."""
+"""By kind, what is checked. All others can concern only what the receiver keeps for the sender."""
 
 
 # Messages about references
@@ -171,18 +113,13 @@ def _between_the_two(me: int, sender: int, message: Handed | HandedAck | NotHand
     return True
 
 
-REFERENCE_RULES: dict[type[Message], tuple[str, Callable[[int, int, Any], bool]]] = {
-    Hold: ("a user, to the owner: its own use", _of_user),
-    Drop: ("a user, to the owner: its own use", _of_user),
-    NotCreated: ("the creator, to the owner: its own creation", _of_creator),
-    HoldAck: ("the owner, to a user: its own value", _of_owner),
-    Gone: ("the owner, to a user: its own value", _of_owner),
-    DropAck: ("the owner, to a user: its own value", _of_owner),
-    Handed: ("the receiver of a handover, to its sender", _between_the_two),
-    HandedAck: ("the sender of a handover, to its receiver", _between_the_two),
-    NotHanded: ("the sender of a handover, to its receiver", _between_the_two),
+REFERENCE_RULES: dict[type[Message], Callable[[int, int, Any], bool]] = {
+    **dict.fromkeys((Hold, Drop), _of_user),
+    NotCreated: _of_creator,
+    **dict.fromkeys((HoldAck, Gone, DropAck), _of_owner),
+    **dict.fromkeys((Handed, HandedAck, NotHanded), _between_the_two),
 }
-"""By type of message, who may send it, to whom, about what."""
+"""By type of message, whether the receiver, the sender and the message fit together."""
 
 
 def check_reference_message(me: int, sender: int, message: Message) -> None:
@@ -191,7 +128,7 @@ def check_reference_message(me: int, sender: int, message: Message) -> None:
     Raises:
         ProtocolError: It may not.
     """
-    if not REFERENCE_RULES[type(message)][1](me, sender, message):
+    if not REFERENCE_RULES[type(message)](me, sender, message):
         raise ProtocolError(f"worker {sender} has no say in {message} at {me}")
 
 
@@ -217,18 +154,16 @@ def _between_partners(me: int, sender: int, leader: int, message: Report) -> boo
     return True
 
 
-PASS_RULES: dict[type, tuple[str, Callable[[int, int, int, Any], bool]]] = {
-    Discover: ("the leader: messages of this worker", _from_leader),
-    Settled: ("the leader", _from_leader),
-    Failed: ("any part, to the leader: its own failure, or a worker that it has lost", _to_leader),
-    Report: ("any part, to a worker that sent it a message of the pass", _between_partners),
-    Abort: (
-        "the leader, or a part that exchanged gradients with this worker; never to the leader",
-        _to_others,
-    ),
+PASS_RULES: dict[type, Callable[[int, int, int, Any], bool]] = {
+    Discover: _from_leader,
+    Settled: _from_leader,
+    Failed: _to_leader,
+    Report: _between_partners,
+    Abort: _to_others,
 }
-"""By type of message, who may send it, about what. A part of a pass that this worker does not know
-has no effect, unless it is of the leader, or gradients of a message that this worker sent."""
+"""By type of message, whether the receiver, the sender, the leader and the message fit together. A
+part of a pass that this worker does not know has no effect, unless it is of the leader, or
+gradients of a message that this worker sent."""
 
 
 def check_pass_message(me: int, sender: int, pass_id: int, message: PassMessage) -> None:
@@ -238,7 +173,7 @@ def check_pass_message(me: int, sender: int, pass_id: int, message: PassMessage)
         ProtocolError: It may not.
     """
     leader = pass_id >> WORKER_SHIFT
-    if not PASS_RULES[type(message)][1](me, sender, leader, message):
+    if not PASS_RULES[type(message)](me, sender, leader, message):
         raise ProtocolError(
             f"worker {sender} may not send {type(message).__name__} to worker {me} in pass "
             f"{pass_id}, which worker {leader} leads"
@@ -266,52 +201,3 @@ def check_gradients(
             f"worker {sender} sends gradients of message {message_id}, which worker {me} did not "
             "send to it"
         )
-
-
-# What members may have functions of Weft do, by the modules of these functions
-
-ENTRIES: dict[str, str] = {
-    "torchweft.rpc.serving": "a value whose number the caller knows; a pass of a context likewise",
-    "torchweft.rpc.collective": "a gathering that both take part in: its own value and failure, or "
-    "the outcome, if the caller leads it",
-    "torchweft.rpc.examining": "nothing: they measure",
-    "torchweft.rpc.stream_sources": "a stream that the caller has begun",
-    "torchweft.rpc.tracing.service": "a trace that the caller has begun",
-    "torchweft.nn.owner": "a module whose number the caller knows",
-    "torchweft.optim.local": "an optimizer whose number the caller knows",
-    "torchweft.optim.clipping": "gradients of a context whose number the caller knows",
-    "torchweft.mapreduce.shared": "a shared argument whose number the caller knows",
-    "torchweft.mapreduce.ending": "why the caller itself ends",
-    "torchweft.compat.rpc.api": "a gathering that both take part in",
-    "torchweft.compat.rpc.references": "a value whose number the caller knows",
-}
-"""By module, what the functions that every member may call can concern."""
-FUNCTIONS: dict[str, str] = {
-    "torchweft.embedding.host": "pulls, pushes and the end of a use of the caller itself; state "
-    "and rows of tables whose name it knows",
-    "torchweft.embedding.aggregator": "pulls, pushes and the end of a use of the caller itself, as "
-    "a member of the group",
-    "torchweft.embedding.occupied": "rows of tables whose name the caller knows",
-    "torchweft.embedding.saved": "state and rows of tables whose name the caller knows",
-    "torchweft.hybrid.clipping": "gradients of the caller itself, as a trainer of the tables",
-    "torchweft.hybrid.missing": "nothing: it tells how far this trainer is",
-    "torchweft.hybrid.remote": "nothing: it measures gradients of contexts whose numbers the "
-    "caller knows",
-    "torchweft.weights.inbox": "versions of the caller's own publishers, to subscribers that "
-    "follow them",
-    "torchweft.weights.publisher": "subscriptions and fetches of the caller itself, at a publisher "
-    "whose number it knows",
-    "torchweft.rl.observer": "an observer whose number the caller knows",
-    "torchweft.rl.replay": "a replay buffer whose number the caller knows",
-    "torchweft.rl.agent": "an agent whose number the caller knows: any environment of it",
-    "torchweft.checkpoint.owner": "parts that are held for the caller; files at paths that it "
-    "gives, and values whose numbers it knows",
-    "torchweft.checkpoint.gate": "steps and closes of the caller itself, at a gate whose number it "
-    "knows",
-}
-"""By module, what the functions that a program names for a strict worker, and the exposed methods
-of Weft's own classes, can concern."""
-PORTS = {
-    "torchweft.pipeline.runner": "a pipe that the sender is a worker of: values of its own stages",
-}
-"""By module, what values for its ports can concern."""

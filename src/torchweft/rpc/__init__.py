@@ -32,7 +32,7 @@ from torchweft.rpc.rref import RRef
 from torchweft.rpc.stack_report import CallStatus, ThreadStack, WorkerStacks, stacks
 from torchweft.rpc.streams import Stream, stream
 from torchweft.rpc.targets import OnValue, OnWorker, on
-from torchweft.serialize.callables import expose, register
+from torchweft.serialize.registry import expose, register
 
 __all__ = [
     "UNSET_RPC_TIMEOUT",

@@ -21,7 +21,6 @@ import torch
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import OpenCalls
 from torchweft.autograd.engine import Engine
-from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
     CALL,
@@ -33,6 +32,7 @@ from torchweft.protocol.observing.report import (
     Thread,
     Wait,
 )
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc import fan_out, serving
 from torchweft.rpc.collective import Gatherings
 from torchweft.rpc.completion import key_of, proceed

@@ -34,9 +34,9 @@ from torchweft.errors import (
 )
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.connecting.reaching import HOST, NETWORK
-from torchweft.protocol.membership.devices import check_devices
-from torchweft.protocol.membership.joining import (
+from torchweft.protocol.devices import check_devices
+from torchweft.protocol.greetings import HOST, NETWORK
+from torchweft.protocol.joining import (
     Admission,
     Forget,
     Introduce,
@@ -44,7 +44,7 @@ from torchweft.protocol.membership.joining import (
     Request,
     introduce,
 )
-from torchweft.protocol.membership.registration import (
+from torchweft.protocol.registration import (
     HAS_SECRET,
     IS_FAR,
     PYTHON,

@@ -16,8 +16,9 @@ from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import enter
 from torchweft.errors import SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import AnsweredCall, ServedCall, failures
+from torchweft.protocol import calls
 from torchweft.protocol.observing.keys import call_key, making_key, reference_key
+from torchweft.protocol.served_calls import AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
@@ -59,7 +60,7 @@ class Call(AnsweredCall):
     def not_delivered(self, failure: BaseException) -> SerializationError:
         """Logs that the outcome could not be delivered; returns the error to deliver instead."""
         log_exception("the result of a call of worker %r could not be sent", self.peer.name)
-        return failures.not_sendable(self.worker.agent.info.name, failure)
+        return calls.not_sendable(self.worker.agent.info.name, failure)
 
     def keep(self, result: Any, error: BaseException | None) -> None:
         """Resolves the value ``owned`` with the outcome."""
@@ -123,7 +124,7 @@ def _finish_with_future(
     worker: Worker, function: Callable[..., Any], result: Any, call: Call
 ) -> None:
     if not isinstance(result, torch._C.Future):
-        call(None, failures.no_future(describe(function), result))
+        call(None, calls.no_future(describe(function), result))
         return
 
     def pass_on(done: Any) -> None:

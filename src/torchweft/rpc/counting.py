@@ -18,9 +18,9 @@ import numpy as np
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import AnsweredCall
 from torchweft.protocol.observing.latency import LEAST_S, STEPS
 from torchweft.protocol.observing.report import FunctionCounts
+from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.watching import Watcher
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe, own_name

@@ -17,7 +17,7 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.worker import current_worker
 
 TAKEN = object()

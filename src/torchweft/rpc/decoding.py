@@ -21,13 +21,12 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import own_copy
 from torchweft.runtime import device_streams
 from torchweft.serialize import inline
-from torchweft.serialize.bounds import unfolded_limit
-from torchweft.serialize.extents import separated
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, separated
 from torchweft.serialize.tensors import too_many
-from torchweft.serialize.values import PICKLE, decode
+from torchweft.serialize.value_reading import decode, unfolded_limit
+from torchweft.serialize.values import PICKLE
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import NO_GRAD, HandedReference, ValueHead
 

@@ -24,7 +24,7 @@ from torchweft.autograd.contexts import Contexts, current_id
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.membership.registration import why_not_by_value
+from torchweft.protocol.registration import why_not_by_value
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request
 from torchweft.runtime.interrupts import is_of_handler
@@ -36,12 +36,12 @@ from torchweft.runtime.thread_modes import (
     transform_level,
 )
 from torchweft.serialize import inline
-from torchweft.serialize.by_value import take_apart
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.inline import NO_TENSORS, Inlined
 from torchweft.serialize.objects import Packed, new_packed, pack, pack_by_name, pack_plain
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
+from torchweft.serialize.value_pickling import take_apart
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.wire.messages import (
     NAMED,

@@ -24,7 +24,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.native import native, reason
-from torchweft.protocol.connecting.reaching import HOST, NETWORK
+from torchweft.protocol.greetings import HOST, NETWORK
 from torchweft.protocol.observing.clocks import Reading, lead_of
 from torchweft.protocol.observing.facts import HostFacts, PairFacts, WorkerFacts, encode_facts
 from torchweft.rpc.api import rpc_sync

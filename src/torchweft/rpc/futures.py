@@ -11,7 +11,7 @@ import torch
 
 from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled
-from torchweft.protocol.calls import failures
+from torchweft.protocol import calls
 from torchweft.rpc.ordered_futures import OrderedFuture, begin, fail
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
@@ -59,7 +59,7 @@ class Future(OrderedFuture[T]):
         """Completes the future; after an interrupt another thread calls this again."""
         if call.on_done is None:
             if not self.done():
-                self._fail(failures.interrupted(call))
+                self._fail(calls.interrupted(call))
             return
         call.on_done = None  # Breaks a cycle: the garbage collector does not traverse futures.
         call.kept = None

@@ -13,8 +13,8 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership.registration import ENDED_LIMIT
 from torchweft.protocol.numbers import Tombstones
+from torchweft.protocol.registration import ENDED_LIMIT
 from torchweft.runtime.reports import log_exception
 
 

@@ -1,4 +1,4 @@
-"""How a worker leaves its group: the shell of ``torchweft.protocol.membership.leaving``."""
+"""How a worker leaves its group: the shell of ``torchweft.protocol.leaving``."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from collections.abc import Callable
 
 from torchweft.agent.peers import Peer
 from torchweft.errors import ShutdownError
-from torchweft.protocol.calls import has_awaited
-from torchweft.protocol.membership.leader import ProbeLater, Report, Send, Step
-from torchweft.protocol.membership.leaving import (
+from torchweft.protocol.leaving import (
     Action,
     BeginSettling,
     ClosedLeaving,
@@ -21,10 +19,15 @@ from torchweft.protocol.membership.leaving import (
     Look,
     Lose,
     OpenLeaving,
+    ProbeLater,
+    Report,
     Retire,
+    Send,
+    Step,
     Watch,
 )
-from torchweft.protocol.membership.registration import LEADER
+from torchweft.protocol.registration import LEADER
+from torchweft.protocol.served_calls import has_awaited
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame

@@ -16,7 +16,7 @@ import torch
 from torchweft import knobs
 from torchweft.arguments import checked_int, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.protocol.membership.devices import Devices
+from torchweft.protocol.devices import Devices
 from torchweft.rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -25,7 +25,7 @@ from torchweft.rpc.constants import (
 from torchweft.rpc.rref import RRef
 from torchweft.secret import Secret
 from torchweft.serialize.allowed import BY_THEMSELVES, is_part_of_weft
-from torchweft.serialize.callables import Callables
+from torchweft.serialize.registry import Callables
 from torchweft.transport.addresses import is_loopback
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.errors import NotInitialized, SerializationError
-from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.requests import reply_by_tables
 from torchweft.runtime.reports import log_exception

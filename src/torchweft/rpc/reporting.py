@@ -18,8 +18,7 @@ from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
-from torchweft.protocol.calls import ServedCall as Served
-from torchweft.protocol.connecting.reaching import HOST
+from torchweft.protocol.greetings import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
 from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
@@ -37,6 +36,7 @@ from torchweft.protocol.observing.report import (
     Traffic,
     encode,
 )
+from torchweft.protocol.served_calls import ServedCall as Served
 from torchweft.rpc.activity import threads
 from torchweft.rpc.completion import Call, key_of
 from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of

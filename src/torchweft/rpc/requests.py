@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
-from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.sessions import Outgoing
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.thread_modes import (

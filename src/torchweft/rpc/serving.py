@@ -22,13 +22,14 @@ from torchweft.errors import (
     ProtocolError,
     UnknownFunction,
 )
-from torchweft.protocol.calls import SLOW_S, failures
+from torchweft.protocol import calls
+from torchweft.protocol.served_calls import SLOW_S
 from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.worker import Worker, current_worker
-from torchweft.serialize.by_value import Code, received
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import remotely_callable
+from torchweft.serialize.value_pickling import Code, received
 from torchweft.serialize.values import split_names
 from torchweft.wire.messages import (
     NAMED,
@@ -172,7 +173,7 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
     remaining_s, creation, *_, head = control.head if is_local else decode_call(control)
     _give_back(worker, peer, head, message)
     call.context_id = head[0]
-    error = failures.too_many_waiting(worker.agent.info.name, peer.name)
+    error = calls.too_many_waiting(worker.agent.info.name, peer.name)
     call.refuse(creation, remaining_s, time.monotonic(), error)
 
 

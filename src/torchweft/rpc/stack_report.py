@@ -29,7 +29,8 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.calls import ServedCall, SimpleRequest, function_name
+from torchweft.protocol.calls import SimpleRequest, function_name
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.frames import lines, thread_frames
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.wire.frames import Buffer, Frame, encode_frame

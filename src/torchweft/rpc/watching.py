@@ -13,7 +13,7 @@ from typing import Any
 from torchweft.agent.calls import PendingCall
 from torchweft.autograd.engine import PassWatcher
 from torchweft.ids import ReferenceId
-from torchweft.protocol.calls import AnsweredCall
+from torchweft.protocol.served_calls import AnsweredCall
 
 
 class Watcher(PassWatcher):

@@ -20,7 +20,7 @@ from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.errors import ProtocolError
-from torchweft.protocol.calls import AnsweredCall, SlowFunctions
+from torchweft.protocol.served_calls import AnsweredCall, SlowFunctions
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.encoding import Encoder

@@ -20,14 +20,13 @@ import struct
 from collections.abc import Sequence
 from ctypes import string_at
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.native import native
-from torchweft.serialize.extents import USUAL_ADDRESS, flatten, is_freed, is_worth_a_union
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.table import (
     CODES,
@@ -38,10 +37,13 @@ from torchweft.serialize.table import (
     REQUIRES_GRAD,
     SHARED,
     SIMPLE_NDIM,
-    SIZES,
     STRIDED,
+    USUAL_ADDRESS,
     dtype_of,
     extent,
+    flatten,
+    is_freed,
+    is_worth_a_union,
 )
 
 LIMIT_BYTES = 68 * 1024
@@ -51,10 +53,8 @@ FURTHER_BYTES = 8 * 1024
 MESSAGE_LIMIT_BYTES = 2 << 20
 """Bytes that all tensors of a message may have; above it, new memory makes copies slow."""
 
-_ALONE_BYTES = 64 * 1024
 _HEAD = struct.Struct("<BBBI")
 _HEADS = tuple(struct.Struct(f"<BBBI{count}Q") for count in range(2 * SIMPLE_NDIM + 3))
-_SHARED = struct.Struct("<QQ")
 _PLACED = REQUIRES_GRAD | PARAMETER
 _FLAGS = REQUIRES_GRAD | PARAMETER | COMPUTED | STRIDED | SHARED
 
@@ -251,9 +251,7 @@ def _unions(described: Sequence[_Described]) -> dict[int, _Union] | None:
     return unions
 
 
-def decode(
-    data: bytes | bytearray | memoryview, position: int
-) -> tuple[list[Tensor], bytes]:
+def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Tensor], bytes]:
     """Returns the tensors, each with memory of its own and without grad, and their flags.
 
     Args:
@@ -281,22 +279,21 @@ def decode(
     try:
         while position < end:
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
-            position += 7
-            shape = SIZES[ndim].unpack_from(data, position)
-            position += 8 * ndim
-            _check(flags, code)
+            _check(flags, code, ndim)
+            dtype = _dtype_of(code)
+            count = ndim * (2 if flags & STRIDED else 1) + (2 if flags & SHARED else 0)
+            start = position + _HEAD.size + 8 * count
+            numbers = struct.unpack_from(f"<{count}Q", data, position + _HEAD.size)
+            position = start + size_bytes
+            memory = bytearray(data[start:position])
+            if len(memory) != size_bytes:
+                raise ProtocolError(f"a tensor of {size_bytes} bytes is cut short")
+            shape, strides = numbers[:ndim], numbers[ndim : 2 * ndim]
             if flags & SHARED:
-                tensor, position = _view(
-                    data, position, code, flags, shape, size_bytes, len(tensors), shared
-                )
-            elif flags & STRIDED:
-                tensor, position = _strided(data, position, code, shape, size_bytes)
+                whole = _shared(shared, numbers[-1], len(tensors), memory, dtype)
+                tensor = _view(whole, shape, strides, numbers[-2])
             else:
-                memory = bytearray(data[position : position + size_bytes])
-                tensor, position = (
-                    _contiguous(code, shape, size_bytes, memory),
-                    position + size_bytes,
-                )
+                tensor = _alone(memory, dtype, shape, strides if flags & STRIDED else None)
             tensors.append(tensor)
             all_flags.append(flags & ~STRIDED)
     except WeftError:
@@ -314,71 +311,52 @@ def _dtype_of(code: int) -> torch.dtype:
     return dtype
 
 
-def _contiguous(code: int, shape: tuple[int, ...], size_bytes: int, memory: bytearray) -> Tensor:
-    dtype = _dtype_of(code)
-    if prod(shape) * dtype.itemsize != size_bytes or len(memory) != size_bytes:
+def _alone(
+    memory: bytearray, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...] | None
+) -> Tensor:
+    """Returns a tensor that has its memory for itself; a contiguous one without strides."""
+    count = prod(shape) if strides is None else extent(shape, strides)
+    if count * dtype.itemsize != len(memory):
         raise ProtocolError(f"a tensor of shape {shape} comes with {len(memory)} bytes")
+    if strides is not None:
+        if max((*shape, *strides), default=0) >= INT64_LIMIT or prod(shape) >= INT64_LIMIT:
+            raise ProtocolError(f"a tensor of shape {shape} has the strides {strides}")
+        return torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
     if not memory:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
-def _strided(
-    data: Any, position: int, code: int, shape: tuple[int, ...], size_bytes: int
-) -> tuple[Tensor, int]:
-    """Returns a tensor that is not contiguous, and where its bytes end."""
-    strides = SIZES[len(shape)].unpack_from(data, position)
-    position += 8 * len(shape)
-    memory = bytearray(data[position : position + size_bytes])
-    dtype = _dtype_of(code)
-    if extent(shape, strides) * dtype.itemsize != size_bytes or len(memory) != size_bytes:
-        raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
-    if max((*shape, *strides), default=0) >= INT64_LIMIT or prod(shape) >= INT64_LIMIT:
-        raise ProtocolError(f"a tensor of shape {shape} has the strides {strides}")
-    tensor = torch.frombuffer(memory, dtype=dtype).as_strided(shape, strides)
-    return tensor, position + size_bytes
-
-
-def _view(
-    data: Any,
-    position: int,
-    code: int,
-    flags: int,
-    shape: tuple[int, ...],
-    size_bytes: int,
-    index: int,
-    shared: dict[int, Tensor],
-) -> tuple[Tensor, int]:
-    """Returns a view of memory that several tensors share, and where its bytes end."""
-    strides = SIZES[len(shape)].unpack_from(data, position)
-    position += 8 * len(shape)
-    offset, bringer = _SHARED.unpack_from(data, position)
-    start, position = position + _SHARED.size, position + _SHARED.size + size_bytes
+def _shared(
+    shared: dict[int, Tensor], bringer: int, index: int, memory: bytearray, dtype: torch.dtype
+) -> Tensor:
+    """Returns the memory that several tensors share, which ``bringer`` brings."""
     if bringer == index:
-        memory = bytearray(data[start:position])
-        if len(memory) != size_bytes or not memory:
-            raise ProtocolError(f"shared memory of {size_bytes} bytes is cut short")
         shared[index] = torch.frombuffer(memory, dtype=torch.uint8)
-    elif size_bytes:
+    elif memory:
         raise ProtocolError("a view brings memory, and is on that of another tensor")
-    dtype = _dtype_of(code)
     whole = shared[bringer]
     if whole.dtype is not dtype:
         whole = whole.view(torch.uint8)
         rest = whole.numel() % dtype.itemsize
         if rest:
-            whole = whole[:-rest].view(dtype)
-        else:  # The next view is probably of the same dtype.
-            whole = shared[bringer] = whole.view(dtype)
+            return whole[:-rest].view(dtype)
+        whole = shared[bringer] = whole.view(dtype)  # The next view is probably of this dtype.
+    return whole
+
+
+def _view(whole: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
     if 0 in shape or max((offset, *shape, *strides)) >= INT64_LIMIT:
         raise ProtocolError(f"a view of shape {shape} has the strides {strides}")
     if prod(shape) >= INT64_LIMIT or offset + extent(shape, strides) > whole.numel():
         raise ProtocolError(f"a view of shape {shape} leaves the memory of its message")
     # Detached: no view to autograd, but with the version counter of the memory.
-    return whole.as_strided(shape, strides, offset).detach(), position
+    return whole.as_strided(shape, strides, offset).detach()
 
 
-def _check(flags: int, code: int) -> None:
+def _check(flags: int, code: int, ndim: int) -> None:
+    if ndim > SIMPLE_NDIM:
+        raise ProtocolError(f"a tensor of {ndim} dimensions stands in its message")
     is_known = not flags & ~_FLAGS and (flags & STRIDED or not flags & SHARED)
     is_right = flags & REQUIRES_GRAD and code in _DIFFERENTIABLE
     if not is_known or (flags & (REQUIRES_GRAD | COMPUTED) and not is_right):

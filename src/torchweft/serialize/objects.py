@@ -5,11 +5,10 @@ tensors are taken out of the pickle, wherever they are (arguments, modules, data
 and a number replaces each. Objects of registered classes are replaced as well: the layer above
 hands on remote references, and has to know of each one.
 
-There are three picklers. The first is for receivers that run the same main program. It runs in C,
-sends functions and classes by name, and works out once for each class how its instances are taken
-apart. The second does the same for other receivers, and looks at each function and class. If an
-object has no name that the other side could import, cloudpickle pickles everything again and sends
-such objects by value.
+There are two picklers. The first runs in C, sends functions and classes by name, and works out once
+for each class how its instances are taken apart. For receivers that run another main program, it
+looks at each function and class. If an object has no name that the other side could import,
+cloudpickle pickles everything again and sends such objects by value.
 
 Each taken-out tensor is pickled as a call of one marker. Pickling the marker itself would cost a
 microsecond a message. So the pickler's memo already has the marker, as number 0, and every payload
@@ -37,7 +36,7 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.runtime.interrupts import is_of_handler
-from torchweft.serialize import values
+from torchweft.serialize import value_reading, values
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
 from torchweft.serialize.reducers import (
@@ -91,7 +90,7 @@ def register_external(kind: type[Kind]) -> type[Kind]:
     global _external_types
     if kind not in _external_types:
         _external_types = (*_external_types, kind)
-        _quick_picklers.clear()
+        _name_picklers.clear()
     return kind
 
 
@@ -196,7 +195,7 @@ def unpack(
     payload: bytes | bytearray | memoryview,
     tensors: Sequence[Tensor],
     externals: Sequence[object],
-    come_home: Callable[[ReferenceId], Any] = values.refuse_home,
+    come_home: Callable[[ReferenceId], Any] = value_reading.refuse_home,
 ) -> object:
     """Returns the object that ``pack`` was given on another worker.
 
@@ -211,7 +210,7 @@ def unpack(
     if not payload:
         return tensors[0] if tensors else None
     if payload[0] != values.PICKLE:
-        return values.decode(payload, tensors, externals, come_home=come_home)
+        return value_reading.decode(payload, tensors, externals, come_home=come_home)
     unpickler: _Unpickler | None = None
     try:
         if type(payload) is bytes and _GLOBAL not in payload:
@@ -360,17 +359,40 @@ def _by_copyreg(value: Any) -> Any:
     return reducer(value)
 
 
-class _QuickPickler:
-    """A pickler in C that can be used again and again, by one thread at a time."""
+class _LookingPickler(pickle.Pickler):
+    """Looks whether the receiver finds each function and class by its name."""
 
-    __slots__ = ("_parts", "_pickler", "_reducers", "write")
+    main_by_name = True
 
-    def __init__(self) -> None:
+    def reducer_override(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is FunctionType or isinstance(value, type) or kind in NAMED_TYPES:
+            module = value.__module__
+            if module in MAIN_MODULES:
+                if not self.main_by_name:
+                    raise _NeedsValue(f"{value!r} is part of the main program")
+            elif is_registered_by_value(module):
+                raise _NeedsValue(f"module {module!r} goes by value")
+        return NotImplemented
+
+
+class _NamePickler:
+    """Pickles functions and classes by name, with a pickler in C that can be used again and again.
+
+    Not thread-safe.
+
+    Args:
+        kind: The type of the pickler.
+    """
+
+    __slots__ = ("_parts", "_reducers", "pickler", "write")
+
+    def __init__(self, kind: type[pickle.Pickler] = pickle.Pickler) -> None:
         self._parts: list[bytes] = []
         self.write = self._parts.append
         self._reducers = _Reducers()
-        self._pickler = pickle.Pickler(self, _PROTOCOL)
-        self._pickler.dispatch_table = self._reducers
+        self.pickler: Any = kind(self, _PROTOCOL)
+        self.pickler.dispatch_table = self._reducers
 
     def pack(self, value: object) -> Packed:
         reducers, parts = self._reducers, self._parts
@@ -380,48 +402,22 @@ class _QuickPickler:
             reducers.clear()
         tensors = reducers.tensors = []
         externals = reducers.externals = []
-        self._pickler.memo = _MEMO
+        self.pickler.memo = _MEMO
         try:
-            self._pickler.dump(value)
+            self.pickler.dump(value)
             return _packed(parts, tensors, externals)
         except BaseException:
             reducers.clear()  # A local class, which goes by value, must not live on here.
             raise
         finally:
             # Its memo would keep the objects of the message alive.
-            self._pickler.clear_memo()
+            self.pickler.clear_memo()
             parts.clear()
             reducers.tensors, reducers.externals = [], []
 
 
-_quick_picklers: list[_QuickPickler] = []
+_name_picklers: list[_NamePickler] = []
 """Picklers that no thread uses now."""
-
-
-class _NamePickler(pickle.Pickler):
-    """Pickles functions and classes by name; in C as far as possible."""
-
-    __slots__ = ("externals", "main_by_name", "tensors")
-
-    tensors: list[Tensor]
-    externals: list[object]
-    main_by_name: bool
-
-    def reducer_override(self, value: Any) -> Any:
-        kind = type(value)
-        if _is_plain(value):
-            tensors = self.tensors
-            tensors.append(value)
-            return _tensor, (len(tensors) - 1,)
-        if kind is FunctionType or isinstance(value, type) or kind in NAMED_TYPES:
-            module = value.__module__
-            if module in MAIN_MODULES:
-                if not self.main_by_name:
-                    raise _NeedsValue(f"{value!r} is part of the main program")
-            elif is_registered_by_value(module):
-                raise _NeedsValue(f"module {module!r} goes by value")
-            return NotImplemented
-        return _take_out(self, value)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -450,7 +446,7 @@ class _Unpickler(pickle.Unpickler):
             raise unknown(module, name, str(error)) from error
 
 
-def _take_out(pickler: _NamePickler | ValuePickler | _Reducers, value: Any) -> Any:
+def _take_out(pickler: ValuePickler | _Reducers, value: Any) -> Any:
     """Reduces anything but functions and classes, for all picklers."""
     if isinstance(value, Tensor):
         reduced = reduce_tensor(value)
@@ -471,27 +467,16 @@ def _pack_by_name(value: object, main_by_name: bool) -> Packed:
     # Weft itself registers the main program; see ``_pack_by_value``.
     if main_by_name and cloudpickle.list_registry_pickle_by_value() <= _MAIN_NAMES:
         try:
-            pickler = _quick_picklers.pop()
+            pickler = _name_picklers.pop()
         except IndexError:
-            pickler = _QuickPickler()
+            pickler = _NamePickler()
         try:
             return pickler.pack(value)
         finally:
-            _quick_picklers.append(pickler)
-    return _pack_with_look(value, main_by_name)
-
-
-def _pack_with_look(value: object, main_by_name: bool) -> Packed:
-    tensors: list[Tensor] = []
-    externals: list[object] = []
-    buffer = io.BytesIO()
-    pickler = _NamePickler(buffer, _PROTOCOL)
-    pickler.memo = _MEMO
-    pickler.tensors = tensors
-    pickler.externals = externals
-    pickler.main_by_name = main_by_name
-    pickler.dump(value)
-    return _packed((buffer.getvalue(),), tensors, externals)
+            _name_picklers.append(pickler)
+    looking = _NamePickler(_LookingPickler)
+    looking.pickler.main_by_name = main_by_name
+    return looking.pack(value)
 
 
 def _pack_by_value(

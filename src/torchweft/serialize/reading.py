@@ -22,12 +22,12 @@ from torch import Tensor
 from torchweft.errors import NotAllowed, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.runtime.interrupts import is_of_handler
-from torchweft.serialize import by_value, functions, objects, values
+from torchweft.serialize import functions, objects, value_pickling, value_reading, values
 from torchweft.serialize.allowed import AllowList
-from torchweft.serialize.bounds import limit_of_repetition
-from torchweft.serialize.by_value import Code
-from torchweft.serialize.callables import StrictNames
 from torchweft.serialize.exceptions import unpack_error
+from torchweft.serialize.registry import StrictNames
+from torchweft.serialize.value_pickling import Code
+from torchweft.serialize.value_reading import limit_of_repetition
 
 
 class Reader(NamedTuple):
@@ -40,7 +40,7 @@ class Reader(NamedTuple):
         resolve_value: Returns the function or class with a name that is a value.
         method_of: Returns the method of a value of this worker that another worker asks for.
         check_called: Raises if a function that a message contains may not be called.
-        bind: Does the same as ``by_value.bind``.
+        bind: Does the same as ``value_pickling.bind``.
         unpack: Does the same as ``objects.unpack``.
         unpack_error: Does the same as ``exceptions.unpack_error``.
     """
@@ -67,7 +67,7 @@ TRUSTING = Reader(
     functions.resolve,
     getattr,
     _may_be_called,
-    by_value.bind,
+    value_pickling.bind,
     objects.unpack,
     unpack_error,
 )
@@ -117,14 +117,16 @@ class _Restricted:
         payload: bytes | bytearray | memoryview,
         tensors: Sequence[Tensor],
         externals: Sequence[object],
-        come_home: Callable[[ReferenceId], Any] = values.refuse_home,
+        come_home: Callable[[ReferenceId], Any] = value_reading.refuse_home,
     ) -> Any:
         """Returns the object in a message, or raises NotAllowed."""
         if not payload:
             return tensors[0] if tensors else None
         if payload[0] != values.PICKLE:
             limit_bytes = limit_of_repetition(len(payload), tensors)
-            return values.decode(payload, tensors, externals, self._resolve, come_home, limit_bytes)
+            return value_reading.decode(
+                payload, tensors, externals, self._resolve, come_home, limit_bytes
+            )
         return self._unpickle(payload, tensors, externals)
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:

@@ -17,10 +17,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
 import torch
+from torch import Tensor
 
 from torchweft.errors import ProtocolError, SerializationError
 
@@ -53,28 +55,17 @@ SIMPLE = tuple(struct.Struct(f"<BBBBBI{ndim}Q") for ndim in range(SIMPLE_NDIM + 
 """A whole entry without strides, by its number of dimensions."""
 
 
+@dataclass(slots=True)
 class Entry:
     """The table's description of one tensor."""
 
-    __slots__ = ("buffer", "code", "device", "flags", "offset", "shape", "strides")
-
-    def __init__(
-        self,
-        code: int,
-        flags: int,
-        shape: tuple[int, ...],
-        buffer: int,
-        device: tuple[int, int] = (0, 0),
-        offset: int = 0,
-        strides: tuple[int, ...] | None = None,
-    ) -> None:
-        self.code = code
-        self.flags = flags
-        self.shape = shape
-        self.buffer = buffer
-        self.device = device
-        self.offset = offset
-        self.strides = strides
+    code: int
+    flags: int
+    shape: tuple[int, ...]
+    buffer: int
+    device: tuple[int, int] = (0, 0)
+    offset: int = 0
+    strides: tuple[int, ...] | None = None
 
     def end(self) -> int:
         """Counts the elements of the buffer up to the last one that this tensor reaches."""
@@ -173,6 +164,75 @@ def _check(entry: Entry, buffer_count: int) -> None:
     # Leave out zero sizes: torch multiplies the sizes of an empty shape in this order too.
     if prod(size or 1 for size in entry.shape) >= INT64_LIMIT:
         raise ProtocolError(f"the tensor table has the impossible shape {entry.shape}")
+
+
+# The memory of one tensor.
+
+UNION_FLOOR_BYTES = 4096
+"""A union or extent up to this size is sent whole, whatever part of it the tensors use."""
+
+_UNION_FACTOR = 2
+
+USUAL_ADDRESS = 1 << 40
+"""Few tensors begin below it; those of a storage that the program has freed do."""
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Whether the storage of a dense tensor has been made too small for it."""
+    if not tensor.numel():
+        return False
+    end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
+    return bool(tensor.untyped_storage().nbytes() < end * tensor.element_size())
+
+
+def is_worth_a_union(union_bytes: int, tensors: Sequence[Tensor]) -> bool:
+    """Whether the memory from the first to the last byte of tensors should travel whole."""
+    if union_bytes <= UNION_FLOOR_BYTES:
+        return True
+    wanted_bytes = sum(_distinct(tensor) * tensor.element_size() for tensor in tensors)
+    return bool(union_bytes <= _UNION_FACTOR * wanted_bytes)
+
+
+def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Returns the elements that travel, and strides unless they are the contiguous ones."""
+    if tensor.is_contiguous():
+        return tensor.view(-1), None
+    strides = tensor.stride()
+    length = extent(tensor.shape, strides)
+    is_small = length * tensor.element_size() <= UNION_FLOOR_BYTES
+    if is_small or length <= _distinct(tensor):
+        return tensor.as_strided((length,), (1,)), strides
+    if tensor.element_size() == 1:
+        tensor = tensor.view(torch.uint8)  # torch cannot copy every one-byte dtype
+    # Dimensions that were expanded hold one element each, in the copy too.
+    for dimension, stride in enumerate(strides):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    copy = tensor.contiguous()
+    if 0 not in strides:
+        return copy.view(-1), None
+    pairs = zip(copy.stride(), strides, strict=True)
+    return copy.view(-1), tuple(stride if before else 0 for stride, before in pairs)
+
+
+def separated(tensor: Tensor) -> Tensor:
+    """Returns a copy of a dense tensor without a graph, which takes no more than its memory.
+
+    A copy by torch takes as much as the shape announces: an expanded tensor has one element in
+    memory for many.
+    """
+    strides = tensor.stride()
+    length = extent(tensor.shape, strides) if tensor.numel() else 0
+    if length >= tensor.numel():
+        return tensor.clone()
+    memory = tensor.as_strided((length,), (1,)).clone()
+    return memory.as_strided(tensor.shape, strides).detach()  # No view to autograd.
+
+
+def _distinct(tensor: Tensor) -> int:
+    """Counts the elements of ``tensor`` that can lie at distinct addresses."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in pairs if stride)
 
 
 # Numbers of dtypes and devices: positions in lists to which names are only ever appended. A dtype

@@ -36,7 +36,7 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,9 +46,8 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.runtime.interrupts import is_of_handler
-from torchweft.serialize import bounds, functions
-from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
+from torchweft.serialize import functions
+from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch
 from torchweft.serialize.registry import rebuilds_plain
 
 PICKLE = 0x80
@@ -64,7 +63,6 @@ DEPTH_LIMIT = 150
 NUMBER = struct.Struct("<BI")
 INTEGER_VALUE = struct.Struct("<Bq")
 HOME_VALUE = struct.Struct("<Bqqq")
-_HOME_NUMBERS = struct.Struct("<qqq")
 FLOAT_VALUE = struct.Struct("<Bd")
 COMPLEX_VALUE = struct.Struct("<Bdd")
 
@@ -248,7 +246,7 @@ class ExactEncoder:
             self._add(each)
 
     def _unfold(self, value: Any) -> tuple[Any, ...]:
-        parts = _unfold_exactly(value, self._main_by_name, self._home_of)
+        parts = unfold_exactly(value, self._main_by_name, self._home_of)
         if parts is None:
             raise Beyond(f"{type(value)} is left to pickle")
         return parts
@@ -437,7 +435,7 @@ _UNFOLDERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
 }
 
 
-def _unfold_exactly(
+def unfold_exactly(
     value: Any, main_by_name: bool, home_of: Callable[[Any], ReferenceId | None]
 ) -> tuple[Any, ...] | None:
     """Returns the parts of a value for ``encode``; None if it has to go by pickle."""
@@ -492,317 +490,3 @@ def encode(
         return ExactEncoder(tensors, main_by_name, home_of).encode(value)
     except Beyond:
         return None
-
-
-# Decoding
-
-_TORCH_NAMES: dict[str, Any] = {
-    str(value): value
-    for value in vars(torch).values()
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format))
-}
-
-
-def refuse_home(_: ReferenceId) -> NoReturn:
-    """Refuses a reference that comes home, in a value that cannot have any."""
-    raise ProtocolError("a message has a reference where there can be none")
-
-
-def decode(
-    payload: bytes | bytearray | memoryview,
-    tensors: Sequence[Tensor],
-    externals: Sequence[object],
-    resolve: Callable[[bytes], Any] = functions.resolve,
-    come_home: Callable[[ReferenceId], Any] = refuse_home,
-    limit_bytes: int | None = None,
-) -> Any:
-    """Returns the value that was encoded on another worker.
-
-    Args:
-        payload: The bytes of one value.
-        tensors: The encoder's tensors, as they arrived.
-        externals: The encoder's externals, as they arrived.
-        resolve: Returns the function or class with a name, or raises.
-        come_home: Returns the reference with an address whose value this worker owns, or raises.
-        limit_bytes: How large the value may be when it is unfolded; see ``bounds``. None for any
-            size.
-
-    Raises:
-        ProtocolError: The bytes are malformed.
-        SerializationError: The value is larger when it is unfolded, or keys collide.
-        WeftError: A name does not exist here, or may not be followed.
-    """
-    try:
-        if native is not None and limit_bytes is None:
-            return native.decode_values(payload, tensors, externals, resolve, come_home)
-        decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home, limit_bytes)
-        value = decoder.read()
-    except WeftError:
-        raise
-    except Exception as error:
-        if is_of_handler(error):
-            raise
-        raise ProtocolError(f"a message is malformed: {type(error).__name__}: {error}") from None
-    left = len(payload) - decoder.position
-    if left:
-        raise ProtocolError(f"a message has {left} bytes too many")
-    return value
-
-
-class _Decoder:
-    """Reads one payload from front to end."""
-
-    def __init__(
-        self,
-        data: bytes,
-        tensors: Sequence[Tensor],
-        externals: Sequence[object],
-        resolve: Callable[[bytes], Any],
-        come_home: Callable[[ReferenceId], Any],
-        limit_bytes: int | None,
-    ) -> None:
-        self._data = data
-        self._tensors = tensors
-        self._externals = externals
-        self._resolve = resolve
-        self._come_home = come_home
-        self._limit_bytes = limit_bytes
-        self._containers: list[Any] = []
-        self._sizes: list[int] = []
-        self._folded_bytes = 0
-        self._depth = 0
-        self._key_times: bounds.KeyTimes | None = None
-        self.position = 0
-
-    @property
-    def unfolded_bytes(self) -> int:
-        """The unfolded size of what has been read."""
-        return self.position + self._folded_bytes
-
-    def read(self) -> Any:
-        """Returns the next value."""
-        tag = self._data[self.position]
-        self.position += 1
-        self._depth += 1
-        if self._depth > DEPTH_LIMIT + 1:
-            raise ProtocolError("a message is nested too deeply")
-        value = _READERS[tag](self)
-        self._depth -= 1
-        return value
-
-    def _number(self) -> int:
-        return int.from_bytes(self._take(4), "little")
-
-    def _take(self, size: int) -> bytes:
-        start, self.position = self.position, self.position + size
-        if self.position > len(self._data):
-            raise ProtocolError("a message is cut short")
-        return self._data[start : self.position]
-
-    def _text(self) -> str:
-        return self._take(self._number()).decode("utf-8", "surrogatepass")
-
-    def _integer(self) -> int:
-        start, self.position = self.position - 1, self.position + 8
-        number: int = INTEGER_VALUE.unpack_from(self._data, start)[1]
-        return number
-
-    def _big_integer(self) -> int:
-        return int.from_bytes(self._take(self._number()), "little", signed=True)
-
-    def _float(self) -> float:
-        return float(struct.unpack("<d", self._take(8))[0])
-
-    def _complex(self) -> complex:
-        return complex(*struct.unpack("<dd", self._take(16)))
-
-    def _bytes(self) -> bytes:
-        return self._take(self._number())
-
-    def _values(self) -> list[Any]:
-        # Each value takes at least a byte, so a false count ends with the data.
-        return [self.read() for _ in range(self._number())]
-
-    def _tuple(self) -> tuple[Any, ...]:
-        return tuple(self._values())
-
-    def _frozenset(self) -> frozenset[Any]:
-        return frozenset(self._with_keys(set(), self._values()))
-
-    def _list(self) -> list[Any]:
-        made: list[Any] = []
-        number = self._begin(made)
-        for _ in range(self._number()):
-            made.append(self.read())
-        self._end(number)
-        return made
-
-    def _set(self) -> set[Any]:
-        made: set[Any] = set()
-        number = self._begin(made)
-        self._with_keys(made, self._values())
-        self._end(number)
-        return made
-
-    def _with_keys(self, made: set[Any], keys: list[Any]) -> set[Any]:
-        if len(keys) <= bounds.KEYS_AT_ONCE:
-            made.update(keys)
-        else:
-            self._times.add(
-                keys, lambda start, end: made.update(keys[start:end]), made.__contains__
-            )
-        return made
-
-    def _dictionary(self) -> dict[Any, Any]:
-        return self._fill({})
-
-    def _ordered(self) -> dict[Any, Any]:
-        made: dict[Any, Any] = self._fill(OrderedDict())
-        return _with_attributes(made, self.read())  # type: ignore[no-any-return]
-
-    def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
-        number = self._begin(made)
-        count = self._number()
-        if count <= bounds.KEYS_AT_ONCE:
-            for _ in range(count):
-                key = self.read()
-                made[key] = self.read()
-        else:
-            keys, values = [], []
-            for _ in range(count):
-                keys.append(self.read())
-                values.append(self.read())
-            self._times.add(
-                keys,
-                lambda start, end: made.update(
-                    zip(keys[start:end], values[start:end], strict=True)
-                ),
-                made.__contains__,
-            )
-        self._end(number)
-        return made
-
-    @property
-    def _times(self) -> bounds.KeyTimes:
-        if self._key_times is None:
-            self._key_times = bounds.KeyTimes(len(self._data))
-        return self._key_times
-
-    def _begin(self, made: object) -> int:
-        """Notes a container before its content, which may refer back to it; returns its number."""
-        self._containers.append(made)
-        self._sizes.append(-self.unfolded_bytes)
-        self._folded_bytes += bounds.CONTAINER_BYTES
-        return len(self._sizes) - 1
-
-    def _end(self, number: int) -> None:
-        self._sizes[number] += self.unfolded_bytes
-
-    def _again(self) -> Any:
-        number = self._number()
-        if self._limit_bytes is not None:
-            # The size of a container that contains itself is not known yet: no walk of it ends.
-            self._fold(max(self._sizes[number], 0), self._limit_bytes)
-        return self._containers[number]
-
-    def _fold(self, size_bytes: int, limit_bytes: int) -> None:
-        """Counts what is not written out in the payload."""
-        self._folded_bytes += size_bytes
-        if self.unfolded_bytes > limit_bytes:
-            raise bounds.too_large(limit_bytes)
-
-    def _tensor(self) -> Tensor:
-        tensor = self._tensors[self._number()]
-        if self._limit_bytes is not None:
-            self._fold(tensor.numel() * tensor.itemsize, self._limit_bytes)
-        return tensor
-
-    def _reference(self) -> object:
-        return self._externals[self._number()]
-
-    def _home(self) -> Any:
-        return self._come_home(ReferenceId(*_HOME_NUMBERS.unpack(self._take(_HOME_NUMBERS.size))))
-
-    def _named(self) -> Any:
-        return self._resolve(self._bytes())
-
-    def _rebuilt(self, tag: int) -> Any:
-        first = self._text() if tag in (TORCH, MADE) else self.read()
-        second = self.read() if tag in (ATTRIBUTED, MADE) else None
-        return _REBUILDERS[tag](first, second)
-
-
-# Values that are made of one or two others, the first of which stands behind the tag.
-
-
-def _with_attributes(value: Any, attributes: object) -> Any:
-    if type(attributes) is not dict:
-        raise ProtocolError("the attributes of a value are no dict of names")
-    kind = OrderedDict if type(value) is OrderedDict else Tensor
-    check_attributes(kind, attributes)
-    if kind is Tensor:
-        set_attributes(value, attributes)
-    else:
-        vars(value).update(attributes)
-    return value
-
-
-def _torch_of(name: str, _: None) -> Any:
-    found = _TORCH_NAMES.get(name)
-    return torch.device(name) if found is None else found
-
-
-def _size_of(sizes: object, _: None) -> torch.Size:
-    if type(sizes) is not tuple:
-        raise ProtocolError("a size in a message is no tuple")
-    return torch.Size(sizes)
-
-
-def _made_of(name: str, arguments: object) -> Any:
-    if not rebuilds_plain.has(name):
-        raise ProtocolError(f"a message has an object made by {name!r}")
-    if type(arguments) is not tuple:
-        raise ProtocolError("the arguments in a message are no tuple")
-    return functions.resolve(name.encode())(*arguments)
-
-
-_REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
-    ORDERED: _with_attributes,
-    ATTRIBUTED: _with_attributes,
-    TORCH: _torch_of,
-    SIZE: _size_of,
-    MADE: _made_of,
-    BIG_INTEGER: lambda data, _: int.from_bytes(data, "little", signed=True),
-    NAME: lambda name, resolve: resolve(name),
-    HOME: lambda numbers, come_home: come_home(ReferenceId(*_HOME_NUMBERS.unpack(numbers))),
-}
-_READERS: tuple[Callable[[_Decoder], Any], ...] = (
-    lambda _: None,
-    lambda _: True,
-    lambda _: False,
-    _Decoder._integer,
-    _Decoder._float,
-    _Decoder._complex,
-    _Decoder._text,
-    _Decoder._bytes,
-    _Decoder._tuple,
-    _Decoder._list,
-    _Decoder._set,
-    _Decoder._frozenset,
-    _Decoder._dictionary,
-    _Decoder._ordered,
-    _Decoder._again,
-    _Decoder._tensor,
-    _Decoder._reference,
-    lambda decoder: decoder._rebuilt(ATTRIBUTED),
-    lambda decoder: decoder._rebuilt(TORCH),
-    lambda decoder: decoder._rebuilt(SIZE),
-    _Decoder._named,
-    lambda decoder: decoder._rebuilt(MADE),
-    _Decoder._big_integer,
-    _Decoder._home,
-)
-
-
-if native is not None:
-    native.set_value_parts(_unfold_exactly, lambda tag, *parts: _REBUILDERS[tag](*parts))

@@ -27,7 +27,6 @@ from torchweft.errors import ProtocolError
 HEADER = struct.Struct("<BBHIQ")
 HEADER_BYTES = HEADER.size
 MAX_BUFFERS = 0xFFFF
-_JOIN_LIMIT_BYTES = 4096
 _AHEAD_BYTES = 64 << 20
 _OWN_CONTROL_BYTES = 1 << 20
 """Larger control parts are received into memory of the same kind as buffers."""
@@ -47,10 +46,6 @@ class Frame(NamedTuple):
     buffers: Sequence[Buffer]
 
 
-# The named tuple's own constructor is Python code, and most of the cost of a frame.
-_new_frame = tuple.__new__
-
-
 def encode_frame(
     kind: int, flags: int, frame_id: int, control: bytes, buffers: Sequence[memoryview] = ()
 ) -> list[Buffer]:
@@ -58,11 +53,6 @@ def encode_frame(
     if not buffers:
         return [HEADER.pack(kind, flags, 0, len(control), frame_id) + control]
     count = len(buffers)
-    if count == 1 and buffers[0].nbytes <= _JOIN_LIMIT_BYTES:
-        # One piece is written faster than two.
-        length = buffers[0].nbytes
-        header = HEADER.pack(kind, flags, 1, len(control), frame_id)
-        return [b"".join((header, _LENGTH.pack(length), control, buffers[0]))]
     if count > MAX_BUFFERS:
         raise ProtocolError(f"a message has {count} tensors; at most {MAX_BUFFERS} fit one message")
     lengths = struct.pack(f"<{count}Q", *[buffer.nbytes for buffer in buffers])
@@ -133,26 +123,13 @@ class FrameParser:
                 return []
             frame, self._large = self._large.frame(), None
             return [frame]
-        self._end = end = self._end + size_bytes
-        view, start, limit_bytes = self._view, self._start, self._control_limit_bytes
+        self._end += size_bytes
         frames: list[Frame] = []
-        while end - start >= HEADER_BYTES:
-            kind, flags, count, control_bytes, frame_id = HEADER.unpack_from(view, start)
-            body_start = start + HEADER_BYTES
-            body_end = body_start + control_bytes
-            if not count and body_end <= end and control_bytes <= limit_bytes:
-                # Small and complete, as nearly all frames are.
-                control = bytes(view[body_start:body_end])
-                frames.append(_new_frame(Frame, (kind, flags, frame_id, control, ())))
-                start = body_end
-                continue
-            self._start = start
+        while self._end - self._start >= HEADER_BYTES:
             size = self._parse_one(frames)
             if not size:
                 break
-            start += size
-            view, end = self._view, self._end
-        self._start = start
+            self._start += size
         if self._start == self._end:
             self._start = self._end = 0
         elif self._start:
@@ -171,14 +148,6 @@ class FrameParser:
                 f"the limit is {self._control_limit_bytes}"
             )
         body_start = control_start + control_bytes
-        if not count:
-            if body_start - start <= available:
-                control = bytes(self._view[control_start:body_start])
-                frames.append(_new_frame(Frame, (kind, flags, frame_id, control, ())))
-                return body_start - start
-            if body_start - start <= self._capacity:
-                return 0
-            return self._begin_large(Frame(kind, flags, frame_id, b"", ()), control_bytes, ())
         if available < HEADER_BYTES + 8 * count:
             self._ensure_capacity(HEADER_BYTES + 8 * count)
             return 0
@@ -192,7 +161,7 @@ class FrameParser:
             )
         if size <= available:
             control = bytes(self._view[control_start:body_start])
-            buffers = self._copy_out(body_start, lengths)
+            buffers = self._copy_out(body_start, lengths) if count else ()
             frames.append(Frame(kind, flags, frame_id, control, buffers))
             return size
         if size <= self._capacity:

@@ -11,14 +11,17 @@ kind, then its fields in order. A reference is its creator, owner and number.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any
 
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 
 NO_TOKEN = 0
 """Stands for no handover; tokens count from 1."""
+
+_REFERENCE = "reference"
 
 
 @dataclass(slots=True)
@@ -96,74 +99,35 @@ class NotHanded:
 Message = Hold | HoldAck | Gone | Drop | DropAck | NotCreated | Handed | HandedAck | NotHanded
 """Every message of the protocol."""
 
-_Reader = Callable[[tuple[int, ...], int], Message]
-"""Builds a message from the integers at a given position."""
-
-
-def _reference_at(integers: tuple[int, ...], at: int) -> ReferenceId:
-    return ReferenceId(integers[at], integers[at + 1], integers[at + 2])
-
-
-def _read_hold(integers: tuple[int, ...], at: int) -> Message:
-    return Hold(_reference_at(integers, at), integers[at + 3], integers[at + 4])
-
-
-def _reads_versioned(message_type: Callable[[ReferenceId, int], Message]) -> _Reader:
-    return lambda integers, at: message_type(_reference_at(integers, at), integers[at + 3])
-
-
-def _reads_token(message_type: Callable[[int], Message]) -> _Reader:
-    return lambda integers, at: message_type(integers[at])
-
-
-def _read_not_created(integers: tuple[int, ...], at: int) -> Message:
-    return NotCreated(_reference_at(integers, at))
-
-
 # The numbers are the wire format: never reuse a number for another kind.
-_KINDS: dict[type[Message], int] = {
-    Hold: 1,
-    HoldAck: 2,
-    Gone: 3,
-    Drop: 4,
-    DropAck: 5,
-    NotCreated: 6,
-    Handed: 7,
-    HandedAck: 8,
-    NotHanded: 9,
+_KINDS: dict[int, type[Message]] = {
+    1: Hold,
+    2: HoldAck,
+    3: Gone,
+    4: Drop,
+    5: DropAck,
+    6: NotCreated,
+    7: Handed,
+    8: HandedAck,
+    9: NotHanded,
 }
-
-_READERS: dict[int, tuple[int, _Reader]] = {
-    1: (5, _read_hold),
-    2: (4, _reads_versioned(HoldAck)),
-    3: (4, _reads_versioned(Gone)),
-    4: (4, _reads_versioned(Drop)),
-    5: (4, _reads_versioned(DropAck)),
-    6: (3, _read_not_created),
-    7: (1, _reads_token(Handed)),
-    8: (1, _reads_token(HandedAck)),
-    9: (1, _reads_token(NotHanded)),
+_NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_NAMES: dict[type[Message], tuple[str, ...]] = {
+    kind: tuple(each.name for each in fields(kind)) for kind in _KINDS.values()
 }
-"""By kind, how many integers follow and the reader for them."""
+"""The fields of each kind. A reference, if there is one, is the first, and takes three integers."""
 
 
 def encode(messages: Iterable[Message]) -> bytes:
     """Encodes a batch of messages."""
     integers: list[int] = []
     for message in messages:
-        integers.append(_KINDS[type(message)])
-        integers += _fields_of(message)
+        kind = type(message)
+        integers.append(_NUMBERS[kind])
+        for name in _NAMES[kind]:
+            value = getattr(message, name)
+            integers += value if name == _REFERENCE else (value,)
     return struct.pack(f"<{len(integers)}q", *integers)
-
-
-def _fields_of(message: Message) -> tuple[int, ...]:
-    if isinstance(message, Hold):
-        return (*message.reference, message.version, message.token)
-    if isinstance(message, (Handed, HandedAck, NotHanded)):
-        return (message.token,)
-    if isinstance(message, NotCreated):
-        return message.reference
-    return (*message.reference, message.version)
 
 
 def decode(data: bytes | bytearray | memoryview) -> list[Message]:
@@ -176,17 +140,22 @@ def decode(data: bytes | bytearray | memoryview) -> list[Message]:
     messages: list[Message] = []
     at = 0
     while at < len(integers):
-        size, read = _READERS.get(integers[at], (0, None))
-        if read is None:
+        kind = _KINDS.get(integers[at])
+        if kind is None:
             raise ProtocolError(f"no reference message has kind {integers[at]}")
-        at += 1
-        if at + size > len(integers):
+        names = _NAMES[kind]
+        has_reference = names[0] == _REFERENCE
+        size = len(names) + 2 * has_reference
+        values: list[Any] = list(integers[at + 1 : at + 1 + size])
+        if len(values) < size:
             raise ProtocolError(
-                f"a reference message of kind {integers[at - 1]} ends after "
-                f"{len(integers) - at} of its {size} fields"
+                f"a reference message of kind {integers[at]} ends after {len(values)} of its "
+                f"{size} fields"
             )
-        messages.append(read(integers, at))
-        at += size
+        at += 1 + len(values)
+        if has_reference:
+            values[:3] = [ReferenceId(*values[:3])]
+        messages.append(kind(*values))
     return messages
 
 

@@ -32,7 +32,7 @@ from torchweft.compat.rpc.references import RRef, when_made
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import function_name
-from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
 from torchweft.rpc.futures import fail
 from torchweft.rpc.requests import Request

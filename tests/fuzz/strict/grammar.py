@@ -84,7 +84,7 @@ _FORBIDDEN = [
     *(f"{_PROGRAM}:Counter.reset", f"{_PROGRAM}:Counter.add", f"{_PROGRAM}:Unregistered.make"),
     *(f"{_PROGRAM}:identity.__globals__.get", f"{_PROGRAM}:Counter.__init__"),
     *("torchweft.serialize.objects:unpack", "torchweft.serialize.functions:resolve"),
-    *("torchweft.serialize.callables:register", "torchweft.rpc.serving:method_of"),
+    *("torchweft.serialize.registry:register", "torchweft.rpc.serving:method_of"),
     *("torchweft.checkpoint.owner:discard", "torchweft.checkpoint.owner:write"),
     *("torchweft.rpc.joining:shutdown", "torchweft.compat.rpc.internal:run_pickled"),
     *("builtins:ValueError", "builtins:ImportError", "torchweft.errors:NotAllowed", ":", "", "a:b"),

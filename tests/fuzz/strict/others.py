@@ -28,7 +28,7 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.protocol.membership.leader import Step
+from torchweft.protocol.leaving import Step
 from torchweft.serialize import inline, values
 from torchweft.serialize.exceptions import pack_error
 from torchweft.wire import references

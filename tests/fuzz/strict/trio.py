@@ -26,8 +26,8 @@ from torchweft.agent.agent import Agent, Protection
 from torchweft.agent.peers import Members, Peer
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError
-from torchweft.protocol.membership.leaving import Stage
-from torchweft.protocol.membership.registration import STRICT, Registration
+from torchweft.protocol.leaving import Stage
+from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, remote, rpc_sync, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.leaving import Leaving

@@ -26,7 +26,7 @@ from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
-from torchweft.protocol.membership.registration import STRICT, Registration
+from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.requests import Request

@@ -22,7 +22,7 @@ from torchweft.channel.channel import Meeting
 from torchweft.channel.channels import CHANNELS, read_description
 from torchweft.errors import ProtocolError
 from torchweft.probe import Facts, read_facts
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret
 from torchweft.transport.handshake import (
     LIMIT_BYTES,

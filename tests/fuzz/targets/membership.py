@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.fuzz.target import Target
 from torchweft.agent.device_maps import maps_between
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.membership.devices import Devices, check_devices
-from torchweft.protocol.membership.registration import (
+from torchweft.protocol.devices import Devices, check_devices
+from torchweft.protocol.registration import (
     Directory,
     Registration,
     assemble,

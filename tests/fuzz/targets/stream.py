@@ -18,7 +18,7 @@ from torchweft.channel.table import decode_table, encode_table
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
-from torchweft.serialize import inline, values
+from torchweft.serialize import inline, value_reading, values
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
 from torchweft.wire import references
 from torchweft.wire.frames import Frame, FrameParser, encode_frame
@@ -61,7 +61,7 @@ def _read_tensors(frame: Frame, start: int, end: int) -> None:
             grad_flags(tensor_table)
     payload = control[start:end]
     if payload and payload[0] != values.PICKLE:
-        values.decode(payload, tensors, (), _refuse)
+        value_reading.decode(payload, tensors, (), _refuse)
 
 
 def _refuse(name: bytes) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.fuzz.strict import program
 from tests.fuzz.targets import strict_member
 from torchweft.nn import owner
-from torchweft.serialize import callables, functions
+from torchweft.serialize import functions, registry
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 INPUTS = 20_000
@@ -28,10 +28,10 @@ def _followed(names: Any, name: bytes) -> Any:
 
 
 HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
-    "names are followed": (2, callables.StrictNames, "resolve", _followed),
+    "names are followed": (2, registry.StrictNames, "resolve", _followed),
     "any method is called": (
         12,
-        callables.StrictNames,
+        registry.StrictNames,
         "method_of",
         lambda names, value, name: getattr(value, name),
     ),

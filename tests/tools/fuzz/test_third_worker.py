@@ -15,8 +15,7 @@ from tests.thorough import examples
 from torchweft.agent import receiving
 from torchweft.autograd import contexts, engine
 from torchweft.ids import scoped_id
-from torchweft.protocol.calls import client
-from torchweft.protocol.references import machine
+from torchweft.protocol import calls, references
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 FRAMES = 40_000
@@ -75,9 +74,9 @@ def _taken_from_anybody(calls: Any, worker: int, frame: Any) -> Any:
 
 
 HOLES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "anybody answers a call": (client.CallClient, "answered", _taken_from_anybody),
+    "anybody answers a call": (calls.CallClient, "answered", _taken_from_anybody),
     "anybody leads the end of the group": (receiving, "_check", _nothing),
-    "anybody speaks for users and owners": (machine, "check_reference_message", _nothing),
+    "anybody speaks for users and owners": (references, "check_reference_message", _nothing),
     "anybody sends gradients": (engine, "check_gradients", _nothing),
     "contexts can be guessed": (contexts.secrets, "randbits", lambda bits: 3),
 }

@@ -14,19 +14,8 @@ from tests.simulation.connections import Node
 from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
 from tests.thorough import CHECKED, share
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.connecting import (
-    Action,
-    Answer,
-    Connecting,
-    Failure,
-    Hello,
-    Probe,
-    Purpose,
-    Resume,
-    Step,
-    Verdict,
-)
-from torchweft.protocol.connecting.failures import CROSSED
+from torchweft.protocol.connecting import Action, Connecting, Probe, Resume, Step
+from torchweft.protocol.greetings import CROSSED, Answer, Failure, Hello, Purpose, Verdict
 
 SEEDS = 60
 """A fault must be found within this many runs of each program."""

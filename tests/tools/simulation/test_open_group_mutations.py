@@ -6,8 +6,15 @@ import pytest
 
 from tests.simulation.test_open_groups_simulated import Run, come_and_die, come_and_go
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.membership.leader import Report, Step
-from torchweft.protocol.membership.leaving import Action, BeginSettling, Left, OpenLeaving, Stage
+from torchweft.protocol.leaving import (
+    Action,
+    BeginSettling,
+    Left,
+    OpenLeaving,
+    Report,
+    Stage,
+    Step,
+)
 
 PROGRAMS = (come_and_go, come_and_die)
 SEEDS = 100

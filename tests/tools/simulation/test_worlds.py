@@ -10,7 +10,7 @@ from tests.simulation import test_calls_simulated as calls
 from tests.simulation import test_connecting_simulated as connecting
 from tests.simulation import test_sessions_simulated as sessions
 from tests.simulation import test_shutdown_simulated as shutdown
-from torchweft.protocol.membership.leader import Step
+from torchweft.protocol.leaving import Step
 from torchweft.wire import session
 
 

@@ -13,8 +13,9 @@ from torchweft.agent.agent import Agent, Protection
 from torchweft.agent.peers import Members, Peer
 from torchweft.agent.references import ReferenceKeeper
 from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
-from torchweft.protocol.connecting import Patience, Terms
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.connecting import Patience
+from torchweft.protocol.greetings import Terms
+from torchweft.protocol.registration import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.resumable import ResumableLink
 from torchweft.transport.secure import TlsOptions

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent.peers import Peer
-from torchweft.protocol.connecting import Patience, Terms
+from torchweft.protocol.connecting import Patience
+from torchweft.protocol.greetings import Terms
 from torchweft.transport.resumable import ResumableLink
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

@@ -13,7 +13,7 @@ from torchweft.agent import stores
 from torchweft.agent.rendezvous import join
 from torchweft.agent.stores import BoundedStore, place_of, within
 from torchweft.errors import RendezvousTimeout
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 
 LIMIT_S = 20.0
 

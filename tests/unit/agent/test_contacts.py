@@ -16,7 +16,9 @@ from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
 from tests.unit.agent.sessions import HEAD, Pair, content, pair_of, send
 from torchweft import knobs
 from torchweft.agent.connector import Connector
-from torchweft.protocol.connecting import Patience, Terms, contact
+from torchweft.protocol import sessions
+from torchweft.protocol.connecting import Patience
+from torchweft.protocol.greetings import Terms
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.resumable import ResumableLink
@@ -83,7 +85,7 @@ def test_whatever_is_cut_every_message_comes_once_and_in_order(pair: Pair, seed:
 def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contact, "ACKNOWLEDGE_S", 0.01)
+    monkeypatch.setattr(sessions, "ACKNOWLEDGE_S", 0.01)
     with pair_of() as pair:
         for number in range(5):
             send(pair.dialler, pair.acceptor, number, 100_000)
@@ -352,7 +354,7 @@ def test_a_peer_that_was_lost_is_turned_away(pair: Pair) -> None:
 def test_a_goodbye_is_the_end_and_nobody_dials(
     leaver: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contact, "ACKNOWLEDGE_S", 1000.0)  # Closing must not wait that long.
+    monkeypatch.setattr(sessions, "ACKNOWLEDGE_S", 1000.0)  # Closing must not wait that long.
     dialled: list[str] = []
     for name in ("resume", "probe"):
         monkeypatch.setattr(Connector, name, lambda *_, name=name: dialled.append(name))
@@ -369,7 +371,7 @@ def test_a_goodbye_is_the_end_and_nobody_dials(
 def test_two_that_leave_at_once_do_not_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(contact, "ACKNOWLEDGE_S", 1000.0)
+    monkeypatch.setattr(sessions, "ACKNOWLEDGE_S", 1000.0)
     with pair_of() as pair:
         pair.check()
         threads = [threading.Thread(target=m.close) for m in (pair.dialler, pair.acceptor)]

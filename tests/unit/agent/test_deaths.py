@@ -12,7 +12,7 @@ import pytest
 from torchweft.agent import deaths
 from torchweft.agent.deaths import FACT, VARIABLE, cause_of, leave_note, own_facts
 from torchweft.agent.peers import Peer
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 
 LIMIT_S = 10.0
 

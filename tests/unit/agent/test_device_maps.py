@@ -13,8 +13,8 @@ from tests.thorough import examples
 from torchweft.agent.device_maps import HOST, IDENTITY, DeviceMaps, maps_between
 from torchweft.agent.peers import Members
 from torchweft.errors import SerializationError
-from torchweft.protocol.membership.devices import DeviceNames, Devices
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.devices import DeviceNames, Devices
+from torchweft.protocol.registration import Registration
 
 CUDA = [torch.device("cuda", index) for index in range(5)]
 ALL = [HOST, *CUDA]

@@ -15,9 +15,9 @@ from torchweft.agent.rendezvous import enter, join, note_left, open_store
 from torchweft.agent.stores import SignedStore
 from torchweft.errors import ConfigurationError, RendezvousError, RendezvousTimeout
 from torchweft.launch.meeting import StoreServer
-from torchweft.protocol.membership import joining
-from torchweft.protocol.membership.joining import Admission
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol import joining
+from torchweft.protocol.joining import Admission
+from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret
 
 LIMIT_S = 10.0

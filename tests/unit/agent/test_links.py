@@ -15,7 +15,8 @@ from tests.unit.agent.sessions import Pair, pair_of
 from torchweft.agent import acceptor, connector
 from torchweft.agent.peers import Peer
 from torchweft.agent.receiving import Receiver
-from torchweft.protocol.connecting import Connecting, Hello, Purpose, State, Verdict
+from torchweft.protocol.connecting import Connecting, State
+from torchweft.protocol.greetings import Hello, Purpose, Verdict
 from torchweft.transport import addresses, handshake
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import LinkClosed

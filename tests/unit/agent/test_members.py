@@ -11,7 +11,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership.registration import ENDED_LIMIT, Registration
+from torchweft.protocol.registration import ENDED_LIMIT, Registration
 
 
 def registration(name: str, worker: int, rank: int | None = None) -> Registration:

@@ -12,8 +12,9 @@ from tests.unit.agent.group import Member, group_of
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled, CallTimeout
-from torchweft.protocol.calls import ServedCall, SimpleRequest
-from torchweft.protocol.connecting import Unsent
+from torchweft.protocol.calls import SimpleRequest
+from torchweft.protocol.served_calls import ServedCall
+from torchweft.protocol.sessions import Unsent
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
 

@@ -18,9 +18,16 @@ from torchweft.agent.connector import Connector
 from torchweft.agent.peers import Peer
 from torchweft.channel.channels import Channels
 from torchweft.errors import ProtocolError, WorkerLost
-from torchweft.protocol.connecting import Hello, Patience, Purpose, State, Terms, Verdict
-from torchweft.protocol.connecting.failures import HandshakeTimeout, Unreachable
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.connecting import Patience, State
+from torchweft.protocol.greetings import (
+    HandshakeTimeout,
+    Hello,
+    Purpose,
+    Terms,
+    Unreachable,
+    Verdict,
+)
+from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport.addresses import UnixAddress, dial, listen_unix
 from torchweft.transport.handshake import Greeting, Handshake

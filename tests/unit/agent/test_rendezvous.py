@@ -21,8 +21,8 @@ from torchweft.errors import (
     RendezvousError,
     RendezvousTimeout,
 )
-from torchweft.protocol.membership import joining
-from torchweft.protocol.membership.registration import Directory, Registration
+from torchweft.protocol import joining
+from torchweft.protocol.registration import Directory, Registration
 from torchweft.secret import Secret
 
 LIMIT_S = 20.0

@@ -15,7 +15,7 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, NotInitialized, WorkerLost
 from torchweft.protocol.calls import SimpleRequest
-from torchweft.protocol.connecting import Outgoing
+from torchweft.protocol.sessions import Outgoing
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
 

@@ -9,8 +9,8 @@ import pytest
 
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import Cancelling
-from torchweft.protocol.calls import ServedCall
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, encode_ints
 

@@ -15,7 +15,7 @@ from torchweft.mapreduce import execution, shared
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.parts import Part
 from torchweft.mapreduce.plan import Plan
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.rpc.futures import fail
 from torchweft.serialize.objects import Packed
 

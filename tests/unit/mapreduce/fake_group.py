@@ -8,7 +8,7 @@ import pytest
 
 from torchweft.agent import current
 from torchweft.agent.peers import Members
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 
 
 def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:

@@ -10,7 +10,7 @@ from torchweft.errors import ConfigurationError, NotInitialized, UnknownWorker
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import world
 from torchweft.mapreduce.world import WorldInfo
-from torchweft.protocol.connecting.reaching import HOST
+from torchweft.protocol.greetings import HOST
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.membership.devices import (
+from torchweft.protocol.devices import (
     DEVICES,
     NO_DEVICES,
     DeviceNames,
     Devices,
     check_devices,
 )
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 
 CUDA = [f"cuda:{index}" for index in range(4)]
 

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from torchweft.protocol.membership.leader import (
-    Action,
+from torchweft.protocol.leaving import (
     Closed,
     Leader,
+    LeaderAction,
     Missing,
     ProbeLater,
     Report,
@@ -15,7 +15,7 @@ IDLE = Report(is_idle=True, activity=7)
 BUSY = Report(is_idle=False, activity=7)
 
 
-def tell(*workers: int, step: Step, arguments: tuple[int, ...] = ()) -> list[Action]:
+def tell(*workers: int, step: Step, arguments: tuple[int, ...] = ()) -> list[LeaderAction]:
     return [Send(worker, step, arguments) for worker in workers]
 
 
@@ -29,8 +29,8 @@ def probing(workers: int = 2) -> Leader:
     return leader
 
 
-def report_all(leader: Leader, *reports: Report) -> list[Action]:
-    actions: list[Action] = []
+def report_all(leader: Leader, *reports: Report) -> list[LeaderAction]:
+    actions: list[LeaderAction] = []
     for worker, report in enumerate(reports):
         assert actions == []
         actions = leader.worker_reported(worker, leader.round, report)

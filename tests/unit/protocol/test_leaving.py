@@ -3,17 +3,21 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ProtocolError
-from torchweft.protocol.membership.leader import Missing, ProbeLater, Report, Send, Step
-from torchweft.protocol.membership.leaving import (
+from torchweft.protocol.leaving import (
     BeginSettling,
     ClosedLeaving,
     ExpectEnds,
     Left,
     Look,
     Lose,
+    Missing,
     OpenLeaving,
+    ProbeLater,
+    Report,
     Retire,
+    Send,
     Stage,
+    Step,
     Watch,
 )
 

@@ -11,8 +11,8 @@ from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.membership.devices import Devices
-from torchweft.protocol.membership.registration import (
+from torchweft.protocol.devices import Devices
+from torchweft.protocol.registration import (
     Directory,
     Registration,
     assemble,

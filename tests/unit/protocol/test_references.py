@@ -7,19 +7,19 @@ import pytest
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.numbers import SeenNumbers
-from torchweft.protocol.references import (
-    NO_TOKEN,
+from torchweft.protocol.reference_halves import (
     Action,
     Census,
     Confirmed,
     Leak,
     OwnerLost,
-    References,
     ReleaseValue,
     Send,
     ValueGone,
 )
+from torchweft.protocol.references import References
 from torchweft.wire.references import (
+    NO_TOKEN,
     Drop,
     DropAck,
     Gone,

@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 
 from torchweft.agent.peers import Members
 from torchweft.errors import ConfigurationError
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.rpc import bootstrap
 from torchweft.rpc.bootstrap import _Versions, _where_to_listen
 from torchweft.rpc.options import RpcBackendOptions

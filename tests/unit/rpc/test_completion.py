@@ -11,7 +11,7 @@ import torch
 from torchweft.agent.peers import Peer
 from torchweft.agent.references import OwnedValue
 from torchweft.errors import ConfigurationError, WorkerLost
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.functions import async_execution
 from torchweft.wire.frames import Frame

@@ -9,7 +9,7 @@ from tests.unit.agent.group import group_of
 from torchweft.agent import current
 from torchweft.agent.peers import Members, Peer
 from torchweft.errors import WorkerLost
-from torchweft.protocol.membership.registration import Registration
+from torchweft.protocol.registration import Registration
 from torchweft.rpc.health import info_of, on_worker_lost
 
 

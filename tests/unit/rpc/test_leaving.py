@@ -10,8 +10,7 @@ from torch.distributed import HashStore
 from tests.unit.agent.group import Member, group_of, wait_until
 from torchweft.agent import current as current_agent
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.membership.leader import Send, Step
-from torchweft.protocol.membership.leaving import Left
+from torchweft.protocol.leaving import Left, Send, Step
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.wire.frames import encode_frame

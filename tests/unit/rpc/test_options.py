@@ -19,7 +19,7 @@ from tests.tables import cases
 from torchweft import knobs, rpc
 from torchweft.agent.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.protocol.membership.devices import Devices
+from torchweft.protocol.devices import Devices
 from torchweft.rpc import options as options_module
 from torchweft.rpc.options import (
     BackendOptions,

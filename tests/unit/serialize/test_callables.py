@@ -13,9 +13,9 @@ from tests.tables import cases
 from tests.unit.serialize import admitted
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.rpc import expose, register
-from torchweft.serialize import callables, registry
-from torchweft.serialize.callables import Callables, StrictNames
+from torchweft.serialize import registry
 from torchweft.serialize.functions import name_of
+from torchweft.serialize.registry import Callables, StrictNames
 
 
 @register
@@ -97,7 +97,7 @@ def test_what_the_program_or_the_worker_has_registered_is_found() -> None:
         b"os:system",
         b"torch:mul",
         b"torchweft.errors:_rebuild_with_fields",
-        b"torchweft.serialize.callables:register",
+        b"torchweft.serialize.registry:register",
         b"",
         b"\xff:\xfe",
     ],
@@ -220,7 +220,7 @@ def test_a_wrapper_does_not_take_the_declaration_along() -> None:
         @expose
         def run(self) -> None: ...
 
-    assert not callables.is_exposed(vars(Wrapped)["run"])
+    assert not registry.is_exposed(vars(Wrapped)["run"])
     with pytest.raises(NotAllowed):
         NAMES.method_of(Wrapped(), "run")
 

@@ -19,8 +19,15 @@ from tests.thorough import examples
 from tests.unit.serialize.trips import random_tensor, raw
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline, table
-from torchweft.serialize.extents import UNION_FLOOR_BYTES
-from torchweft.serialize.table import CODES, COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, STRIDED
+from torchweft.serialize.table import (
+    CODES,
+    COMPUTED,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    STRIDED,
+    UNION_FLOOR_BYTES,
+)
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("twin")]
 

@@ -537,7 +537,8 @@ def many_kinds() -> dict[str, Any]:
 
 def both(value: Any) -> tuple[Packed, Packed]:
     """Packs a value by the quick pickler, and by the pickler that looks at each object."""
-    return objects._pack_by_name(value, True), objects._pack_with_look(value, True)
+    looking = objects._NamePickler(objects._LookingPickler)
+    return objects._pack_by_name(value, True), looking.pack(value)
 
 
 def same(left: Packed, right: Packed) -> None:
@@ -563,13 +564,14 @@ def test_the_quick_pickler_is_used_where_both_run_the_same_program(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     used: list[object] = []
-    pack_quickly = objects._QuickPickler.pack
+    pack_quickly = objects._NamePickler.pack
 
     def noted(pickler: Any, value: object) -> Packed:
-        used.append(value)
+        if not isinstance(pickler.pickler, objects._LookingPickler):
+            used.append(value)
         return pack_quickly(pickler, value)
 
-    monkeypatch.setattr(objects._QuickPickler, "pack", noted)
+    monkeypatch.setattr(objects._NamePickler, "pack", noted)
     pack((1,), main_by_name=True)
     pack((lambda: 2,), main_by_name=False)  # Registers the main program with cloudpickle.
     pack((3,), main_by_name=True)
@@ -602,7 +604,7 @@ def test_classes_that_become_references_later_are_taken_out(
     try:
         assert len(pack([Reduced()], main_by_name=True).externals) == 1
     finally:
-        objects._quick_picklers.clear()
+        objects._name_picklers.clear()
 
 
 @pytest.fixture
@@ -679,7 +681,7 @@ def test_the_quick_pickler_keeps_nothing_of_a_message(handle_type: type) -> None
 
 
 def test_threads_pack_at_the_same_time() -> None:
-    objects._quick_picklers.clear()
+    objects._name_picklers.clear()
     barrier, wrong = threading.Barrier(8), list[object]()
 
     def work(number: int) -> None:
@@ -701,7 +703,7 @@ def test_threads_pack_at_the_same_time() -> None:
         thread.join()
     assert wrong == []
     # One for each thread, and one for each object that packed another meanwhile.
-    assert len(objects._quick_picklers) <= 16
+    assert len(objects._name_picklers) <= 16
 
 
 class Slow:

@@ -17,7 +17,6 @@ from tests.unit.serialize.trips import copies, object_trip, random_tensor, raw, 
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import inline
 from torchweft.serialize import tensors as tensors_module
-from torchweft.serialize.extents import UNION_FLOOR_BYTES
 from torchweft.serialize.table import (
     CODES,
     COMPUTED,
@@ -27,6 +26,7 @@ from torchweft.serialize.table import (
     SHARED,
     SOME_COMPUTED,
     SOME_GRAD,
+    UNION_FLOOR_BYTES,
     device_code,
 )
 from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild

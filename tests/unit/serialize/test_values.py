@@ -35,7 +35,7 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.optim.groups import GroupPart
-from torchweft.serialize import reducers, values
+from torchweft.serialize import reducers, value_reading, values
 from torchweft.serialize import values as tags
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.reading import make_reader
@@ -48,7 +48,7 @@ def trip(value: Any) -> Any:
     tensors = tensor_trip(*packed.tensors)
     if not packed.payload:
         return tensors[0] if tensors else None
-    return values.decode(packed.payload, tensors, packed.externals)
+    return value_reading.decode(packed.payload, tensors, packed.externals)
 
 
 SCALARS = (
@@ -227,7 +227,7 @@ def test_a_sparse_tensor_that_lies_is_refused(
     arguments = pack_plain((made, torch.ones(2), shape, is_coalesced), main_by_name=True)
     content = payload(counted(tags.MADE, len(name)), name, arguments.payload)
     with pytest.raises(ProtocolError):
-        values.decode(content, arguments.tensors, ())
+        value_reading.decode(content, arguments.tensors, ())
 
 
 def test_the_indices_of_a_sparse_tensor_cannot_be_changed_afterwards() -> None:
@@ -248,7 +248,7 @@ def test_attributes_do_not_hide_what_a_class_has(name: str) -> None:
     contents += [of_dict] if hasattr(OrderedDict, name) else []
     for content in contents:
         with pytest.raises(ProtocolError, match="would hide"):
-            values.decode(
+            value_reading.decode(
                 payload(content, counted(tags.DICTIONARY, 1), attribute), [torch.ones(1)], ()
             )
 
@@ -481,7 +481,7 @@ NONE = bytes((tags.NONE,))
 )
 def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
     with pytest.raises(ProtocolError):
-        values.decode(content, (), ())
+        value_reading.decode(content, (), ())
 
 
 def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
@@ -493,7 +493,9 @@ def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
         for _ in range(chance.randint(1, 3)):
             changed[chance.randrange(len(changed))] = chance.randrange(256)
         try:
-            values.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
+            value_reading.decode(
+                bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing
+            )
         except (ProtocolError, UnknownFunction, ValueError):
             pass  # ValueError: a ConfigurationError for an invalid worker name.
 
@@ -515,7 +517,7 @@ def test_an_error_is_made_of_errors_of_weft_only() -> None:
         counted(tags.DICTIONARY, 0),
     )
     with pytest.raises(ProtocolError, match="makes an error of"):
-        values.decode(content, (), ())
+        value_reading.decode(content, (), ())
 
 
 def test_a_value_is_not_taken_for_a_pickle() -> None:
@@ -534,7 +536,7 @@ def _is_tag(name: str, value: object) -> bool:
 
 def test_every_tag_has_a_reader_and_a_number_of_its_own() -> None:
     numbers = [each for name, each in vars(tags).items() if _is_tag(name, each)]
-    assert sorted(numbers) == list(range(len(tags._READERS)))
+    assert sorted(numbers) == list(range(len(value_reading._READERS)))
 
 
 # Values that both encoders take
@@ -565,7 +567,7 @@ def test_values_come_back_as_by_the_encoder_for_strict_workers(given: Any) -> No
     payload, tensors = encoded(given)
     assert payload is not None or has_repeated(given)
     if payload is not None:
-        arrived = values.decode(payload, tensors, ())
+        arrived = value_reading.decode(payload, tensors, ())
         assert arrived == given
         assert typed(arrived) == typed(given)
         assert payload == values.Encoder(True, ()).encode(given)
@@ -592,13 +594,13 @@ def test_values_of_other_kinds_are_left_to_the_other_encoder(given: Any) -> None
     payload, _ = encoded(given)
     strict = values.Encoder(True, ()).encode(given)
     assert payload in (None, strict)
-    assert values.decode(strict, (), ()) == given
+    assert value_reading.decode(strict, (), ()) == given
 
 
 def test_special_numbers_come_back() -> None:
     payload, _ = encoded((math.nan, -math.inf, -0.0))
     assert payload is not None
-    nan, infinite, zero = values.decode(payload, (), ())
+    nan, infinite, zero = value_reading.decode(payload, (), ())
     assert math.isnan(nan)
     assert infinite == -math.inf
     assert math.copysign(1.0, zero) == -1.0
@@ -611,7 +613,7 @@ def test_tensors_are_of_any_kind_and_stay_outside() -> None:
     payload, tensors = encoded(given)
     assert payload is not None
     assert [id(each) for each in tensors] == [id(sparse), id(parameter), id(given[3][0])]
-    arrived = values.decode(payload, tensors, ())
+    arrived = value_reading.decode(payload, tensors, ())
     assert arrived[0] is sparse
     assert arrived[2]["weight"] is parameter
     assert arrived[3][1] is sparse
@@ -622,7 +624,7 @@ def test_a_hundred_tensors_are_each_carried_once() -> None:
     payload, tensors = encoded((given, given[50], [*reversed(given)]))
     assert payload is not None
     assert [id(each) for each in tensors] == [id(each) for each in given]
-    first, middle, backward = values.decode(payload, tensors, ())
+    first, middle, backward = value_reading.decode(payload, tensors, ())
     assert middle is first[50]
     assert backward[0] is first[99]
 
@@ -633,7 +635,7 @@ def test_lists_and_dicts_that_come_twice_stay_one_object() -> None:
     many = [{"number": index} for index in range(100)]
     payload, _ = encoded({"first": shared, "again": shared, "many": many, "last": many[-1]})
     assert payload is not None
-    arrived = values.decode(payload, (), ())
+    arrived = value_reading.decode(payload, (), ())
     assert arrived["first"] is arrived["again"] is arrived["first"][1]
     assert arrived["last"] is arrived["many"][-1]
 
@@ -663,7 +665,7 @@ def test_a_deep_value_is_left_to_pickle() -> None:
         value = [value]
     payload, _ = encoded(value)
     assert payload is not None
-    assert values.decode(payload, (), ()) == value
+    assert value_reading.decode(payload, (), ()) == value
     assert encoded([[value]])[0] is None
 
 
@@ -678,7 +680,7 @@ def test_references_that_go_home_travel() -> None:
         arrived.append(reference)
         return "home"
 
-    assert values.decode(payload, (), (), come_home=come_home) == (1, "home")
+    assert value_reading.decode(payload, (), (), come_home=come_home) == (1, "home")
     assert arrived == [home]
     assert type(arrived[0]) is ReferenceId
     for reader in (None, make_reader(["torch"], False, "ps"), make_reader(None, True, "ps")):
@@ -698,7 +700,7 @@ def test_what_the_program_raises_meanwhile_comes_through() -> None:
     payload = values.encode(object(), [], True, lambda _: ReferenceId(1, 2, 3))
     assert payload is not None
     with pytest.raises(KeyboardInterrupt):
-        values.decode(payload, (), (), come_home=fail)
+        value_reading.decode(payload, (), (), come_home=fail)
 
 
 class Number(int):
@@ -750,7 +752,7 @@ def test_functions_of_the_main_program_go_by_name_where_both_run_it(
 @settings(max_examples=examples(500))
 def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
     try:
-        values.decode(data, (), (), _nothing)
+        value_reading.decode(data, (), (), _nothing)
     except (ProtocolError, UnknownFunction):
         pass
 
@@ -766,10 +768,10 @@ def test_values_that_were_damaged_are_values_or_a_typed_error(data: st.DataObjec
     damaged[place] = data.draw(st.integers(0, 255))
     for sent in (damaged, whole[:place], whole + bytes(damaged[:1])):
         try:
-            values.decode(sent, tensors, (), _nothing)
+            value_reading.decode(sent, tensors, (), _nothing)
         except (ProtocolError, UnknownFunction):
             pass
     with pytest.raises((ProtocolError, UnknownFunction)):
-        values.decode(whole[:place], tensors, (), _nothing)
+        value_reading.decode(whole[:place], tensors, (), _nothing)
     with pytest.raises(ProtocolError, match="1 bytes too many"):
-        values.decode(whole + b"\0", tensors, (), lambda name: None)
+        value_reading.decode(whole + b"\0", tensors, (), lambda name: None)

@@ -34,7 +34,7 @@ from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.ids import ReferenceId
 from torchweft.observe.telemetry.carrying import MOST_CONTEXTS, Passes, carried_in, context_in
 from torchweft.protocol.backward import Progress
-from torchweft.protocol.calls import AnsweredCall
+from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.counting import name_of
 from torchweft.rpc.stack_report import named_in
 from torchweft.rpc.tracing.passes import operations_due

@@ -20,7 +20,7 @@ from torchweft.agent.served_calls import current_call
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
-from torchweft.protocol.calls import ServedCall
+from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.batching.queue import BatchQueue, LocalCall
 from torchweft.rpc.batching.running import Entry, Keywords, Options, Runner
 from torchweft.rpc.batching.stacking import Parts, take_apart

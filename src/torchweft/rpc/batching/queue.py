@@ -17,7 +17,7 @@ from typing import Any
 from torchweft.agent.agent import Agent, Slot
 from torchweft.errors import CallCancelled, ConfigurationError, QueueFull
 from torchweft.protocol.batching import LAST, NOTHING, REFUSE, Batcher, Request
-from torchweft.protocol.calls import SLOW_S, AnsweredCall
+from torchweft.protocol.served_calls import SLOW_S, AnsweredCall
 from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Waiting
 from torchweft.rpc.batching.stacking import Parts
 from torchweft.rpc.batching.statistics import BatchStatistics, Counts

@@ -11,8 +11,8 @@ from torchweft.agent.calls import PendingCall
 from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Progress
-from torchweft.protocol.calls import AnsweredCall
 from torchweft.protocol.observing.trace import BACKWARD, CREATED, MADE, RAN, SERVED
+from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.counting import kept_of, key_of, name_of
 from torchweft.rpc.tracing.passes import operations_due
 from torchweft.rpc.tracing.rows import Rows

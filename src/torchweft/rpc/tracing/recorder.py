@@ -23,7 +23,7 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.errors import ObserveError
-from torchweft.protocol.connecting.reaching import HOST
+from torchweft.protocol.greetings import HOST
 from torchweft.protocol.observing.trace import (
     OFFERED,
     PULLED,
