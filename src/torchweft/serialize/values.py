@@ -400,7 +400,7 @@ def _refusal(value: object, advice: str) -> SerializationError:
     )
 
 
-# Values of other kinds are written as their parts: bytes, and values that follow. Both twins use it.
+# Values of other kinds are written as their parts: bytes, and values that follow. Both twins do so.
 
 
 def _unfold_integer(value: int) -> tuple[Any, ...]:
