@@ -37,7 +37,7 @@ from torchweft.protocol.calls import (
 from torchweft.protocol.connecting import Unsent, UnsentMessages
 from torchweft.protocol.membership.leader import Report, Send, Step
 from torchweft.protocol.membership.leaving import BeginSettling, Left, OpenLeaving, Retire, Stage
-from torchweft.runtime.fair_queue import FairQueue
+from torchweft.threads.reactor import FairQueue
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION, Kind
 

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchweft.agent.agent import Slot
-from torchweft.agent.current import current
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.rpc.completion import WhenReady
@@ -31,6 +28,9 @@ from torchweft.rpc.serving import method_of
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.callables import is_exposed
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.worker.agent import Slot
+from torchweft.worker.calls import current_call
+from torchweft.worker.current import current
 
 HOST = "cpu"
 

@@ -18,8 +18,7 @@ from torchweft.protocol.connecting import Hello, Purpose
 from torchweft.protocol.connecting.hello import OBSERVER
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport import addresses
-from torchweft.transport.handshake import Greeting, Handshake
-from torchweft.transport.peer_credentials import check_user
+from torchweft.transport.handshake import Greeting, Handshake, check_user
 from torchweft.transport.secure import TlsOptions, secure_client
 from torchweft.wire.frames import HEADER
 from torchweft.wire.messages import Kind

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.membership.registration import ENDED_LIMIT
 from torchweft.protocol.numbers import Tombstones
-from torchweft.runtime.reports import log_exception
+from torchweft.threads.reports import log_exception
+from torchweft.worker.agent import Agent
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 
 class WorkerState(enum.Enum):

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module
+from torchweft.threads.interrupts import is_of_handler
 
 _STABLE_VERSION = 2
 """Format of ``marshal`` in which equal objects have equal bytes, however they came about."""

@@ -21,13 +21,13 @@ from torch import Tensor
 
 from torchweft.errors import NotAllowed, SerializationError, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import by_value, functions, objects, values
 from torchweft.serialize.allowed import AllowList
 from torchweft.serialize.bounds import limit_of_repetition
 from torchweft.serialize.by_value import Code
 from torchweft.serialize.callables import StrictNames
 from torchweft.serialize.exceptions import unpack_error
+from torchweft.threads.interrupts import is_of_handler
 
 
 class Reader(NamedTuple):

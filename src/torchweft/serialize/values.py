@@ -46,10 +46,10 @@ from torch.nn import Parameter
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import bounds, functions
 from torchweft.serialize.reducers import is_reduced, reduce_tensor, reduce_torch, set_attributes
 from torchweft.serialize.registry import rebuilds_plain
+from torchweft.threads.interrupts import is_of_handler
 
 PICKLE = 0x80
 """First byte of a payload that is a pickle."""

@@ -17,9 +17,9 @@ from typing import Any
 from torchweft import knobs
 from torchweft.errors import ProtocolError
 from torchweft.native import native
-from torchweft.runtime import interrupts
+from torchweft.threads import interrupts
 from torchweft.transport.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed, shut, tune
-from torchweft.transport.resumable import BreakListener, ResumableLink
+from torchweft.transport.session import BreakListener, ResumableLink
 from torchweft.wire.frames import HEADER_BYTES, Buffer, FrameParser
 
 

@@ -23,11 +23,6 @@ import torch
 
 from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
 from tests.conformance.shims.late import Late
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.compat.rpc.references import RRef, when_made
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
@@ -41,6 +36,11 @@ from torchweft.serialize.objects import pack
 from torchweft.wire.frames import HEADER, Frame, encode_frame
 from torchweft.wire.messages import NO_CREATION, Kind
 from torchweft.wire.references import decode, encode
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import ReferenceKeeper
 
 _RESEND_S = 0.05
 """Seconds until a lost message is sent again."""

@@ -17,7 +17,7 @@ from tests.unit.transport.test_link import limits
 from torchweft.errors import ProtocolError
 from torchweft.transport.link import LinkClosed
 from torchweft.transport.native_link import NativeResumableLink
-from torchweft.transport.resumable import ResumableLink, position_in
+from torchweft.transport.session import ResumableLink, position_in
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
 from torchweft.wire.session import ALONE_BYTES, Outgoing

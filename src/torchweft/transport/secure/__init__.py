@@ -21,7 +21,6 @@ handshake  the TLS handshake, within a time limit
 """
 
 from torchweft.transport.secure.connection import SecureConnection
-from torchweft.transport.secure.handshake import secure_client, secure_server
-from torchweft.transport.secure.options import TlsOptions
+from torchweft.transport.secure.options import TlsOptions, secure_client, secure_server
 
 __all__ = ["SecureConnection", "TlsOptions", "secure_client", "secure_server"]
