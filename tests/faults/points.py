@@ -129,7 +129,8 @@ def send_half_of(link: Any, states: list[Any]) -> None:
     """Sends the first half of the bytes, and nothing after it."""
     # Held until this process ends: another thread's frame after half a frame would be nonsense.
     link.drain(1.0)
-    link._writing.acquire()
+    if link.native is None:
+        link._stream._writing.acquire()
     data = b"".join(bytes(state) for state in states)
     with contextlib.suppress(OSError):
         link._socket.send(data[: len(data) // 2])

@@ -4,20 +4,17 @@ To senders and readers it is a ``Link`` that never breaks, but may be silent for
 sent meanwhile is kept. When a connection ends, the link reports that once; the thread that makes
 a new connection hands it over by ``resume``.
 
-A buffer is kept in the session before its first byte is written, because it may have to be sent
-again. Writing continues from ``_unsent``; the session knows what is before it.
+The stream of the link keeps what was written, because it may have to be sent again. The session
+knows the positions only.
 
 The descriptors under which the reactor knows the link are duplicates. They keep their numbers
 from one connection to the next, so that no thread ever arms or pauses another file's descriptor.
 
-Asks this machine's kernel when it last heard from the peer of a TCP connection.
-
-The peer's kernel answers keepalive probes for as long as the process has the connection, whatever
-its threads do. So the time of the last answer distinguishes a silent network, or a dead machine,
-from a busy worker.
-
-If only our outgoing path fails, we still receive the peer's retransmissions. So while we
-retransmit too, incoming data is no sign of life.
+Below, the kernel tells when it last heard from the peer. The peer's kernel answers keepalive probes
+for as long as the process has the connection, whatever its threads do. So the time of the last
+answer distinguishes a silent network, or a dead machine, from a busy worker. If only our outgoing
+path fails, we still receive the peer's retransmissions. So while we retransmit too, incoming data
+is no sign of life.
 """
 
 from __future__ import annotations
@@ -29,31 +26,28 @@ import socket
 import struct
 import threading
 import time
-from _thread import get_ident
-from collections import deque
-from collections.abc import Callable
-from itertools import islice
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torchweft.errors import ProtocolError
-from torchweft.free_threading import copy_of
-from torchweft.threads import interrupts
 from torchweft.transport.link import (
     POLL_S,
     READ_TICK_S,
     SEND_PATIENCE_S,
     Link,
     LinkClosed,
-    advance,
     shut,
     tune,
 )
 from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, decode_ints, encode_ints
-from torchweft.wire.session import ACKNOWLEDGE_BYTES, ALONE_BYTES, LEAST_BYTES, Incoming, Outgoing
-
-_IOV_LIMIT = 512
-_DONTWAIT = socket.MSG_DONTWAIT
+from torchweft.wire.session import (
+    ACKNOWLEDGE_BYTES,
+    ALONE_BYTES,
+    LEAST_BYTES,
+    Incoming,
+    Outgoing,
+)
 
 
 class BreakListener(Protocol):
@@ -74,7 +68,10 @@ class ResumableLink(Link):
         when_full: As for ``Link``.
         on_break: Called once for each connection that ends.
         limit_bytes: Kept bytes beyond which senders that may block wait.
+        peer: As for ``Link``.
     """
+
+    _keeps = True
 
     def __init__(
         self,
@@ -83,8 +80,9 @@ class ResumableLink(Link):
         when_full: Callable[[Link], None],
         on_break: BreakListener,
         limit_bytes: int,
+        peer: object = None,
     ) -> None:
-        super().__init__(connection, parser, when_full)
+        super().__init__(connection, parser, when_full, peer)
         self.resuming = threading.Lock()
         """Held by the thread that gives the link a connection."""
         self.resumption_count = 0
@@ -93,13 +91,12 @@ class ResumableLink(Link):
         self._outgoing = Outgoing()
         # A peer with the same limit must not wait for an acknowledgement that is not due yet.
         self._incoming = Incoming(min(ALONE_BYTES, limit_bytes // 4))
-        self._unsent: deque[Buffer] = deque()
         self._receiving = threading.Lock()
-        self._room = threading.Condition()
+        self._lock = threading.RLock()
+        """Guards the positions, and which connection the session has."""
         self._is_broken = False
         self._resumed = threading.Event()
         self._resumed.set()
-        self.read_fd = os.dup(connection.fileno())
 
     @property
     def is_broken(self) -> bool:
@@ -107,103 +104,27 @@ class ResumableLink(Link):
         return self._is_broken
 
     @property
-    def has_queued(self) -> bool:
-        """Whether anything waits to be written."""
-        return bool(self._queue or self._unsent) and not self._is_broken
+    def kept_bytes(self) -> int:
+        """How many bytes are queued or not acknowledged."""
+        return int(self._stream.position) - self._outgoing.acknowledged
 
     # Sending
 
-    def _send(self, parts: list[Buffer], may_block: bool) -> None:
-        if get_ident() == interrupts.main_id:
-            self._queue.extend(parts)
-            self._when_full(self)
-            if may_block:
-                self._wait_for_flush()
-            return
-        if may_block and self._outgoing.kept_bytes > self._limit_bytes:
+    def _send(self, parts: Sequence[Buffer], may_block: bool) -> None:
+        if may_block:
             self._wait_for_room()
-        if self._incoming.is_due:
-            self._hold_acknowledgement()
-        self._queue.extend(parts)
-        if self._writing.acquire(False):
-            self._write(may_block)
-        elif may_block:
-            self._wait_for_writer()
+        if self._counted().is_due:
+            # Before the message: one write wakes the peer once.
+            self._acknowledge_by(self.hold, self._incoming.acknowledgement())
+        super()._send(parts, may_block)
 
-    def write_held(self) -> None:
-        if (self._queue or self._unsent) and self._writing.acquire(False):
-            self._write(may_block=False)
+    def _cannot_write(self, error: OSError) -> None:
+        self._note_break(error)
 
-    def flush(self) -> None:
-        if self._incoming.is_due:
-            self._hold_acknowledgement()
-        self.write_held()
-
-    def _write(self, may_block: bool) -> None:
-        queue, unsent = self._queue, self._unsent
-        while True:
-            is_full = False
-            try:
-                while queue:
-                    part = queue.popleft()
-                    if len(part):
-                        self._outgoing.keep((part,))
-                        unsent.append(part)
-                if unsent and not self._is_broken:
-                    is_full = not self._write_unsent(may_block)
-            finally:
-                self._writing.release()
-            if is_full:
-                self._when_full(self)
-                return
-            # A thread that queued something meanwhile has left it to this writer.
-            if not queue or not self._writing.acquire(False):
-                return
-            may_block = False
-
-    def _hold_acknowledgement(self) -> None:
-        """Queues an acknowledgement before a message: one write wakes the peer once."""
-        position = self._incoming.acknowledgement()
-        if position is not None:
-            self.hold(encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(position)))
-
-    def _write_unsent(self, may_block: bool) -> bool:
-        """Writes until done or the socket is full; returns False if it is full."""
-        unsent = self._unsent
-        while unsent:
-            parts = list(islice(unsent, _IOV_LIMIT))
-            try:
-                if len(parts) == 1:
-                    size = self._socket.send(parts[0], 0 if may_block else _DONTWAIT)
-                else:
-                    size = self._socket.sendmsg(parts, (), 0 if may_block else _DONTWAIT)
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._note_break(error)
-                return True
-            self._bytes_sent += size
-            rest = advance(parts, size)
-            for _ in range(len(parts) - len(rest)):
-                unsent.popleft()
-            if rest and rest[0] is not unsent[0]:
-                unsent[0] = rest[0]
-        return True
-
-    def _wait_for_writer(self) -> None:
-        """Waits while another thread writes and kept and queued bytes exceed the limit."""
-        limit_s = time.monotonic() + SEND_PATIENCE_S
-        while self._writing.locked() and not self._is_closed:
-            if self._kept_bytes() <= self._limit_bytes:
-                return
-            if time.monotonic() > limit_s:
-                return
-            time.sleep(POLL_S)
-
-    def _wait_for_flush(self) -> None:
-        """Waits like ``_wait_for_room``, but may be interrupted anywhere."""
-        acknowledged, limit_s = self._outgoing.acknowledged, time.monotonic() + SEND_PATIENCE_S
-        while self._kept_bytes() > self._limit_bytes and not self._is_closed:
+    def _wait_for_room(self) -> None:
+        """Waits while too much is kept, but not for a peer that acknowledges nothing for long."""
+        acknowledged, limit_s = -1, 0.0
+        while self.kept_bytes > self._limit_bytes and not self._is_closed:
             if self._outgoing.acknowledged != acknowledged:
                 acknowledged = self._outgoing.acknowledged
                 limit_s = time.monotonic() + SEND_PATIENCE_S
@@ -211,76 +132,61 @@ class ResumableLink(Link):
                 return
             time.sleep(POLL_S)
 
-    def _wait_for_room(self) -> None:
-        """Waits while too much is kept, but not for a peer that acknowledges nothing for long."""
-        with self._room:
-            while self._outgoing.kept_bytes > self._limit_bytes and not self._is_closed:
-                before = self._outgoing.acknowledged
-                is_told = self._room.wait(SEND_PATIENCE_S)
-                if not is_told and self._outgoing.acknowledged == before:
-                    return
-
     def acknowledged(self, position: int) -> None:
         """Releases what the peer has received; raises ProtocolError if that was never sent."""
-        # Race: a thread in ``resume`` does the same, and both at once would release too much.
-        with self._room:
+        # A thread in ``resume`` does the same, and both at once would release too much.
+        with self._lock:
+            self._outgoing.position = self._stream.position
             self._outgoing.acknowledge(position)
-            if self._outgoing.kept_bytes <= self._limit_bytes:
-                self._room.notify_all()
+            self._stream.acknowledge(position)
 
     def acknowledge(self) -> None:
         """Acknowledges received bytes, unless there are hardly any. Never blocks."""
-        self._acknowledge(self._incoming.acknowledgement())
+        self._acknowledge(self._counted().acknowledgement())
 
     def prompt(self) -> None:
         """Sends something to which the peer's kernel responds. Never blocks.
 
         Does nothing while the peer has not acknowledged much: then the kernels are in contact.
         """
-        if self._outgoing.kept_bytes <= ACKNOWLEDGE_BYTES:
-            self._acknowledge(self._incoming.repetition())
+        if self.kept_bytes <= ACKNOWLEDGE_BYTES:
+            self._acknowledge(self._counted().repetition())
 
     def _acknowledge(self, position: int | None) -> None:
-        if position is not None and not self._is_broken:
-            control = encode_ints(position)
+        if not self._is_broken:
+            self._acknowledge_by(lambda parts: self.send(parts, may_block=False), position)
+
+    def _acknowledge_by(
+        self, write: Callable[[list[Buffer]], object], position: int | None
+    ) -> None:
+        if position is not None:
             with contextlib.suppress(LinkClosed):
-                self.send(encode_frame(Kind.ACKNOWLEDGED, 0, 0, control), may_block=False)
+                write(encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(position)))
 
     # Receiving
 
-    def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
-        super().receive(may_block=may_block)
-        # What a secure connection has already received: no event announces it.
-        while getattr(self._socket, "pending", 0):
-            size = self._receive_some(_DONTWAIT)
-            if not size:
-                break
-            self.incoming.extend(self.parser.received(size))
+    def _counted(self) -> Incoming:
+        """Returns the count of received bytes, to which waiting threads contribute in C."""
+        self._incoming.position = self.bytes_received
+        return self._incoming
 
-    def _receive_some(self, flags: int) -> int:
+    def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
         if self._is_broken:
-            self._wait_for_connection(may_block=not flags & _DONTWAIT)
-            return 0
+            if self._is_closed:
+                raise LinkClosed("the connection is closed")
+            if may_block:
+                self._resumed.wait(READ_TICK_S)
+            return
         with self._receiving:
-            if self._is_broken:
-                return 0
             try:
-                size = super()._receive_some(flags)
+                if not self._is_broken:
+                    super().receive(may_block=may_block, may_spin=may_spin)
             except LinkClosed as error:
                 if self._is_closed:
                     raise
                 self._note_break(error)
-                return 0
-            self._incoming.position += size
-        if self._incoming.is_much:
+        if self._counted().is_much:
             self.acknowledge()
-        return size
-
-    def _wait_for_connection(self, *, may_block: bool) -> None:
-        if self._is_closed:
-            raise LinkClosed("the connection is closed")
-        if may_block:
-            self._resumed.wait(READ_TICK_S)
 
     # Breaks
 
@@ -293,11 +199,10 @@ class ResumableLink(Link):
         self._note_break(ConnectionError(cause))
 
     def _note_break(self, error: OSError) -> None:
-        with self._room:
+        with self._lock:
             if self._is_broken or self._is_closed:
                 return
-            self._is_broken = True
-            self._resumed.clear()
+            self._break()
         # A timeout comes from this side's kernel. An end that arrives while our segments are not
         # acknowledged is from a peer that hears nothing: it will not answer a new connection.
         is_answer = isinstance(error.__cause__ or error, ConnectionError)
@@ -305,18 +210,23 @@ class ResumableLink(Link):
         shut(self._socket)
         self._on_break(self, str(error), is_answer=is_answer)
 
+    def _break(self) -> None:
+        self._stream.is_broken = self._is_broken = True
+        self._resumed.clear()
+
     def stop(self) -> int:
         """Ends the connection to replace it; returns the position that this side has received.
 
         Nothing more is received until ``resume``; if the replacement fails, ``report_break`` must
         follow.
         """
-        with self._room:
-            self._is_broken = True
-            self._resumed.clear()
+        with self._lock:
+            self._break()
         shut(self._socket)
         with self._receiving:
-            return self._incoming.position
+            while self.native is not None and self.native.is_looking:
+                time.sleep(POLL_S)  # A waiting thread finds the end, or the last bytes.
+            return self.bytes_received
 
     def report_break(self, cause: str) -> None:
         """Reports the break if a stopped session still has no connection."""
@@ -334,24 +244,29 @@ class ResumableLink(Link):
             LinkClosed: The session has ended meanwhile.
             ProtocolError: This side cannot continue from the peer's position.
         """
+        self._stream.is_broken = True
         shut(self._socket)  # Makes threads that read or write it return.
-        with self._receiving, self._writing, self._room:
-            if self._is_closed:
-                connection.close()
-                raise LinkClosed("the session has ended")
+        with self._receiving, self._lock:
             try:
-                rest = self._outgoing.since(peer_position)
-            except ProtocolError:
+                if self._is_closed:
+                    raise LinkClosed("the session has ended")
+                if not self._wait_for_writer():
+                    raise LinkClosed("a thread still writes to the connection before")
+                self._outgoing.position = self._stream.position
+                self._outgoing.since(peer_position)
+            except (LinkClosed, ProtocolError):
                 connection.close()
                 raise
             self._outgoing.acknowledge(peer_position)
-            self._unsent.clear()
-            self._unsent.extend(rest)
+            self._stream.acknowledge(peer_position)
             tune(connection)
             former, self._socket = self._socket, connection
             os.dup2(connection.fileno(), self.read_fd, inheritable=False)
             os.dup2(connection.fileno(), self.write_fd, inheritable=False)
             former.close()
+            if self.native is None:
+                self._stream.connection = connection
+            self._stream.resume(peer_position)
             self._is_broken = False
             self.resumption_count += 1
         self._resumed.set()
@@ -369,39 +284,19 @@ class ResumableLink(Link):
         At most the size of this side's last acknowledgement may stay unacknowledged.
         """
         deadline_s = time.monotonic() + timeout_s
-        while self._kept_bytes() > LEAST_BYTES:
+        while self.kept_bytes > LEAST_BYTES:
             if self._is_closed or time.monotonic() > deadline_s:
                 return
             time.sleep(POLL_S)
 
-    def _kept_bytes(self) -> int:
-        """Returns how much is queued or not acknowledged."""
-        return sum(map(len, copy_of(self._queue))) + self._outgoing.kept_bytes
-
     def hang_up(self) -> None:
-        with self._room:
-            self._is_closed = True
-            self._room.notify_all()
+        with self._lock:
+            super().hang_up()
         self._resumed.set()
-        shut(self._socket)
-
-    def abandon(self) -> None:
-        super().abandon()
-        os.close(self.read_fd)
-
-    def close(self) -> None:
-        self.hang_up()
-        with self._writing:
-            self._release()
 
     def _release(self) -> None:
         with self._receiving:
-            read_fd = self.read_fd
             super()._release()
-            self._unsent.clear()
-            self._outgoing.clear()
-            if read_fd >= 0:
-                os.close(read_fd)
 
 
 def position_in(control: Buffer) -> int:

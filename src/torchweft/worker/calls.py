@@ -47,7 +47,6 @@ from torchweft.threads.interrupts import call as run
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timers
-from torchweft.transport.native_link import NativeLink
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 from torchweft.worker.peers import Peer
@@ -171,7 +170,7 @@ class Waiter:
         links = []
         for peer in peers:
             link = peer.link
-            if not isinstance(link, NativeLink):
+            if link is None or link.native is None:
                 return None
             links.append(link.native)
         return native.Lease.take(tuple(links))

@@ -18,7 +18,6 @@ from typing import NamedTuple
 from torchweft import knobs
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.native import native
 from torchweft.protocol.connecting import Action, Lose, Patience, Redial, Terms
 from torchweft.protocol.connecting.contact import Rounds
 from torchweft.protocol.connecting.failures import failure_of
@@ -26,7 +25,6 @@ from torchweft.protocol.connecting.machine import FAREWELL_BYTES
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.transport.link import Link, LinkClosed
-from torchweft.transport.native_link import NativeLink, NativeResumableLink
 from torchweft.transport.session import ResumableLink, keep_alive, position_in, probe_interval_s
 from torchweft.wire.frames import Frame, FrameParser
 from torchweft.wire.messages import Kind
@@ -120,19 +118,14 @@ class Links:
             knobs.CONTROL_LIMIT_BYTES.get(),
             knobs.FRAME_LIMIT_BYTES.get(),
         )
-        link: Link
-        if terms is None and native is not None:
-            link = NativeLink(connection, parser, self._when_full, peer)
-        elif terms is None:
-            link = Link(connection, parser, self._when_full)
+        if terms is None:
+            link = Link(connection, parser, self._when_full, peer)
         else:
             keep_alive(connection, self.patience.detection_s)
             on_break = functools.partial(self._on_break, peer)
-            options = parser, self._when_full, on_break, self._limit_bytes
-            if native is not None and isinstance(connection, socket.socket):
-                link = NativeResumableLink(connection, *options, peer)
-            else:
-                link = ResumableLink(connection, *options)
+            link = ResumableLink(
+                connection, parser, self._when_full, on_break, self._limit_bytes, peer
+            )
         if self.on_made is not None:
             self.on_made(link, peer)
         return link
@@ -190,18 +183,18 @@ class Links:
             raise
         self._contacts.on_resumed(peer, link)
         self._watch(peer, link)
-        link.write_held()
+        link.flush()
 
     def _watch(self, peer: Peer, link: Link) -> None:
         bound, receiver, reactor = functools.partial, self._receiver, self._reactor
-        if isinstance(link, NativeLink):
+        if link.native is not None:
             hand_over = reactor.urgent.append, (receiver.take_over, peer, link)
             link.native.watch(reactor.epoll_fd, reactor.wake_fd, *hand_over)
         reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
         reactor.watch_reading(
             link.read_fd,
             bound(receiver.on_readable, peer, link),
-            bound(receiver.after_tasks, peer, link) if link.may_spin else None,
+            bound(receiver.after_tasks, peer, link) if link.native else None,
         )
         if link.is_broken:
             self.pause(link)  # Race: the link broke, and was paused before it was watched.

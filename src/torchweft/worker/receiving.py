@@ -24,7 +24,6 @@ from torchweft.threads import interrupts
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.transport.link import POLL_S, SEND_PATIENCE_S, Link, LinkClosed
-from torchweft.transport.native_link import NativeLink
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 from torchweft.worker.peers import Peer
@@ -226,7 +225,7 @@ class Receiver:
         except ProtocolError as error:
             self.turn_away(peer, error)
 
-    def take_over(self, peer: Peer, link: NativeLink) -> None:
+    def take_over(self, peer: Peer, link: Link) -> None:
         """Handles what a waiting thread has read, and reads on; a task."""
         link.native.is_handed_over = False  # First: what comes from now on needs another look.
         if link.claim():
@@ -261,7 +260,7 @@ class Receiver:
         finally:
             link.unclaim()
             link.brought_tasks = bool(reactor.tasks.ready)
-            if link.may_spin and (link.brought_tasks or reactor.urgent):
+            if link.native and (link.brought_tasks or reactor.urgent):
                 reactor.leave_unarmed(link.read_fd)
             else:
                 reactor.resume_reading(link.read_fd)

@@ -317,7 +317,7 @@ class Answers:
             count = link.hold([part])
             reactor.held[link] = peer
             if count >= _MOST_HELD:
-                link.write_held()
+                link.flush()
             elif count == 1:
                 self._arm_soon()  # The timer thread writes held answers, too.
         except LinkClosed as error:
@@ -333,6 +333,6 @@ class Answers:
             except KeyError:
                 return  # Race: another thread has taken the last answer.
             try:
-                link.write_held()
+                link.flush()
             except LinkClosed as error:
                 self._lose(peer, str(error))

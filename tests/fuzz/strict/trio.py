@@ -82,7 +82,7 @@ class Way:
         self.send([part], may_block=False)
         return 0
 
-    def write_held(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 def parser() -> FrameParser:

@@ -58,7 +58,7 @@ class _Link:
         self.send([part], may_block=False)
         return 0
 
-    def write_held(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 class _Tasks(list[Any]):

@@ -87,7 +87,7 @@ def test_after_a_while_nothing_is_kept_and_nothing_is_sent(
     with pair_of() as pair:
         for number in range(5):
             send(pair.dialler, pair.acceptor, number, 100_000)
-        wait_until(lambda: all(link._outgoing.kept_bytes <= 24 for link in pair.links))
+        wait_until(lambda: all(link.kept_bytes <= 24 for link in pair.links))
         looks = [ticks_of(pair.dialler), ticks_of(pair.acceptor)]
         wait_until(lambda: min(map(len, looks)) >= 10)  # All received data is acknowledged by now.
         sent = [link.bytes_sent for link in pair.links]
@@ -298,9 +298,9 @@ def test_memory_of_a_slow_peer_is_bounded_and_who_waits_goes_on() -> None:
         writer = threading.Thread(target=write)
         writer.start()
         link = pair.links[0]
-        wait_until(lambda: link._outgoing.kept_bytes > 1 << 20)
+        wait_until(lambda: link.kept_bytes > 1 << 20)
         time.sleep(0.05)
-        assert link._outgoing.kept_bytes < (1 << 20) + 200_000
+        assert link.kept_bytes < (1 << 20) + 200_000
         assert len(sent) < 100
         thaw()
         writer.join(LIMIT_S)
@@ -438,8 +438,8 @@ def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
     assert contact is not None
     contact._heard_s -= 100.0
     link = pair.links[0]
-    with link._room:
+    with link._lock:
         link._is_broken = True  # The kernel knows nothing of a broken link.
     assert member.agent.contacts.silence_s(member.peer(other)) > 90.0
-    with link._room:
+    with link._lock:
         link._is_broken = False
