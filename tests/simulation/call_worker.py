@@ -406,7 +406,7 @@ class Worker:
         call.error = error
         self._tell(call)
 
-    # As FirstContacts
+    # As Sender.keep
 
     def _keep(self, peer: Peer, unsent: Unsent) -> bool:
         is_kept = peer.unsent.keep(unsent, is_linked=peer.is_connected)

@@ -37,7 +37,6 @@ from torchweft.threads.device_streams import Mark
 from torchweft.threads.served_streams import Attached
 from torchweft.threads.thread_modes import THREADS
 from torchweft.wire.frames import Frame
-from torchweft.worker.agent import SERVED_STREAMS
 from torchweft.worker.peers import Peer
 
 FORWARD, BACKWARD, COPIES = range(3)
@@ -170,7 +169,7 @@ class Runner:
         self._lost: WorkerLost | None = None
         self._unreadable: Exception | None = None
         self._forget = on_worker_lost(self._on_worker_lost)
-        self._streams = Attached(self._rpc.agent.slots[SERVED_STREAMS])
+        self._streams = Attached(self._rpc.agent.served_streams)
         self._mark = device_streams.mark() if device_streams.HAS_CUDA else None  # of the stages
         self._thread = threading.Thread(
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True

@@ -114,7 +114,7 @@ def health_of(agent: Agent, peer: Peer) -> WorkerHealth:
     link = peer.link
     if link is None:
         return WorkerHealth(peer.info, WorkerState.UNUSED, 0.0, None)
-    silence_s = agent.contacts.silence_s(peer)
+    silence_s = agent.links.silence_s(peer)
     state = WorkerState.CONNECTED
     if link.is_broken:
         state = WorkerState.RECONNECTING

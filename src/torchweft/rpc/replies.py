@@ -70,7 +70,7 @@ class Replies:
             return
         try:
             if inlined is not None:
-                self._agent.answers.send(peer, answer)
+                self._agent.sender.answer(peer, answer)
             else:
                 self._agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):

@@ -39,7 +39,7 @@ from torchweft.threads.thread_modes import (
     plain_operations,
 )
 from torchweft.wire.messages import NO_GRAD
-from torchweft.worker.agent import SERVED_STREAMS, Agent, Slot
+from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import current_call
 from torchweft.worker.peers import Peer
 
@@ -243,7 +243,7 @@ class Sources:
         source = Source(
             f"weft-{self._agent.info.name}-stream-{peer.name}-{number}",
             iterator,
-            self._agent.slots[SERVED_STREAMS],
+            self._agent.served_streams,
             name,
         )
         with self._lock:

@@ -31,7 +31,7 @@ from torchweft.threads.thread_modes import (
 )
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, TABLES, decode_reply
-from torchweft.worker.agent import SERVED_STREAMS, Agent, Slot
+from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import PendingCall
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
@@ -74,9 +74,7 @@ class Worker:
         self.engine = Engine(agent, self.tensor_messages, reader)
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
-        self.coroutines = CoroutineRunner(
-            f"weft-{agent.info.name}-asyncio", agent.slots[SERVED_STREAMS]
-        )
+        self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio", agent.served_streams)
         self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside

@@ -33,7 +33,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -47,48 +47,11 @@ _DEEPEST = 4
 """How deep containers are searched for tensors."""
 
 
-class Cuda(Protocol):
-    """The operations on streams and events that this module needs; tests have their own."""
+class Cuda:
+    """The operations on streams and events that this module needs; tests have their own.
 
-    def is_initialized(self) -> bool:
-        """Whether CUDA can be used in this process."""
-
-    def devices(self) -> Sequence[int]:
-        """Returns the devices that have a context; earlier ones stay, in their order."""
-
-    def current_device(self) -> int:
-        """Returns the current device of this thread."""
-
-    def set_device(self, device: int) -> None:
-        """Sets the current device of this thread, without making a context there."""
-
-    def current_stream(self, device: int) -> Any:
-        """Returns the current stream of this thread on a device."""
-
-    def default_stream(self, device: int) -> Any:
-        """Returns the default stream of a device."""
-
-    def new_stream(self, device: int) -> Any:
-        """Returns a stream that is not the default stream."""
-
-    def set_stream(self, stream: Any) -> None:
-        """Sets the current stream of this thread on the stream's device; may set the device too."""
-
-    def record(self, stream: Any, event: Any = None) -> Any:
-        """Records an event, by default a new one, behind the work of a stream; returns it."""
-
-    def wait(self, stream: Any, event: Any) -> None:
-        """Has the further work of a stream wait for the latest record of an event."""
-
-    def synchronize(self, stream: Any) -> None:
-        """Blocks until the work of a stream is done."""
-
-    def keep(self, tensor: Any, stream: Any) -> None:
-        """Keeps the memory of a dead tensor from reuse until the work of a stream is done."""
-
-
-class _TorchCuda:
-    """CUDA by PyTorch, without the Python functions that may create a context."""
+    It uses PyTorch without the Python functions that may create a context.
+    """
 
     def __init__(self) -> None:
         self._native: Any = torch._C
@@ -98,10 +61,12 @@ class _TorchCuda:
         self._streams: dict[Any, Any] = {}
 
     def is_initialized(self) -> bool:
+        """Whether CUDA can be used in this process."""
         # A forked child has the flag of its parent, but cannot use CUDA.
         return self._cuda._initialized and not self._cuda._is_in_bad_fork()
 
     def devices(self) -> Sequence[int]:
+        """Returns the devices that have a context; earlier ones stay, in their order."""
         if len(self._with_context) != self._count:
             if self._count < 0:
                 self._count = self._cuda.device_count()
@@ -113,15 +78,19 @@ class _TorchCuda:
         return self._with_context
 
     def current_device(self) -> int:
+        """Returns the current device of this thread."""
         return int(self._native._cuda_getDevice())
 
     def set_device(self, device: int) -> None:
+        """Sets the current device of this thread, without making a context there."""
         self._cuda._maybe_exchange_device(device)
 
     def current_stream(self, device: int) -> Any:
+        """Returns the current stream of this thread on a device."""
         return self._stream(self._native._cuda_getCurrentStream(device))
 
     def default_stream(self, device: int) -> Any:
+        """Returns the default stream of a device."""
         return self._stream(self._native._cuda_getDefaultStream(device))
 
     def _stream(self, key: tuple[int, int, int]) -> Any:
@@ -135,9 +104,11 @@ class _TorchCuda:
         return stream
 
     def new_stream(self, device: int) -> Any:
+        """Returns a stream that is not the default stream."""
         return self._cuda.Stream(device=device)
 
     def set_stream(self, stream: Any) -> None:
+        """Sets the current stream of this thread on the stream's device; may set the device too."""
         self._native._cuda_setStream(
             stream_id=stream.stream_id,
             device_index=stream.device_index,
@@ -145,18 +116,22 @@ class _TorchCuda:
         )
 
     def record(self, stream: Any, event: Any = None) -> Any:
+        """Records an event, by default a new one, behind the work of a stream; returns it."""
         if event is None:
             event = self._cuda.Event()
         event.record(stream)
         return event
 
     def wait(self, stream: Any, event: Any) -> None:
+        """Has the further work of a stream wait for the latest record of an event."""
         event.wait(stream)
 
     def synchronize(self, stream: Any) -> None:
+        """Blocks until the work of a stream is done."""
         stream.synchronize()
 
     def keep(self, tensor: Any, stream: Any) -> None:
+        """Keeps the memory of a dead tensor from reuse until the work of a stream is done."""
         if tensor.layout is torch.strided:
             tensor.record_stream(stream)
         elif tensor.layout is torch.sparse_coo:
@@ -192,7 +167,7 @@ def _has_driver() -> bool:
 HAS_CUDA = _has_driver()
 """Whether this process may ever use a GPU. Most packages of PyTorch can, most machines cannot."""
 
-cuda: Cuda = _TorchCuda()
+cuda = Cuda()
 
 _has_reported = False
 

@@ -271,7 +271,7 @@ class Acceptor:
                     self._welcome(connection, handshake, peer)
                 else:
                     handshake.send(Kind.WELCOME, Greeting(self._connector.worker, facts=told))
-                self._connector.shell.resume(peer, link, connection, said.position)
+                self._connector.links.resume(peer, link, connection, said.position)
             except OSError as error:
                 link.report_break(str(error))
                 raise

@@ -44,12 +44,12 @@ from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import Kind
 from torchweft.worker.accepting import Acceptor
 from torchweft.worker.calls import Cancelling, OpenCalls, PendingCall, Waiter
-from torchweft.worker.connections import Contacts, Links, Traffic, sum_of
+from torchweft.worker.connections import Links, Traffic, sum_of
 from torchweft.worker.dialing import Connector, verdict_in
 from torchweft.worker.peers import Members, Peer
 from torchweft.worker.process import ShortSwitches
 from torchweft.worker.receiving import Receiver
-from torchweft.worker.sending import Answers, FirstContacts, Lifetime, Sender
+from torchweft.worker.sending import Lifetime, Sender
 
 if TYPE_CHECKING:
     from torchweft.transport.secure import TlsOptions
@@ -124,10 +124,6 @@ class Slots(dict[Slot[Any], Any]):
             return self[slot]
 
 
-SERVED_STREAMS: Slot[ServedStreams] = Slot(ServedStreams)
-"""The streams on which the GPU work of tasks runs."""
-
-
 class Agent:
     """One worker's end of all connections, calls and threads.
 
@@ -163,6 +159,8 @@ class Agent:
         """Called after tensors were fetched, with the channel and the bytes, while traced."""
         self.default_timeout_s = default_timeout_s
         self.slots = Slots()
+        self.served_streams = ServedStreams()
+        """The streams on which the GPU work of tasks runs."""
         self.events = Events()
         self.lifetime = Lifetime(self.info.name)
         self._watchers: list[PeerCallback] = []
@@ -176,19 +174,17 @@ class Agent:
         self.timers = Timers(f"weft-{self.info.name}-clock")
         self.reactor = Reactor(f"weft-{self.info.name}", worker_threads, tasks)
         if device_streams.HAS_CUDA:
-            streams = self.slots[SERVED_STREAMS]
-            self.reactor.before_task, self.reactor.after_task = streams.begin, streams.end
+            self.reactor.before_task = self.served_streams.begin
+            self.reactor.after_task = self.served_streams.end
         self.receiver = Receiver(self.me.id, self.reactor, self.lose)
-        self.first_contacts = FirstContacts(
-            self.reactor, self.lifetime, self.connect, self._cannot_write
+        self.sender = Sender(
+            self.reactor, self.lifetime, self.receiver, self.connect, self._cannot_write
         )
-        self.sender = Sender(self.lifetime, self.first_contacts, self.receiver, self._cannot_write)
         self.waiter = Waiter(self.reactor)
         self.calls = OpenCalls(
             self.peers,
             self.reactor,
             self.timers,
-            self.first_contacts,
             self.sender,
             self.receiver,
             self.waiter,
@@ -196,23 +192,10 @@ class Agent:
         self._checks = ReactorChecks(
             self.reactor, self.timers, self.calls.__len__, lambda: self.links.mend()
         )
-        self.answers = Answers(
-            self.reactor, self._checks.arm_soon, self.sender, self.lifetime, self._cannot_write
-        )
         self.cancelling = Cancelling(self.reactor, self.calls, self.receiver)
         if patience is None:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
-        self.contacts = Contacts(
-            patience.detection_s,
-            self.reactor,
-            lambda peer, link: self._connector.redial(peer, link),
-            self.lose,
-            lambda due_s: self._contacts_timer.wake_by(due_s),
-        )
-        self._contacts_timer = self.timers.add(self.contacts.tick)
-        self.links = Links(
-            self.reactor, self.receiver, self.pool, self.contacts, patience, self.lose
-        )
+        self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
         self.channels = Channels(self._home(patience), self._ask_again)
         self.channels.on_pulled = self._note_pulled
         self._connector = Connector(
@@ -224,11 +207,12 @@ class Agent:
             protection.tls,
             has_secret=protection.has_secret,
         )
+        self.links.redial = self._connector.redial
         self._acceptor = Acceptor(
             self._connector,
             self._lookup,
             functools.partial(self.reactor.submit, self._greet),
-            self.first_contacts.connect_soon,
+            self.sender.connect_soon,
             protection.observers_key,
         )
         self.receiver.on(Kind.VERDICT, _on_verdict, inline=True)
@@ -487,7 +471,7 @@ class Agent:
     def _end_link(self, peer: Peer) -> None:
         link = peer.link
         if link is not None:
-            self.contacts.forget(peer)
+            self.links.forget(peer)
             self.links.end(link)
 
     def _submit(self, callback: PeerCallback, peer: Peer) -> None:
@@ -515,7 +499,7 @@ class Agent:
             if self.lifetime.is_closed:
                 return
             self.lifetime.is_closed = True
-        self.answers.write_held()
+        self.sender.write_held()
         self.links.say_goodbye(limit_s)
         self.timers.close()
         gone = NotInitialized(f"worker {self.info.name!r} shut down before the answer came")

@@ -51,7 +51,7 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 from torchweft.worker.peers import Peer
 from torchweft.worker.receiving import Receiver
-from torchweft.worker.sending import FirstContacts, Sender
+from torchweft.worker.sending import Sender
 
 
 class PendingCall(OpenCall):
@@ -218,7 +218,6 @@ class OpenCalls:
         peers: The workers of the group, by id.
         reactor: Its threads complete calls.
         timers: End the calls that are past their deadlines, by ``expire``.
-        first_contacts: Keeps requests to peers to which there is no connection yet.
         sender: Sends the requests.
         receiver: Passes answers that it reads to this object from here on.
         waiter: Lets threads wait for answers.
@@ -229,7 +228,6 @@ class OpenCalls:
         peers: Mapping[int, Peer],
         reactor: Reactor,
         timers: Timers,
-        first_contacts: FirstContacts,
         sender: Sender,
         receiver: Receiver,
         waiter: Waiter,
@@ -237,7 +235,6 @@ class OpenCalls:
         self._peers = peers
         self._reactor = reactor
         self._timer = timers.add(self.expire)
-        self._first_contacts = first_contacts
         self._sender = sender
         self._waiter = waiter
         receiver.on_replies(self.take_reply)
@@ -286,7 +283,7 @@ class OpenCalls:
             else:
                 self._client.keep(call)
                 kept = KeptCall(self._client, call, request, self._act)
-                if not self._first_contacts.keep(peer, kept):
+                if not self._sender.keep(peer, kept):
                     is_sent = True  # There is a connection by now.
                     self._sender.send(peer, kept.make())
         except BaseException:

@@ -1,6 +1,6 @@
 """The established connections of one worker: makes sockets into links that are read.
 
-Watches and repairs the sessions of one worker, as ``torchweft.protocol.connecting`` decides.
+It watches and repairs sessions as ``torchweft.protocol.connecting`` decides.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torchweft.protocol.connecting.failures import failure_of
 from torchweft.protocol.connecting.machine import FAREWELL_BYTES
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception
+from torchweft.threads.timers import Timers
 from torchweft.transport.link import Link, LinkClosed
 from torchweft.transport.session import ResumableLink, keep_alive, position_in, probe_interval_s
 from torchweft.wire.frames import Frame, FrameParser
@@ -57,23 +58,28 @@ def _traffic_of(link: Link) -> Traffic:
 
 
 class Links:
-    """All connections for messages of one worker. Thread-safe.
+    """All connections for messages of one worker; watches and repairs the sessions. Thread-safe.
 
     Args:
-        reactor: Reports which connections can be read and written.
+        reactor: Reports which connections can be read and written; provides the threads that dial.
+        timers: Call ``tick``.
         receiver: Reads the connections.
         pool: Memory for received messages.
-        contacts: Watches and repairs sessions.
         patience: How long contact with another worker may be lost.
         lose: Declares a peer lost, with the cause.
+
+    Attributes:
+        redial: Makes a new connection for a session; see ``Connector.redial``.
     """
+
+    redial: Callable[[Peer, ResumableLink], None]
 
     def __init__(
         self,
         reactor: Reactor,
+        timers: Timers,
         receiver: Receiver,
         pool: BufferPool,
-        contacts: Contacts,
         patience: Patience,
         lose: Callable[[Peer, str], None],
     ) -> None:
@@ -82,7 +88,10 @@ class Links:
         self._receiver = receiver
         self._pool = pool
         self._lose = lose
-        self._contacts = contacts
+        detection_s = patience.detection_s
+        self._rounds = Rounds(detection_s, float(probe_interval_s(detection_s)))
+        self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
+        self._timer = timers.add(self.tick)
         self._limit_bytes = knobs.SESSION_LIMIT_BYTES.get()
         self._lock = threading.RLock()
         self._links: list[Link] = []
@@ -130,10 +139,6 @@ class Links:
             self.on_made(link, peer)
         return link
 
-    def _on_break(self, peer: Peer, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
-        self.pause(link)
-        self._contacts.on_break(peer, cause, is_answer=is_answer)
-
     def _when_full(self, link: Link) -> None:
         self._reactor.resume_writing(link.write_fd)
 
@@ -162,7 +167,7 @@ class Links:
             if obstacle:
                 self._links.pop()
             elif isinstance(link, ResumableLink):
-                self._contacts.watch(peer, link)
+                self._watch_session(peer, link)
         return obstacle
 
     def resume(
@@ -181,7 +186,7 @@ class Links:
         except ProtocolError as error:
             self._lose(peer, f"its session cannot go on: {error}")
             raise
-        self._contacts.on_resumed(peer, link)
+        self._on_resumed(peer, link)
         self._watch(peer, link)
         link.flush()
 
@@ -252,57 +257,14 @@ class Links:
             else:
                 link.close()
 
-
-def _on_acknowledged(peer: Peer, frame: Frame) -> None:
-    if isinstance(peer.link, ResumableLink):
-        peer.link.acknowledged(position_in(frame.control))
-
-
-def _on_goodbye(peer: Peer, frame: Frame) -> None:
-    with peer.state_lock:
-        peer.connecting.goodbye(bytes(frame.control[:FAREWELL_BYTES]))
-    if isinstance(peer.link, ResumableLink):
-        peer.link.acknowledge()  # The peer waits for this acknowledgement.
-
-
-_log = logging.getLogger("torchweft")
-
-
-class Contacts:
-    """The sessions of one worker. Thread-safe.
-
-    Args:
-        detection_s: How long a peer may be silent.
-        reactor: Provides the threads that dial.
-        redial: Makes a new connection for a session; see ``Connector.redial``.
-        lose: Declares a peer lost, with the cause.
-        wake_by: Has ``tick`` called no later than a given time.
-    """
-
-    def __init__(
-        self,
-        detection_s: float,
-        reactor: Reactor,
-        redial: Callable[[Peer, ResumableLink], None],
-        lose: Callable[[Peer, str], None],
-        wake_by: Callable[[float], None],
-    ) -> None:
-        self._reactor = reactor
-        self._redial = redial
-        self._lose = lose
-        self._wake_by = wake_by
-        self._rounds = Rounds(detection_s, float(probe_interval_s(detection_s)))
-        self._lock = threading.RLock()
-        self._watched: dict[int, tuple[Peer, ResumableLink]] = {}
-
     # What happens to sessions
 
-    def watch(self, peer: Peer, link: ResumableLink) -> None:
+    def _watch_session(self, peer: Peer, link: ResumableLink) -> None:
         """Watches a new session, unless it has ended already."""
         with self._lock:
             if peer.connecting.has_session:
                 self._watched[peer.id] = peer, link
-        self._wake_by(time.monotonic() + self._rounds.interval_s)
+        self._timer.wake_by(time.monotonic() + self._rounds.interval_s)
 
     def forget(self, peer: Peer) -> None:
         """Stops watching the session of a peer, if there is one: the session has ended."""
@@ -311,8 +273,9 @@ class Contacts:
         with self._lock:
             self._watched.pop(peer.id, None)
 
-    def on_break(self, peer: Peer, cause: str, *, is_answer: bool) -> None:
+    def _on_break(self, peer: Peer, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
         """Handles the end of a session's connection: redials, or declares the peer lost."""
+        self.pause(link)
         with peer.state_lock:
             is_news = not peer.connecting.is_broken
             actions = peer.connecting.broke(time.monotonic(), cause, is_answer=is_answer)
@@ -326,12 +289,12 @@ class Contacts:
             else:
                 self._act(peer, [action])
 
-    def on_resumed(self, peer: Peer, link: ResumableLink) -> None:
+    def _on_resumed(self, peer: Peer, link: ResumableLink) -> None:
         """Records that a session has a connection again."""
         with peer.state_lock:
             peer.connecting.resumed(time.monotonic())
         _log.info("the connection to worker %r was made again", peer.name)
-        link.report_break("end of file")  # Race: it may have broken before ``resumed`` was noted.
+        link.report_break("end of file")  # It may have broken before ``resumed`` was noted.
 
     def silence_s(self, peer: Peer) -> float:
         """Returns the seconds since a peer was last heard; 0 without a session."""
@@ -395,7 +358,7 @@ class Contacts:
         assert isinstance(link, ResumableLink)
         try:
             with self._reactor.idling():
-                self._redial(peer, link)
+                self.redial(peer, link)
         except LinkClosed:
             return
         except (OSError, ProtocolError, ConfigurationError) as error:
@@ -407,4 +370,19 @@ class Contacts:
         with peer.state_lock:
             actions = peer.connecting.redial_failed(now_s, failure, cause)
         self._act(peer, actions)
-        self._wake_by(self._look_at(peer, now_s))
+        self._timer.wake_by(self._look_at(peer, now_s))
+
+
+def _on_acknowledged(peer: Peer, frame: Frame) -> None:
+    if isinstance(peer.link, ResumableLink):
+        peer.link.acknowledged(position_in(frame.control))
+
+
+def _on_goodbye(peer: Peer, frame: Frame) -> None:
+    with peer.state_lock:
+        peer.connecting.goodbye(bytes(frame.control[:FAREWELL_BYTES]))
+    if isinstance(peer.link, ResumableLink):
+        peer.link.acknowledge()  # The peer waits for this acknowledgement.
+
+
+_log = logging.getLogger("torchweft")

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchweft import knobs
 from torchweft.channel.channels import Channels, close_all
@@ -51,6 +51,7 @@ from torchweft.transport.link import Link, LinkClosed, shut
 from torchweft.transport.session import ResumableLink
 from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.connections import Links
 from torchweft.worker.peers import Peer
 
 if TYPE_CHECKING:
@@ -62,21 +63,6 @@ _DATA_LIMIT_S = 2.0
 """Time limit for making a data connection: a thread with tensors to send waits for it."""
 
 
-class Shell(Protocol):
-    """Takes over established connections: the part of the agent that both sides need."""
-
-    def make_link(self, connection: socket.socket, peer: Peer, terms: Terms | None) -> Link:
-        """Wraps a connected socket; with terms, in a session."""
-
-    def adopt(self, peer: Peer, link: Link, terms: Terms | None) -> None:
-        """Installs a new link as the peer's and starts to read it; LinkClosed if too late."""
-
-    def resume(
-        self, peer: Peer, link: ResumableLink, connection: socket.socket, position: int
-    ) -> None:
-        """Continues a session over a new connection; the peer has received up to ``position``."""
-
-
 class Connector:
     """Makes the connections of one worker.
 
@@ -85,7 +71,7 @@ class Connector:
         is_open: Whether the group is open, so that other workers may not know this worker yet.
         key: The key that both sides must have.
         channels: The channels for tensors.
-        shell: Takes over the connections.
+        links: Takes over the connections.
         tls: How TCP connections are secured; None for no TLS.
         has_secret: Whether the key includes a secret that other users of this machine, or readers
             of the rendezvous store, do not know. If not, this worker talks only to workers of this
@@ -98,7 +84,7 @@ class Connector:
         is_open: bool,
         key: Secret,
         channels: Channels,
-        shell: Shell,
+        links: Links,
         tls: TlsOptions | None,
         *,
         has_secret: bool,
@@ -108,7 +94,7 @@ class Connector:
         self.key = key
         self.tls = tls
         self.has_secret = has_secret
-        self.shell = shell
+        self.links = links
         self.channels = channels
         self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
         # In an open group, the dialled worker may not know this worker yet.
@@ -266,7 +252,7 @@ class Connector:
             position = link.stop()
             said = Hello.about(Purpose.RESUME, peer.id, terms, position)
             answer = self._ask(handshake, said)
-            self.shell.resume(peer, link, connection, position_in(answer.facts))
+            self.links.resume(peer, link, connection, position_in(answer.facts))
 
     def probe(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
         """Tells the side that dialled a session that its connection broke."""
@@ -437,10 +423,10 @@ class Connector:
                 so that the peer can use each channel from its first tensor on. Not for a session,
                 which may break only once it is adopted.
         """
-        link = self.shell.make_link(connection, peer, terms)
+        link = self.links.make_link(connection, peer, terms)
         if begins_with_verdict:
             send_verdict(peer, link)
-        self.shell.adopt(peer, link, terms)
+        self.links.adopt(peer, link, terms)
         peer.linked.set()
         return link
 

@@ -60,12 +60,17 @@ class Lifetime:
         )
 
 
-class FirstContacts:
-    """Keeps messages until there is a connection to their receivers. Thread-safe.
+class Sender:
+    """Sends the messages of one worker. Thread-safe.
+
+    Each write wakes the receiver, and takes as long as a small call. So small answers are held
+    while more calls wait to run. Held answers are written with the last answer, before a function
+    that takes long, and after ``knobs.REARM_S`` in any case.
 
     Args:
-        reactor: Provides the threads that connect.
+        reactor: Provides the threads that connect; signals when answers may no longer be held.
         lifetime: Whether the worker still takes part.
+        receiver: Takes messages to this worker itself.
         connect: Connects to a peer by a deadline; see ``Agent.connect``.
         lose: Declares a peer lost, with the cause.
     """
@@ -74,14 +79,69 @@ class FirstContacts:
         self,
         reactor: Reactor,
         lifetime: Lifetime,
+        receiver: Receiver,
         connect: Callable[[Peer, float], object],
         lose: Callable[[Peer, str], None],
     ) -> None:
         self._reactor = reactor
         self._lifetime = lifetime
-        self._connect_by = connect
+        self._receiver = receiver
+        self._connect_to = connect
         self._lose = lose
         self._attempt_s = knobs.CONNECT_TIMEOUT_S.get()
+        reactor.on_pause = self.write_held
+
+    def send(self, peer: Peer, message: Outgoing, *, may_block: bool = True) -> None:
+        """Sends one frame; if there is no connection yet, as soon as there is one.
+
+        Args:
+            peer: The receiver.
+            message: The frame.
+            may_block: Whether to wait until the socket has room. Must be False in a thread that
+                keeps others from reading: the peer may be waiting in the same way.
+
+        Raises:
+            WorkerLost: The peer is lost. A later loss is reported by ``Agent.on_lost``.
+            NotInitialized: This worker has shut down.
+        """
+        if isinstance(message, Frame):
+            self._lifetime.check_open()
+            self._receiver.deliver(peer, message)
+            return
+        link = peer.link
+        is_kept = (link is None or peer.unsent) and self.keep(peer, Unsent(message))
+        if not is_kept:
+            self.write(peer, message, may_block=may_block)
+
+    def post(self, peer: Peer, message: Outgoing) -> None:
+        """Sends one frame without ever blocking; for inline handlers and jobs of the timers.
+
+        Raises nothing if the peer is lost: threads that wait for the peer are told otherwise.
+        """
+        link = peer.link
+        if peer.lost is not None or self._lifetime.is_closed:
+            return
+        if isinstance(message, Frame):
+            self._receiver.deliver(peer, message)
+            return
+        if link is None or peer.unsent:
+            with contextlib.suppress(WorkerLost, NotInitialized):
+                self.send(peer, message, may_block=False)
+            return
+        try:
+            link.send(message, may_block=False)
+        except LinkClosed as error:
+            self._lose(peer, str(error))
+
+    def post_ints(self, peer: Peer, kind: Kind, *values: int, tail: bytes = b"") -> None:
+        """Sends a small control message of integers, and bytes, without ever blocking."""
+        control = encode_ints(*values) + tail
+        if peer.is_self:
+            self.post(peer, Frame(kind, 0, 0, control, ()))
+        else:
+            self.post(peer, encode_frame(kind, 0, 0, control))
+
+    # First contacts
 
     def keep(self, peer: Peer, unsent: Unsent) -> bool:
         """Keeps a message for ``peer``, and has a thread connect; never blocks.
@@ -132,7 +192,7 @@ class FirstContacts:
 
     def _connect(self, peer: Peer) -> bool:
         try:
-            self._connect_by(peer, monotonic() + self._attempt_s)
+            self._connect_to(peer, monotonic() + self._attempt_s)
         except CallTimeout:
             return False
         return True
@@ -158,13 +218,13 @@ class FirstContacts:
             return
         self.write(peer, message)
 
-    def write(self, peer: Peer, message: Outgoing) -> None:
+    def write(self, peer: Peer, message: Outgoing, *, may_block: bool = True) -> None:
         """Writes a message to a connected peer, before all kept messages."""
         link = peer.link
         assert link is not None
         assert not isinstance(message, Frame)  # frames are for this worker itself
         try:
-            link.send(message, may_block=True)
+            link.send(message, may_block=may_block)
             return
         except LinkClosed as error:
             cause = str(error)
@@ -185,131 +245,19 @@ class FirstContacts:
         for unsent in dropped:
             unsent.drop(error)
 
+    # Small answers
 
-class Sender:
-    """Sends the messages of one worker. Thread-safe.
-
-    Args:
-        lifetime: Whether the worker still takes part.
-        first_contacts: Keeps messages to peers to which there is no connection yet.
-        receiver: Takes messages to this worker itself.
-        lose: Declares a peer lost, with the cause.
-    """
-
-    def __init__(
-        self,
-        lifetime: Lifetime,
-        first_contacts: FirstContacts,
-        receiver: Receiver,
-        lose: Callable[[Peer, str], None],
-    ) -> None:
-        self._lifetime = lifetime
-        self._first_contacts = first_contacts
-        self._receiver = receiver
-        self._lose = lose
-
-    def send(self, peer: Peer, message: Outgoing, *, may_block: bool = True) -> None:
-        """Sends one frame; if there is no connection yet, as soon as there is one.
-
-        Args:
-            peer: The receiver.
-            message: The frame.
-            may_block: Whether to wait until the socket has room. Must be False in a thread that
-                keeps others from reading: the peer may be waiting in the same way.
-
-        Raises:
-            WorkerLost: The peer is lost. A later loss is reported by ``Agent.on_lost``.
-            NotInitialized: This worker has shut down.
-        """
-        if isinstance(message, Frame):
-            self._lifetime.check_open()
-            self._receiver.deliver(peer, message)
-            return
-        link = peer.link
-        if link is None or peer.unsent:
-            if self._first_contacts.keep(peer, Unsent(message)):
-                return
-            link = peer.link
-            assert link is not None
-        try:
-            link.send(message, may_block=may_block)
-            return
-        except LinkClosed as error:
-            cause = str(error)
-        self._lose(peer, cause)
-        raise self._lifetime.error_of(peer)  # Here, so that it does not show the other error.
-
-    def post(self, peer: Peer, message: Outgoing) -> None:
-        """Sends one frame without ever blocking; for inline handlers and jobs of the timers.
-
-        Raises nothing if the peer is lost: threads that wait for the peer are told otherwise.
-        """
-        link = peer.link
-        if peer.lost is not None or self._lifetime.is_closed:
-            return
-        if isinstance(message, Frame):
-            self._receiver.deliver(peer, message)
-            return
-        if link is None or peer.unsent:
-            with contextlib.suppress(WorkerLost, NotInitialized):
-                self.send(peer, message, may_block=False)
-            return
-        try:
-            link.send(message, may_block=False)
-        except LinkClosed as error:
-            self._lose(peer, str(error))
-
-    def post_ints(self, peer: Peer, kind: Kind, *values: int, tail: bytes = b"") -> None:
-        """Sends a small control message of integers, and bytes, without ever blocking."""
-        control = encode_ints(*values) + tail
-        if peer.is_self:
-            self.post(peer, Frame(kind, 0, 0, control, ()))
-        else:
-            self.post(peer, encode_frame(kind, 0, 0, control))
-
-
-class Answers:
-    """Sends the small answers of one worker. Thread-safe.
-
-    Each write wakes the caller, and takes as long as a small call. So answers are held while more
-    calls wait to run. Held answers are written with the last answer, before a function that takes
-    long, and after ``knobs.REARM_S`` in any case.
-
-    Args:
-        reactor: Runs the calls; signals when answers may no longer be held.
-        arm_soon: Has the timer thread re-arm connections and write held answers soon.
-        sender: Sends answers to peers without a connection.
-        lifetime: Whether the worker still takes part.
-        lose: Declares a peer lost, with the cause.
-    """
-
-    def __init__(
-        self,
-        reactor: Reactor,
-        arm_soon: Callable[[], None],
-        sender: Sender,
-        lifetime: Lifetime,
-        lose: Callable[[Peer, str], None],
-    ) -> None:
-        self._reactor = reactor
-        self._arm_soon = arm_soon
-        self._sender = sender
-        self._lifetime = lifetime
-        self._lose = lose
-        reactor.on_pause = self.write_held
-
-    def send(self, peer: Peer, part: Buffer) -> None:
+    def answer(self, peer: Peer, part: Buffer) -> None:
         """Sends an answer (one whole frame) now, or together with later answers.
 
         Raises:
             WorkerLost: The peer cannot be reached.
             NotInitialized: This worker has shut down.
         """
-        link = peer.link
+        link, reactor = peer.link, self._reactor
         if link is None:
-            self._sender.send(peer, [part])
+            self.send(peer, [part])
             return
-        reactor = self._reactor
         try:
             if not reactor.tasks.ready:
                 link.send([part], may_block=True)
@@ -319,7 +267,7 @@ class Answers:
             if count >= _MOST_HELD:
                 link.flush()
             elif count == 1:
-                self._arm_soon()  # The timer thread writes held answers, too.
+                reactor.on_unarmed()  # The timer thread writes held answers, too.
         except LinkClosed as error:
             self._lose(peer, str(error))
             raise self._lifetime.error_of(peer) from error
@@ -331,7 +279,7 @@ class Answers:
             try:
                 link, peer = held.popitem()
             except KeyError:
-                return  # Race: another thread has taken the last answer.
+                return  # Another thread has taken the last answer.
             try:
                 link.flush()
             except LinkClosed as error:

@@ -161,23 +161,10 @@ class BoundedStore:
         self._place = place_of(store)
         self._silent: RendezvousTimeout | None = None
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._within(0.0, lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> bytes:
-        return bytes(self._within(0.0, lambda: self._store.get(key)))
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._within(0.0, lambda: self._store.add(key, amount)))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._within(0.0, lambda: self._store.check(list(keys))))
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        return bytes(self._within(0.0, lambda: self._store.compare_set(key, expected, desired)))
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._within(0.0, lambda: self._store.delete_key(key)))
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        """Returns an operation of the other store, bounded."""
+        operation = getattr(self._store, name)
+        return lambda *arguments: self._within(0.0, lambda: operation(*arguments))
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
         """Waits for keys; ``timeout`` may end after the deadline of the other operations."""
@@ -310,20 +297,51 @@ def _keep(name: str, store: Store) -> None:
         del _opened[former]
 
 
-class LauncherStore(Store):
+class _PolledStore(Store):
+    """A store that is asked again and again for keys that are not there.
+
+    Args:
+        timeout_s: How long to wait for the value of a key.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__()
+        self._timeout_s = timeout_s
+
+    def get(self, key: str) -> bytes:
+        """Returns the value of a key; waits until the key is there."""
+        self.wait([key])
+        return self._get(key)
+
+    def _get(self, key: str) -> bytes:
+        raise NotImplementedError
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all keys are there.
+
+        Raises:
+            RuntimeError: The keys did not come in time, or the store is gone.
+        """
+        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        deadline_s = time.monotonic() + limit_s
+        while not self.check(keys):
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
+            time.sleep(min(_LOOK_AGAIN_S, left_s))
+
+
+class LauncherStore(_PolledStore):
     """Asks the launcher for keys and values; thread-safe. Made by ``open_launcher_store``."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
-        super().__init__()
+        super().__init__(timeout_s)
         self._name = name
-        self._timeout_s = timeout_s
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", key, _text(value))
 
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key; waits until the key is there."""
-        self.wait([key], timedelta(seconds=self._timeout_s))
+    def _get(self, key: str) -> bytes:
         return _bytes(self._ask("get", key))
 
     def add(self, key: str, amount: int) -> int:
@@ -338,20 +356,6 @@ class LauncherStore(Store):
     def deleteKey(self, key: str) -> bool:
         """Removes a key; returns whether it was there."""
         return bool(self._ask("delete", key))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
-
-        Raises:
-            RuntimeError: The keys did not come in time, or the launcher is gone.
-        """
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline_s = time.monotonic() + limit_s
-        while not self.check(keys):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
-            time.sleep(min(_LOOK_AGAIN_S, left_s))
 
     def _ask(self, *request: object) -> Any:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as asking:
@@ -387,7 +391,7 @@ _OWN = b"weft/"
 """Is in each key of a group; a file store of PyTorch has a key without it from its first moment."""
 
 
-class GroupFile(Store):
+class GroupFile(_PolledStore):
     """Keeps keys and values in a file; thread-safe, and safe if processes are killed.
 
     Args:
@@ -396,18 +400,15 @@ class GroupFile(Store):
     """
 
     def __init__(self, path: str, timeout_s: float) -> None:
-        super().__init__()
+        super().__init__(timeout_s)
         self.path = os.path.realpath(path)
-        self._timeout_s = timeout_s
         with self._locked():
             pass  # Finds out whether the file can be made and read.
 
     def set(self, key: str, value: str | bytes) -> None:
         self._change(lambda values: values.__setitem__(_key(key), _encoded(value)))
 
-    def get(self, key: str) -> bytes:
-        """Returns the value of a key; waits until the key is there."""
-        self.wait([key], timedelta(seconds=self._timeout_s))
+    def _get(self, key: str) -> bytes:
         return self._change(lambda values: values[_key(key)])
 
     def add(self, key: str, amount: int) -> int:
@@ -436,20 +437,6 @@ class GroupFile(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._change(lambda values: all(_key(key) in values for key in keys))
-
-    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there.
-
-        Raises:
-            RuntimeError: The keys did not come in time.
-        """
-        limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        deadline_s = time.monotonic() + limit_s
-        while not self.check(keys):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")
-            time.sleep(min(_LOOK_AGAIN_S, left_s))
 
     def _change(self, change: Callable[[dict[bytes, bytes]], T]) -> T:
         """Lets ``change`` read and change the values, and writes them if they are others then."""

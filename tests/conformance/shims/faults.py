@@ -115,7 +115,7 @@ class Faults:
         self._scripted: set[ReferenceId] = set()
         self._make_request = worker.encoder.request
         self._ask, self._send, self._post = agent.calls.ask, agent.sender.send, agent.sender.post
-        self._close, self._write = agent.close, agent.first_contacts.write
+        self._close, self._write = agent.close, agent.sender.write
         self._replace()
 
     def _replace(self) -> None:
@@ -128,7 +128,7 @@ class Faults:
             (agent.sender, self.send),
             (agent.sender, self.post),
             (agent, self.close),
-            (agent.first_contacts, self.write),
+            (agent.sender, self.write),
         ):
             setattr(holder, method.__name__, method)
 
@@ -215,12 +215,12 @@ class Faults:
 
         self._late.add(delay_s, send_late)
 
-    def write(self, peer: Peer, message: Any) -> None:
-        """Does as ``FirstContacts.write``; a message that the plan concerns goes to ``send``."""
+    def write(self, peer: Peer, message: Any, *, may_block: bool = True) -> None:
+        """Does as ``Sender.write``; a message that the plan concerns goes to ``send``."""
         if isinstance(message, _Sending):
             self.send(peer, message)  # It is kept again, and sent after earlier messages.
         else:
-            self._write(peer, message)
+            self._write(peer, message, may_block=may_block)
 
     def _takes(self, concerned: _Concerned, peer: Peer) -> bool:
         key = (peer.id, concerned.creation, concerned.function, concerned.arguments)

@@ -34,7 +34,6 @@ from torchweft.errors import AutogradError, CallCancelled
 from torchweft.rpc.futures import Future
 from torchweft.rpc.worker import Worker
 from torchweft.threads import interrupts
-from torchweft.worker import connections
 from torchweft.worker import current as current_agent
 
 
@@ -64,7 +63,7 @@ def with_twin(twin: str) -> Iterator[None]:
         pytest.skip(native.reason)
     with pytest.MonkeyPatch.context() as patch:
         if twin == "plain":
-            patch.setattr(connections, "native", None)
+            patch.setattr("torchweft.transport.link.native", None)
         yield
 
 

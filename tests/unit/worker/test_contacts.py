@@ -322,7 +322,7 @@ def test_a_peer_that_listens_no_more_is_lost_at_once(pair: Pair, gone: int) -> N
     close_listener(missing)
     peer = other.peer(missing)
     began_s = time.monotonic()
-    missing.agent.contacts.forget(missing.peer(other))  # The missing side ignores the break.
+    missing.agent.links.forget(missing.peer(other))  # The missing side ignores the break.
     other.session(missing).break_off("reset")
     wait_until(lambda: peer.lost)
     assert time.monotonic() - began_s < AT_ONCE_S
@@ -432,14 +432,14 @@ def test_silence_that_nothing_breaks_is_the_loss(monkeypatch: pytest.MonkeyPatch
 
 def test_how_long_nothing_was_heard_is_told(pair: Pair) -> None:
     member, other = pair.dialler, pair.acceptor
-    assert member.agent.contacts.silence_s(member.peer(other)) < AT_ONCE_S
-    assert member.agent.contacts.silence_s(member.agent.me) == 0.0
+    assert member.agent.links.silence_s(member.peer(other)) < AT_ONCE_S
+    assert member.agent.links.silence_s(member.agent.me) == 0.0
     contact = member.peer(other).connecting._contact
     assert contact is not None
     contact._heard_s -= 100.0
     link = pair.links[0]
     with link._lock:
         link._is_broken = True  # The kernel knows nothing of a broken link.
-    assert member.agent.contacts.silence_s(member.peer(other)) > 90.0
+    assert member.agent.links.silence_s(member.peer(other)) > 90.0
     with link._lock:
         link._is_broken = False

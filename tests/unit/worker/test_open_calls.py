@@ -156,7 +156,7 @@ def test_what_ends_while_its_request_is_made_is_cancelled_at_its_callee(
     first, callee = pair
     peer = first.agent.peers[1]
     if comes_meanwhile:
-        monkeypatch.setattr(first.agent.calls, "_first_contacts", ComesMeanwhile(first))
+        monkeypatch.setattr(first.agent.sender, "keep", ComesMeanwhile(first).keep)
     else:
         first.agent.connect(peer)
     parent = new_parent(first)

@@ -47,7 +47,15 @@ class Side:
         me = Registration(f"worker{rank}", rank, (str(self.address),), facts={"host": "here"})
         with knobs.CONNECT_TIMEOUT_S.override(timeout_s):
             self.channels = Channels(make_home(), lambda *arguments: [])
-            self.connector = Connector(me, False, KEY, self.channels, self, None, has_secret=False)
+            self.connector = Connector(
+                me,
+                False,
+                KEY,
+                self.channels,
+                self,  # type: ignore[arg-type]
+                None,
+                has_secret=False,
+            )
         self.acceptor = Acceptor(
             self.connector,
             self._lookup,

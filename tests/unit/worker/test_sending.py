@@ -139,7 +139,7 @@ def test_nobody_connects_any_more_when_nobody_waits(
 ) -> None:
     first, second = pair
     peer = first.peer(second)
-    monkeypatch.setattr(first.agent.first_contacts, "_attempt_s", 0.05)
+    monkeypatch.setattr(first.agent.sender, "_attempt_s", 0.05)
     taken_back: list[bytes] = []
     call = ask(first, peer, b"late", 0.05, taken_back)
     first.agent.calls.wait(call)
