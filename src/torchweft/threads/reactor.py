@@ -29,11 +29,9 @@ Rules of this file:
   and the timer thread retries until there is one.
 * No exception ends a thread, whatever its type: tasks answer calls with what user code raises.
 
-A fair queue of tasks: one queue for each sender, served in turn.
-
-A worker that sends ten thousand calls at once fills its own queue; another worker's single call
-is next but one. The queues are bounded. A task that does not fit is refused, and the caller of
-``offer`` tells the sender.
+Waiting tasks have one queue for each sender, served in turn. A worker that sends ten thousand calls
+at once fills its own queue; another worker's single call is next but one. The queues are bounded. A
+task that does not fit is refused, and the caller of ``offer`` tells the sender.
 """
 
 from __future__ import annotations
@@ -196,9 +194,8 @@ class Reactor:
         self.epoll_fd = self._epoll.fileno()
         """Where its threads wait for events."""
         self._handlers: dict[int, Callable[[], None]] = {}
-        self._followers: dict[int, Callable[[], bool]] = {}
         self.unarmed: dict[int, int] = {}
-        """Descriptors that were left unarmed, for their followers or the timer thread."""
+        """Descriptors that were left unarmed, for their handlers or the timer thread."""
         self._was_unarmed: dict[int, int] = {}
         self._unarmed_count = self._last_count = 0
         self._lock = threading.RLock()
@@ -276,28 +273,17 @@ class Reactor:
 
     # Descriptors
 
-    def watch_reading(
-        self,
-        fd: int,
-        handler: Callable[[], None],
-        follower: Callable[[], bool] | None = None,
-    ) -> None:
+    def watch_reading(self, fd: int, handler: Callable[[], None]) -> None:
         """Has ``handler`` called, on one thread, when ``fd`` is readable; then ``fd`` is paused.
 
-        Args:
-            fd: The descriptor.
-            handler: Called on one of the threads.
-            follower: Called by the same thread after the tasks that followed from the event, if
-                the descriptor was left unarmed. It arms it again, or returns True because there
-                was more to do.
+        If the handler leaves ``fd`` unarmed, the same thread calls it again after the tasks that
+        the event brought.
         """
         self._handlers[fd] = handler
-        if follower is not None:
-            self._followers[fd] = follower
         self._epoll.register(fd, _READ)
 
     def leave_unarmed(self, fd: int) -> None:
-        """Leaves the arming of ``fd`` to the follower, which runs after the tasks."""
+        """Leaves the arming of ``fd`` to its handler, which is called again after the tasks."""
         self._unarmed_count += 1
         self.unarmed[fd] = self._unarmed_count
         self.on_unarmed()  # Always, and last: other entries may be taken at any moment.
@@ -356,7 +342,6 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
-        self._followers.pop(fd, None)
         self.unarmed.pop(fd, None)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
@@ -486,32 +471,29 @@ class Reactor:
             self._lacks_thread = False
 
     def _serve(self) -> None:
-        poll, handlers, followers = self._epoll.poll, self._handlers, self._followers
         is_needed = True
         while is_needed and not self._is_closing:
-            for fd, _ in poll(LONGEST_WAIT_S, 1):
-                handler = handlers.get(fd)
-                if handler is not None:
-                    try:
-                        handler()
-                    except BaseException:
-                        log_exception("an event could not be handled")
-                if self.tasks.ready or self.urgent:
-                    is_needed = self._work()
-                if fd in self.unarmed:  # Also if other threads have taken the tasks.
-                    follower = followers.get(fd)
-                    while follower is not None and self._follow(fd, follower):
-                        is_needed = self._work()
+            for fd, _ in self._epoll.poll(LONGEST_WAIT_S, 1):
+                is_needed = self._handle(fd)
+                # Also if other threads have taken the tasks.
+                while is_needed and fd in self.unarmed and fd in self._handlers:
+                    is_needed = self._handle(fd)
+                if not is_needed and self.take_unarmed(fd):
+                    self.resume_reading(fd)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
-    def _follow(self, fd: int, follower: Callable[[], bool]) -> bool:
-        try:
-            return follower()
-        except BaseException:
-            log_exception("a connection could not be read")
-            self.resume_reading(fd)
-            return False
+    def _handle(self, fd: int) -> bool:
+        """Handles an event, and runs waiting tasks; returns whether this thread is still needed."""
+        handler = self._handlers.get(fd)
+        if handler is not None:
+            try:
+                handler()
+            except BaseException:
+                log_exception("an event could not be handled")
+                if self.take_unarmed(fd):
+                    self.resume_reading(fd)
+        return not (self.tasks.ready or self.urgent) or self._work()
 
     def _work(self) -> bool:
         """Runs waiting tasks; returns whether this thread is still needed."""

@@ -196,11 +196,7 @@ class Links:
             hand_over = reactor.urgent.append, (receiver.take_over, peer, link)
             link.native.watch(reactor.epoll_fd, reactor.wake_fd, *hand_over)
         reactor.watch_writing(link.write_fd, bound(self._on_writable, peer, link))
-        reactor.watch_reading(
-            link.read_fd,
-            bound(receiver.on_readable, peer, link),
-            bound(receiver.after_tasks, peer, link) if link.native else None,
-        )
+        reactor.watch_reading(link.read_fd, bound(receiver.on_readable, peer, link))
         if link.is_broken:
             self.pause(link)  # Race: the link broke, and was paused before it was watched.
 

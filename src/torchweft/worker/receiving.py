@@ -246,12 +246,19 @@ class Receiver:
         self._lose(peer, f"it sent an invalid message: {error}")
 
     def on_readable(self, peer: Peer, link: Link) -> None:
-        """Reads a connection that the reactor reports as readable."""
-        if not link.claim():
-            return  # A waiting thread reads this link itself, and arms it again when it is done.
-        reactor = self._reactor
+        """Reads a connection that has data, or whose tasks this thread has just run.
+
+        In the second case it looks for the next request for a moment.
+        """
+        reactor, fd = self._reactor, link.read_fd
+        has_run_tasks = reactor.take_unarmed(fd)
+        # After answers only, other threads of this worker go on and need the interpreter lock.
+        if (has_run_tasks and not link.brought_tasks) or not link.claim():
+            if has_run_tasks:
+                reactor.resume_reading(fd)
+            return  # A waiting thread that reads this link arms it again when it is done.
         try:
-            self.read(peer, link)
+            self.read(peer, link, may_spin=has_run_tasks)
             if link.parser.is_within_large and reactor.begin_read():
                 try:
                     self._read_rest(peer, link)
@@ -261,9 +268,9 @@ class Receiver:
             link.unclaim()
             link.brought_tasks = bool(reactor.tasks.ready)
             if link.native and (link.brought_tasks or reactor.urgent):
-                reactor.leave_unarmed(link.read_fd)
+                reactor.leave_unarmed(fd)
             else:
-                reactor.resume_reading(link.read_fd)
+                reactor.resume_reading(fd)
 
     def _read_rest(self, peer: Peer, link: Link) -> None:
         """Waits for the rest of a large frame: an event for each piece would cost more.
@@ -274,24 +281,6 @@ class Receiver:
         while link.parser.is_within_large and link.bytes_received != bytes_received:
             bytes_received = link.bytes_received
             self.read(peer, link, may_block=True)
-
-    def after_tasks(self, peer: Peer, link: Link) -> bool:
-        """Polls briefly, after a request, for the next one; returns whether it came."""
-        reactor, fd = self._reactor, link.read_fd
-        if not reactor.take_unarmed(fd):
-            return False  # Armed meanwhile: another thread may be reading it.
-        # After answers only, other threads of this worker go on and need the interpreter lock.
-        if link.brought_tasks and link.claim():
-            try:
-                self.read(peer, link, may_spin=True)
-            finally:
-                link.unclaim()
-            link.brought_tasks = bool(reactor.tasks.ready)
-            if link.brought_tasks or reactor.urgent:
-                reactor.leave_unarmed(fd)
-                return True
-        reactor.resume_reading(fd)
-        return False
 
 
 def _check(check: entitlement.Check, me: int, peer: Peer, frame: Frame) -> None:
