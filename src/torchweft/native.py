@@ -28,7 +28,7 @@ class Native(Protocol):
     Link: type[Any]
     """A connection; see ``transport.link``."""
     Lease: type[Any]
-    """The right of one thread to read some connections; see ``agent.waiting``."""
+    """The right of one thread to read some connections; see ``worker.calls``."""
 
     def set_dtypes(
         self, dtypes: Sequence[tuple[torch.dtype, int, int, int, bool, bool]], /

@@ -196,7 +196,7 @@ class Node:
         finalize, self._finalize = self._finalize, None
         if finalize is not None:
             finalize.cancel()
-        self.agent.links.farewell = farewell
+        self.agent.links.leave_reason = farewell
         self.worker.replies.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)

@@ -8,8 +8,6 @@ returned and before its result is stored, also within ``finally``. Two things ar
 
 A handler may itself call, and a finalizer too, in any thread: the garbage collector runs it between
 any two steps. So a lock that a call takes is reentrant, unless it is only tried.
-
-The stacks of all threads of this process.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
-"""Reports in the log: exceptions that the program raises, and waits that take long.
+"""Reports: exceptions that the program raises, waits that take long, and rare events.
 
 A long wait is reported once, with the workers for which this worker waits. Waiting code pays
 nothing for that: it registers where its open waits are found, and the timer thread goes through
 them. Before that thread exists, while the workers of a group find each other, the waiting loop asks
 a ``Notice``.
 
-Gives each log record, also of the program, the worker and the call during which it was made.
-
-Formats use ``%(weft_worker)s`` and ``%(weft_call)s``. Both are empty where there is none. Only the
+Each log record, also of the program, has the worker and the call during which it was made. Formats
+use ``%(weft_worker)s`` and ``%(weft_call)s``. Both are empty where there is none. Only the
 making of a record costs anything: the call is in a context variable anyway.
-
-The last rare events of a worker, for people who look for the cause of a problem.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Addresses of workers, with the text form that travels in the directory of the group.
 
-Finds the network interface on the way to another host, and its speed.
+It also finds the network interface on the way to another host, and its speed.
 """
 
 from __future__ import annotations

@@ -9,13 +9,10 @@ another connection is worthless.
 The texts are JSON, and are parsed only after their proof has been checked; nothing is unpickled.
 What a stranger can send is limited in size and in time.
 
-Vouchers: the first bytes of a member's connection, which tell it from those of strangers.
-
-A worker that strangers flood must make room before it can perform a handshake with anyone. A
+A voucher is the first data of a member's connection, and tells it from those of strangers. A worker
+that strangers flood must make room before it can perform a handshake with anyone. A
 voucher shows, before any question, that its sender has the key. It admits nobody: the handshake
 follows. Over TLS the voucher is the server name in the first message, otherwise a frame.
-
-Finds the user of this machine at the other end of a connection.
 
 Without a secret, any reader of the rendezvous store could join. So workers without a secret talk
 only to their own user. The kernel names that user: for a Unix socket on request, for a TCP

@@ -1,15 +1,12 @@
 """The calls that this worker has open, and the threads that wait for their answers.
 
-A pending call, on the caller's side.
+``OpenCalls`` and ``Cancelling`` are the I/O shells of ``torchweft.protocol.calls``: of its
+``CallClient``, and of the part of its ``CallServer`` that cancels.
 
-How a thread waits for messages of other workers.
-
-In the native twin the waiting thread itself reads the connections on which they will come, unless
-another thread already does. A message then needs no hand-over between threads. What arrives for
-others is handed to the reactor. In the plain twin, threads of the reactor read everything, and the
-waiting thread sleeps until one of them has put the message where it looks.
-
-Cancels calls of other workers: the I/O shell of ``torchweft.protocol.calls.CallServer``.
+In the native twin the waiting thread itself reads the connections on which messages will come,
+unless another thread already does. A message then needs no hand-over between threads. Messages for
+other threads are handed to the reactor. In the plain twin, threads of the reactor read everything,
+and the waiting thread sleeps until one of them has put the message where it looks.
 """
 
 from __future__ import annotations

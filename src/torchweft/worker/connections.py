@@ -97,7 +97,7 @@ class Links:
         self._links: list[Link] = []
         self._ended_traffic = Traffic(0, 0)
         self._is_closed = False
-        self.farewell = ""
+        self.leave_reason = ""
         """Why this worker leaves, for peers that may not expect it."""
         self.on_made: Callable[[Link, Peer], None] | None = None
         """Called with each new link before it is used, while traced."""
@@ -234,7 +234,7 @@ class Links:
         with self._lock:
             self._is_closed = True
         links = self.all()
-        reason = self.farewell.encode()[:FAREWELL_BYTES]
+        reason = self.leave_reason.encode()[:FAREWELL_BYTES]
         for link in links:
             link.say_goodbye(reason)
         for link in links:

@@ -1,6 +1,4 @@
-"""The one current agent of this process.
-
-Processes that a worker forks, and that come back out of the function that forked them.
+"""The one current agent of this process, and the processes that the worker forks.
 
 Only the parent is the worker. A forked process has one thread, the one that forked. If that is a
 thread of Weft, for instance because a remote function called ``os.fork``, and the function returns

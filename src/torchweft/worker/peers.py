@@ -2,9 +2,8 @@
 
 ``Members`` is the directory of the group.
 
-Device maps between this worker and one other: the device on which a sent tensor arrives.
-
-Calls follow the caller's map for the callee. Answers follow its inverse, so the callee must know
+The device maps between two workers determine the device on which a sent tensor arrives. Calls
+follow the caller's map for the callee. Answers follow its inverse, so the callee must know
 the map of the caller; workers register their maps. Gradients go against the direction of the
 message whose tensors they belong to.
 """

@@ -1,4 +1,4 @@
-"""Keeps the threads of a host and of this process from hindering each other.
+"""Settings of the process that a worker changes while it is one.
 
 Cores. A thread of GNU's OpenMP that waits at the end of a parallel region spins for up to some
 milliseconds before it sleeps. With several busy processes on a host it spins on a core that the
@@ -16,18 +16,16 @@ by default, once another thread wants it. A call that arrives meanwhile needs th
 times, and would take 10 ms and more. The interval is one setting for the whole process: it is
 shortened when a worker joins and restored when it leaves, unless other code has set it since.
 
-Interrupts of the main thread that a finalizer swallows come again.
+Interrupts. Ctrl-C raises ``KeyboardInterrupt`` in the code that the main thread runs. If that is a
+finalizer, or a callback of a weak reference, the interpreter prints the exception and goes on: the
+program does not end. Handles, streams and graphs have finalizers, so programs that use many meet
+this. So such an interrupt is repeated.
 
-Ctrl-C raises ``KeyboardInterrupt`` in the code that the main thread runs. If that is a finalizer,
-or a callback of a weak reference, the interpreter prints the exception and goes on: the program
-does not end. Handles, streams and graphs have finalizers, so programs that use many meet this.
-
-Has PyTorch's compiler leave Weft's functions as they are.
-
-``torch.compile`` looks into all functions that a compiled function calls. A call of another worker
-has no graph, and the compiler stumbles over its implementation. So Weft's files are put on the
-compiler's list of files to skip: a compiled function is interrupted for a call, as for ``print``.
-The compiler takes more than a second to import, so Weft does not import it, but waits for it.
+The compiler. ``torch.compile`` looks into all functions that a compiled function calls. A call of
+another worker has no graph, and the compiler stumbles over its implementation. So Weft's files are
+put on the compiler's list of files to skip: a compiled function is interrupted for a call, as for
+``print``. The compiler takes more than a second to import, so Weft does not import it, but waits
+for it.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ stores are PyTorch's, which ``torchrun`` and every init method already provide. 
 waits for the host of a store as well, but longer than it was told, and logs a stack for each
 attempt: so this module waits first.
 
-Finds a fresh part of a store that outlives the workers, such as the one in torchrun's agent.
-
-When torchrun starts its workers again, they meet at the same store, which has the keys of their
+A store may outlive the workers, such as the one in torchrun's agent: a *round* is a fresh part of
+it. When torchrun starts its workers again, they meet at the same store, which has the keys of their
 former lives. The number of restarts does not tell lives apart: each agent counts only the failures
 of its own workers. So rank 0 begins a round with a new random name. The others answer in that
 round, each with a random name of its own, and rank 0 confirms the answers. A worker may find the

@@ -12,16 +12,14 @@ a value belongs to *this* run. Counters, and the presence of keys, are not prote
 can use them to keep workers from finding each other, and no more.
 
 A store in a worker ends with that worker. So for workers which join and leave, the launcher keeps
-the keys, see ``torchweft.launch.meeting`` and ``LauncherStore``.
-Each operation is one request datagram and one reply datagram, which are received whole or not at
-all.
+the keys, see ``torchweft.launch.meeting`` and ``LauncherStore``. Each operation is one request
+datagram and one reply datagram, which are received whole or not at all.
 
-The rendezvous store of an open group in a file, ``file:///path``.
-
-PyTorch's file store appends each operation to the file, and every process that opens it reads all
-of them: joining takes the longer, the more workers have come before. A record that is half written,
-since its process was killed, makes every later reader spin. Here the file has only the keys that
-are there. Each change writes a new file that takes the place of the old one in one step.
+``GroupFile`` is the store of an open group in a file, ``file:///path``. PyTorch's file store
+appends each operation to the file, and every process that opens it reads all of them: joining takes
+the longer, the more workers have come before. A record that is half written, since its process was
+killed, makes every later reader spin. Here the file has only the keys that are there. Each change
+writes a new file that takes the place of the old one in one step.
 
 The format is that of PyTorch's file store, since a closed group may try to meet in the same file:
 it must find out that this group is open. So are the locks. Programs also have their process group
@@ -324,7 +322,7 @@ class _PolledStore(Store):
         """
         limit_s = self._timeout_s if timeout is None else timeout.total_seconds()
         deadline_s = time.monotonic() + limit_s
-        while not self.check(keys):
+        while not self.check(list(keys)):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise RuntimeError(f"{', '.join(keys)} did not come within {limit_s:.1f} s")

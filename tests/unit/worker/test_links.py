@@ -58,7 +58,7 @@ def test_a_worker_says_why_it_leaves(over: str, farewell: str, told: str) -> Non
         first.start()
         second.start()
         first.agent.connect(first.peer(second))
-        first.agent.links.farewell = farewell
+        first.agent.links.leave_reason = farewell
         first.close()
         wait_until(lambda: second.peer(first).lost, "the loss")
         assert second.peer(first).lost_error().cause == told
@@ -75,7 +75,7 @@ def test_who_cannot_write_waits_for_the_reader_of_the_last_words() -> None:
         assert link is not None
         wait_until(link.claim, "the right to read")
         try:
-            first.agent.links.farewell = "it had to go"
+            first.agent.links.leave_reason = "it had to go"
             first.close()
             writer = threading.Thread(target=post_until_lost, args=(second, second.peer(first)))
             writer.start()
@@ -99,7 +99,7 @@ def leave_while_accepted(first: Member, second: Member, has_left: threading.Even
     first.start()
     second.start()
     first.agent.connect(first.peer(second))
-    first.agent.links.farewell = "it had to go"
+    first.agent.links.leave_reason = "it had to go"
     first.close()
     has_left.set()
     wait_until(lambda: second.peer(first).lost, "the loss")

@@ -12,8 +12,7 @@ Differences from a socket:
 - A receive that does not wait, or has ``SO_RCVTIMEO`` set, asks the socket once. If that does not
   complete a record, it finds nothing, as if nothing had arrived.
 
-One TLS connection without a socket: ciphertext in and out, plaintext in and out.
-
+``TlsStream`` is one TLS connection without a socket: ciphertext in and out, plaintext in and out.
 TLS failures become messages that name the cause and a remedy.
 """
 

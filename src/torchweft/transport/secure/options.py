@@ -5,11 +5,10 @@ has lost a connection dials again. So before each handshake the files are checke
 if they have changed. The previous contexts stay in force while the new files do not fit together:
 a renewal writes one file after the other.
 
-The TLS handshake: both sides prove who they are, within a time limit.
-
-In TLS 1.3 the client is done before the server has checked its certificate; it would learn of a
-refusal only at some later read. So the server's first byte confirms acceptance: a connection that
-``secure_client`` returns has been accepted.
+In the handshake both sides prove who they are, within a time limit. In TLS 1.3 the client is done
+before the server has checked its certificate; it would learn of a refusal only at some later read.
+So the server's first byte confirms acceptance: a connection that ``secure_client`` returns has been
+accepted.
 """
 
 from __future__ import annotations
