@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import threading
-from _thread import allocate_lock, get_ident
+from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
 from itertools import compress, takewhile
@@ -53,10 +53,15 @@ class Flag:
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until the flag is set or for ``timeout_s``; returns whether it is set."""
-        bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
-        acquire = partial(self._lock.acquire, True, bounded_s)
-        # Acquire and release in one step.
-        return [*takewhile(bool, map(call, (acquire, self._lock.release)))] != []
+        return wait_for(self._lock, timeout_s)
+
+
+def wait_for(lock: LockType, timeout_s: float) -> bool:
+    """Blocks until a lock is free or for ``timeout_s``; returns whether it is free."""
+    bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
+    acquire = partial(lock.acquire, True, bounded_s)
+    # Acquire and release in one step.
+    return [*takewhile(bool, map(call, (acquire, lock.release)))] != []
 
 
 class Lock(Protocol):

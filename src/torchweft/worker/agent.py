@@ -182,20 +182,13 @@ class Agent:
         )
         self.waiter = Waiter(self.reactor)
         self.calls = OpenCalls(
-            self.peers,
-            self.reactor,
-            self.timers,
-            self.sender,
-            self.receiver,
-            self.waiter,
-        )
-        self._checks = ReactorChecks(
-            self.reactor, self.timers, self.calls.__len__, lambda: self.links.mend()
+            self.peers, self.reactor, self.timers, self.sender, self.receiver, self.waiter
         )
         self.cancelling = Cancelling(self.reactor, self.calls, self.receiver)
         if patience is None:
             patience = Patience(knobs.DETECTION_S.get(), knobs.RECONNECT_S.get())
         self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
+        ReactorChecks(self.reactor, self.timers, self.calls.__len__, self.links.mend)
         self.channels = Channels(self._home(patience), self._ask_again)
         self.channels.on_pulled = self._note_pulled
         self._connector = Connector(

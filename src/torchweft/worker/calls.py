@@ -13,14 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from enum import IntEnum
-from functools import partial
-from itertools import takewhile
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -40,7 +37,6 @@ from torchweft.protocol.calls import (
     ServedCall,
 )
 from torchweft.threads import interrupts
-from torchweft.threads.interrupts import call as run
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timers
@@ -108,10 +104,7 @@ class PendingCall(OpenCall):
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until done or for ``timeout_s``; returns whether it is done."""
-        bounded_s = -1 if timeout_s > threading.TIMEOUT_MAX else max(timeout_s, 0)
-        acquire = partial(self._done.acquire, True, bounded_s)
-        # Acquire and release in one uninterruptible step: see torchweft.threads.interrupts.
-        return [*takewhile(bool, map(run, (acquire, self._done.release)))] != []
+        return interrupts.wait_for(self._done, timeout_s)
 
 
 class Spins(IntEnum):

@@ -64,18 +64,6 @@ class DeviceMaps:
         moves_host_of_answers: The same for the answers to the other worker's calls.
     """
 
-    __slots__ = (
-        "_back",
-        "_forward",
-        "_refuses_unmapped",
-        "_worker",
-        "answers_on_host",
-        "is_any",
-        "is_identity",
-        "moves_host_of_answers",
-        "moves_host_of_calls",
-    )
-
     def __init__(
         self,
         worker: str,

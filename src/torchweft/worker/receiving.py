@@ -123,8 +123,7 @@ class Receiver:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
                 return
             call = take_up(peer, frame, monotonic())
-            size_bytes = size_of(frame) if frame.buffers else len(frame.control)
-            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
+            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_of(frame)):
                 self._reactor.urgent.append((self._refuse, peer, call))
             return
         try:

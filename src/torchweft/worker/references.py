@@ -14,7 +14,6 @@ import logging
 import math
 import threading
 import time
-from _thread import allocate_lock
 from collections import defaultdict, deque
 from collections.abc import Callable
 from types import CodeType
@@ -26,6 +25,7 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol import references as protocol
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
+from torchweft.threads.interrupts import Flag
 from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import HandedReference, Kind
@@ -64,8 +64,7 @@ class OwnedValue:
         """Reports the error if no caller retrieves it."""
         self._callbacks: list[Callable[[OwnedValue], None]] | None = []
         self._lock = threading.RLock()
-        self._ready = allocate_lock()
-        self._ready.acquire()
+        self._ready = Flag()
 
     @property
     def is_ready(self) -> bool:
@@ -82,7 +81,7 @@ class OwnedValue:
                 self.mark = device_streams.mark()
             self.value, self.error = value, error
             self._callbacks = None  # Last: readers that find it ready take no lock.
-        self._ready.release()
+        self._ready.set()
         for callback in callbacks:
             callback(self)
 
@@ -93,7 +92,7 @@ class OwnedValue:
                 return
             self.error = error
             self._callbacks = None
-        self._ready.release()
+        self._ready.set()
 
     def when_ready(self, callback: Callable[[OwnedValue], None]) -> None:
         """Calls ``callback`` with this object, now or as soon as it is ready."""
@@ -113,10 +112,7 @@ class OwnedValue:
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until ready or for ``timeout_s``; returns whether it is ready."""
-        if not self._ready.acquire(timeout=-1 if math.isinf(timeout_s) else max(timeout_s, 0)):
-            return False
-        self._ready.release()
-        return True
+        return self._ready.wait(timeout_s)
 
 
 class ReferenceKeeper:

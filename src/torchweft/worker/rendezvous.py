@@ -340,29 +340,25 @@ def carry_out(steps: Steps[T], perform: Callable[[Request], Any]) -> T:
         return result
 
 
+_OPERATIONS: dict[type[Any], Callable[[Any, Any], Any]] = {
+    Set: lambda store, asked: store.set(asked.key, asked.value),
+    Get: lambda store, asked: bytes(store.get(asked.key)),
+    Check: lambda store, asked: bool(store.check([asked.key])),
+    Peek: lambda store, asked: store.peek(asked.key),
+    Swap: lambda store, asked: store.swap(asked.key, asked.expected, asked.desired),
+    Sign: lambda store, asked: store.sign(asked.key, asked.value),
+    Verify: lambda store, asked: store.verify(asked.key, asked.text.encode()),
+    Remove: lambda store, asked: store.remove(asked.key),
+    SetOnce: lambda store, asked: bytes(store.compare_set(asked.key, "", asked.value)),
+}
+
+
 def perform(store: Any, request: Request, notice: Notice | None = None) -> Any:
     """Performs one operation of a rendezvous store; ``notice`` reports a long wait."""
     if isinstance(request, Wait):
         noticed = notice if request.awaited else None
         return _wait_noticing(store, request.key, request.limit_s, noticed)
-    if isinstance(request, Set):
-        return store.set(request.key, request.value)
-    if isinstance(request, Get):
-        return bytes(store.get(request.key))
-    if isinstance(request, Check):
-        return bool(store.check([request.key]))
-    if isinstance(request, Peek):
-        return store.peek(request.key)
-    if isinstance(request, Swap):
-        return store.swap(request.key, request.expected, request.desired)
-    if isinstance(request, Sign):
-        return store.sign(request.key, request.value)
-    if isinstance(request, Verify):
-        return store.verify(request.key, request.text.encode())
-    if isinstance(request, Remove):
-        return store.remove(request.key)
-    assert isinstance(request, SetOnce)
-    return bytes(store.compare_set(request.key, "", request.value))
+    return _OPERATIONS[type(request)](store, request)
 
 
 def _awaited(store: Any, world_size: int) -> str:
