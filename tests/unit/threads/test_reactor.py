@@ -294,6 +294,47 @@ def test_what_is_forgotten_may_be_forgotten_paused_and_resumed_again(make_reacto
             reactor.resume_writing(ours.fileno())
 
 
+def test_a_descriptor_that_its_handler_leaves_unarmed_is_handled_again_after_the_tasks(
+    make_reactor: Make,
+) -> None:
+    reactor, order = make_reactor(1), []
+    ours, theirs = socket.socketpair()
+    done = threading.Event()
+
+    def handle() -> None:
+        was_left = reactor.take_unarmed(ours.fileno())
+        order.append(f"handler {was_left}")
+        if was_left:
+            done.set()
+        else:
+            reactor.urgent.append((lambda *_: order.append("task"), None, None))
+            reactor.leave_unarmed(ours.fileno())
+
+    with ours, theirs:
+        reactor.watch_reading(ours.fileno(), handle)
+        theirs.sendall(b"x")
+        assert done.wait(LIMIT_S)
+        reactor.forget(ours.fileno())
+    assert order == ["handler False", "task", "handler True"]
+
+
+def test_a_descriptor_that_is_forgotten_in_its_handler_holds_no_thread() -> None:
+    """Its connection may end while a thread reads it, which then leaves it unarmed."""
+    reactor, done = Reactor("test", 1, empty_queue()), threading.Event()
+    ours, theirs = socket.socketpair()
+
+    def handle() -> None:
+        reactor.forget(ours.fileno())
+        reactor.urgent.append((lambda *_: done.set(), None, None))
+        reactor.leave_unarmed(ours.fileno())
+
+    with ours, theirs:
+        reactor.watch_reading(ours.fileno(), handle)
+        theirs.sendall(b"x")
+        assert done.wait(LIMIT_S)
+        assert reactor.close(LIMIT_S) == []
+
+
 def test_closing_waits_for_what_runs_and_for_what_waits_to() -> None:
     reactor = Reactor("test", 2, empty_queue())
     tasks = Tasks(reactor)
