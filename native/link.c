@@ -1,4 +1,4 @@
-/* A connection as torchweft/transport/native_link.py uses it: writes messages, and reads frames.
+/* A connection as torchweft/transport/link.py uses it: writes messages, and reads frames.
  *
  * The interpreter lock guards everything here. It is released only while a thread copies much or
  * looks for data; `is_writing` and `is_looking` say so meanwhile. One thread writes at a
@@ -573,7 +573,7 @@ static PyMethodDef methods[] = {
 PyTypeObject link_type = {
     PyVarObject_HEAD_INIT(NULL, 0)
     .tp_name = "torchweft._native.Link",
-    .tp_doc = "One connection: see torchweft/transport/native_link.py.",
+    .tp_doc = "One connection: see torchweft/transport/link.py.",
     .tp_basicsize = sizeof(connection),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = link_new,

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.autograd.engine import current_engine
 from torchweft.rpc.collective import current_gatherings
 from torchweft.rpc.stream_sources import SOURCES
 from torchweft.rpc.worker import current_worker
+from torchweft.worker.current import current
 
 LIMIT_S = 20.0
 

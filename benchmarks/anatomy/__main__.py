@@ -22,22 +22,21 @@ import torchweft
 from benchmarks.calls.work import echo
 from benchmarks.machine import describe_machine
 from torchweft import rpc
-from torchweft.agent.agent import Agent
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.protocol.calls import CallTable
 from torchweft.rpc import serving
 from torchweft.rpc.completion import Call
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.runtime.fair_queue import FairQueue
-from torchweft.runtime.reactor import Reactor
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.value_reading import decode
 from torchweft.serialize.values import encode
+from torchweft.threads.reactor import FairQueue, Reactor
 from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_reply
+from torchweft.worker.agent import Agent
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 SERIES, REPEATS = 7, 2000
 CALLS = 4000

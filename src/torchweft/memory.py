@@ -36,12 +36,12 @@ import torch
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
 from torchweft.channel.page_locks import PageLock, PageLocks
 from torchweft.channel.shared_pool import why_no_pool
 from torchweft.channel.shm import SharedMemory
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.worker.agent import Agent
+from torchweft.worker.current import current
 
 
 def shared_empty(*size: int, dtype: torch.dtype | None = None, pin_memory: bool = False) -> Tensor:

@@ -26,9 +26,9 @@ class Native(Protocol):
     """The parts of ``torchweft._native``; those of the plain twin say what they do."""
 
     Link: type[Any]
-    """A connection; see ``transport.native_link``."""
+    """A connection; see ``transport.link``."""
     Lease: type[Any]
-    """The right of one thread to read some connections; see ``agent.waiting``."""
+    """The right of one thread to read some connections; see ``worker.calls``."""
 
     def set_dtype(
         self,

@@ -16,7 +16,7 @@ from tests.unit.optim.references import reference
 from torchweft.optim import eager
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer
-from torchweft.runtime.device_streams import new_guard
+from torchweft.threads.device_streams import new_guard
 
 COMPILER = "torch._dynamo"
 STEPS = 3

@@ -15,8 +15,6 @@ from typing import Any
 
 from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
-from torchweft.agent import rendezvous
-from torchweft.agent.peers import Peer
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.pass_state import PassState
 from torchweft.channel.copying import Copier
@@ -31,8 +29,10 @@ from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.node import Node
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.link import Link
-from torchweft.transport.resumable import ResumableLink
+from torchweft.transport.session import ResumableLink
 from torchweft.wire.messages import Kind
+from torchweft.worker import rendezvous
+from torchweft.worker.peers import Peer
 
 EXIT_CODE = 7
 
@@ -129,7 +129,8 @@ def send_half_of(link: Any, states: list[Any]) -> None:
     """Sends the first half of the bytes, and nothing after it."""
     # Held until this process ends: another thread's frame after half a frame would be nonsense.
     link.drain(1.0)
-    link._writing.acquire()
+    if link.native is None:
+        link._stream._writing.acquire()
     data = b"".join(bytes(state) for state in states)
     with contextlib.suppress(OSError):
         link._socket.send(data[: len(data) // 2])

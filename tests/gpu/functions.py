@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from tests.gpu.device import DEVICE, IS_GPU, free_bytes, keep_busy, synchronize
 from torchweft import rpc
-from torchweft.agent.current import current
+from torchweft.worker.current import current
 
 LIMIT_S = 10.0
 BUSY_S = 0.05

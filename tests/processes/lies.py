@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchweft import autograd, rpc
-from torchweft.agent.current import current
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode, PassName
 from torchweft.errors import WorkerLost
@@ -28,6 +27,7 @@ from torchweft.wire.messages import (
     encode_ints,
     encode_reply,
 )
+from torchweft.worker.current import current
 
 LIMIT_S = 20.0
 HONEST, VICTIM, LIAR = "honest", "victim", "liar"

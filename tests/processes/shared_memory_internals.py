@@ -10,9 +10,9 @@ import torch
 
 from tests.contract.processes.functions import name_here, wait_until
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.channel.shared_pool import SharedPool, SharedStatistics
 from torchweft.channel.shm import SharedMemory
+from torchweft.worker.current import current
 
 
 def pool() -> SharedPool:

@@ -18,8 +18,6 @@ from tests.processes import hostility, unpickling
 from tests.processes.attacks_internals import call_named, send_freely
 from tests.processes.attacks_internals import send_pickle as send_pickled
 from torchweft import autograd, rpc
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.nn import RemoteModule, owner
 from torchweft.optim import local
 from torchweft.optim.groups import GroupPart
@@ -30,6 +28,8 @@ from torchweft.transport import addresses
 from torchweft.transport.handshake import Handshake
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 LIMIT_S = 10.0
 CALL_LIMIT_S = 5.0

@@ -20,9 +20,16 @@ from tests.processes.test_unpickling import pickled_call
 from torchweft.protocol.greetings import ATTEMPT, POSITION, PURPOSE, SESSION, TO
 from torchweft.secret import Secret
 from torchweft.transport import addresses
-from torchweft.transport.handshake import LIMIT_BYTES, NONCE_BYTES, PROOF_BYTES, Greeting, Handshake
+from torchweft.transport.handshake import (
+    LIMIT_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Greeting,
+    Handshake,
+    frame_with,
+    new_voucher,
+)
 from torchweft.transport.secure import TlsOptions, secure_client
-from torchweft.transport.voucher import frame_with, new_voucher
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import Kind
 

@@ -10,9 +10,9 @@ from tests.contract.processes import functions
 from tests.internal import overridden
 from tests.processes import internals
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.channel.stripes import Stripes
 from torchweft.channel.striping import Arrivals, Outbox
+from torchweft.worker.current import current
 
 STRIPE = 1 << 18
 FROM = 1 << 19

@@ -20,10 +20,10 @@ from tests.contract.processes.test_compat_ending import (
     next_name,
 )
 from tests.open_workers import OpenWorkers
-from torchweft.agent import current as current_agent
 from torchweft.compat import rpc
 from torchweft.compat.rpc import api
 from torchweft.errors import CallTimeout, ShutdownError
+from torchweft.worker import current as current_agent
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,7 +18,6 @@ from tests.contract.processes import deadlocks
 from tests.contract.processes.functions import options, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import Secret, rpc
-from torchweft.agent.current import current
 from torchweft.cli.top import DEADLOCK_STATUS, FAILURE_STATUS
 from torchweft.errors import GroupNotFound, ObserverRefused, ShutdownError
 from torchweft.launch import Cluster, Nursery
@@ -28,6 +27,7 @@ from torchweft.observe.group import Group, find
 from torchweft.observe.session import Access
 from torchweft.protocol.observing.waits import WaitGraph
 from torchweft.protocol.observing.wording import explain
+from torchweft.worker.current import current
 
 STOPPED_S = 0.5
 LATE_S = 1.2

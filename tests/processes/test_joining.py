@@ -15,7 +15,6 @@ from tests.contract.processes.functions import wait_until
 from tests.contract.processes.test_joining import assert_not_joined, join_alone
 from tests.processes import internals
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.errors import (
     ConfigurationError,
     WeftError,
@@ -23,6 +22,7 @@ from torchweft.errors import (
 from torchweft.rpc import node
 from torchweft.rpc.joining import join_group
 from torchweft.transport import addresses
+from torchweft.worker.current import current
 
 
 @pytest.mark.parametrize("world_size", [1, None])

@@ -15,9 +15,9 @@ from tests.contract.processes.hosts import network
 from tests.far_workers import far_workers
 from tests.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.channel.stripes import Stripes
 from torchweft.compat import rpc as compat_rpc
+from torchweft.worker.current import current
 
 SIZES = [1, 1 << 16, (1 << 19) + 1, 5 << 20, (64 << 20) + 3]
 

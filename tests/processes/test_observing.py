@@ -18,7 +18,6 @@ from tests.contract.processes import deadlocks
 from tests.contract.processes.functions import options, wait_until
 from tests.contract.processes.observers import ANSWER_S, OPEN, group_of
 from torchweft import rpc
-from torchweft.agent.current import current
 from torchweft.cli.top import FAILURE_STATUS
 from torchweft.errors import ObserveError
 from torchweft.launch import Cluster, Nursery
@@ -35,6 +34,7 @@ from torchweft.secret import key_of_observers
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.wire.messages import Kind
+from torchweft.worker.current import current
 
 
 def of_worker(answers: Answers, name: str) -> Report:

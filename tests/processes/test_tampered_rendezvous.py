@@ -26,8 +26,7 @@ from torchweft import rpc, secret
 from torchweft.errors import ProtocolError, RendezvousError, WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses
-from torchweft.transport.handshake import Handshake
-from torchweft.transport.voucher import frame_with, new_voucher
+from torchweft.transport.handshake import Handshake, frame_with, new_voucher
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "processes")
 LIMIT_S = 10.0

@@ -19,7 +19,6 @@ from tests.contract.processes.functions import options, wait_until
 from tests.processes.telemetry import count_calls, stop_counting
 from tests.trace_reader import Found, read_trace
 from torchweft import mapreduce, rpc
-from torchweft.agent.current import current
 from torchweft.autograd import backward, context
 from torchweft.cli.main import main
 from torchweft.errors import ConfigurationError, ObserveError
@@ -34,6 +33,7 @@ from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing.calls import TracingWatcher
 from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.wire.messages import Kind
+from torchweft.worker.current import current
 
 LIMIT_S = 50.0
 SERVICE = "torchweft.rpc.tracing.service."

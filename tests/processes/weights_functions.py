@@ -12,7 +12,7 @@ from torch import nn
 from tests.faults.points import send_half_of
 from torchweft.rpc import RRef
 from torchweft.transport.link import Link
-from torchweft.transport.resumable import ResumableLink
+from torchweft.transport.session import ResumableLink
 from torchweft.weights import Published, Publisher, Subscriber, Taken, delta, publisher
 
 LIMIT_S = 20.0

@@ -47,7 +47,7 @@ from torchweft.protocol.served_calls import (
     has_awaited,
 )
 from torchweft.protocol.sessions import Unsent, UnsentMessages
-from torchweft.runtime.fair_queue import FairQueue
+from torchweft.threads.reactor import FairQueue
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION, Kind
 
@@ -416,7 +416,7 @@ class Worker:
         call.error = error
         self._tell(call)
 
-    # As FirstContacts
+    # As Sender.keep
 
     def _keep(self, peer: Peer, unsent: Unsent) -> bool:
         is_kept = peer.unsent.keep(unsent, is_linked=peer.is_connected)

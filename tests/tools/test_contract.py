@@ -81,11 +81,11 @@ def test_there_is_a_contract_and_its_harness_is_used() -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "from torchweft.agent.current import current",
-        "from torchweft import agent",
+        "from torchweft.worker.current import current",
+        "from torchweft import worker",
         "import torchweft.transport.link",
         "import torchweft.transport.link as link",
-        "import torchweft\ntorchweft.runtime.reactor.Reactor()",
+        "import torchweft\ntorchweft.threads.reactor.Reactor()",
         "import torchweft as weft\nweft.rpc.worker.current_worker()",
         "from torchweft import rpc\nrpc.worker",
         "from torchweft import knobs",
@@ -97,8 +97,8 @@ def test_there_is_a_contract_and_its_harness_is_used() -> None:
         "def f(pipe):\n    return pipe.host._runs",
         "def f(pipe):\n    return getattr(pipe, '_runs')",
         "def f(patch):\n    patch.setattr('torchweft.launch.job.LIMIT_S', 1)",
-        "PROGRAM = '''\nfrom torchweft.agent.current import current\ncurrent()\n'''",
-        "PROGRAM = 'import torchweft.agent'",
+        "PROGRAM = '''\nfrom torchweft.worker.current import current\ncurrent()\n'''",
+        "PROGRAM = 'import torchweft.worker'",
         "from torchweft.compat import rpc\nrpc.no_name_of_pytorch",
         "from torchweft.compat.rpc.references import RRef",
     ],
@@ -110,7 +110,7 @@ def test_what_is_not_public_is_found(source: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        '"""Tests of torchweft.agent."""',
+        '"""Tests of torchweft.worker."""',
         "import torchweft as weft\nweft.rpc.rpc_sync\nweft.errors.WorkerLost.__name__",
         "from torchweft import rpc, secret\nrpc.health()\nsecret.Secret.read",
         "from torchweft.errors import WorkerLost",

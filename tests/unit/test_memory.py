@@ -9,16 +9,16 @@ import pytest
 import torch
 
 import torchweft.memory
-from tests.unit.agent.group import group_of
 from tests.unit.channel.fake_gpu import FakeGpu
+from tests.unit.worker.group import group_of
 from torchweft import knobs
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent
 from torchweft.channel.memory import slab_size
 from torchweft.channel.page_locks import PageLocks
 from torchweft.channel.shared_pool import SharedPool
 from torchweft.channel.shm import SharedMemory
 from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Agent
 
 MIB = 1 << 20
 

@@ -31,7 +31,7 @@ from torchweft.autograd.walk import (
 )
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import Progress
-from torchweft.runtime import device_streams
+from torchweft.threads import device_streams
 
 Answer = tuple[ReceiveRecord, list[Gradient]]
 """The complete gradients of a received message."""

@@ -44,8 +44,8 @@ from torchweft.autograd.local_engine import accumulate
 from torchweft.autograd.walk import Reached
 from torchweft.errors import AutogradError, BackwardTimeout
 from torchweft.protocol.backward import Progress
-from torchweft.runtime.device_streams import Guard, new_guard
-from torchweft.runtime.interrupts import acquire
+from torchweft.threads.device_streams import Guard, new_guard
+from torchweft.threads.interrupts import acquire
 
 AVERAGING = "averaging by DistributedDataParallel"
 """The operation named in errors of averaging."""

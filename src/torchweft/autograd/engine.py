@@ -21,11 +21,6 @@ from weakref import ref
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessages
-from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.autograd import absent_gradients, plain_passes
 from torchweft.autograd.codec import (
     CONTEXT_AT,
@@ -69,12 +64,17 @@ from torchweft.protocol.backward import (
 )
 from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.protocol.numbers import Tombstones
-from torchweft.runtime import device_streams
-from torchweft.runtime.interrupts import is_of_handler
-from torchweft.runtime.reports import OpenWait, log_exception
 from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.threads import device_streams
+from torchweft.threads.interrupts import is_of_handler
+from torchweft.threads.reports import OpenWait, log_exception
 from torchweft.wire.frames import Buffer, Frame
 from torchweft.wire.messages import Kind, decode_ints, decode_pass_span
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import Spins, Wanted, kinds_of
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import TensorMessages
 
 _REMEMBERED_PASSES = 4096
 

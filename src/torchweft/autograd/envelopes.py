@@ -8,27 +8,27 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.gradients import Gradient
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.protocol.backward import Failed, Gradients, Message
-from torchweft.runtime.thread_modes import (
-    has_dispatch_modes,
-    has_function_modes,
-    plain_operations,
-)
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
 from torchweft.serialize.reading import Reader
 from torchweft.serialize.values import encode
+from torchweft.threads.thread_modes import (
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+)
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import TABLES, Kind
+from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import TensorMessages
 
 _SMALL_NUMEL = 1024
 _ONLY_TENSORS = frozenset({Tensor})

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from torchweft.errors import AutogradError
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import keep, new_guard, new_order
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import keep, new_guard, new_order
 
 _storage_use_count = getattr(torch._C, "_storage_Use_Count", None)
 

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from torchweft.agent.peers import Peer
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.graph import LocalPass
 from torchweft.protocol.backward import (
@@ -25,10 +24,11 @@ from torchweft.protocol.backward import (
     Participant,
     Settled,
 )
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
-from torchweft.runtime.interrupts import Flag
-from torchweft.runtime.reports import log_exception
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
+from torchweft.threads.interrupts import Flag
+from torchweft.threads.reports import log_exception
+from torchweft.worker.peers import Peer
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""

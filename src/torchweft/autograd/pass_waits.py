@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
-from torchweft.agent.agent import Agent
 from torchweft.autograd.pass_state import LedPassState, PassState
 from torchweft.errors import BackwardTimeout
-from torchweft.runtime.reports import OpenWait, names_of
+from torchweft.threads.reports import OpenWait, names_of
+from torchweft.worker.agent import Agent
 
 
 class PassWaits:

@@ -36,7 +36,7 @@ from torchweft.channel.page_locks import PageLocks
 from torchweft.channel.shared_area import Process
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.probe import Facts
-from torchweft.runtime.reactor import Reactor
+from torchweft.threads.reactor import Reactor
 from torchweft.wire.frames import Buffer as Bytes
 from torchweft.wire.messages import Kind
 

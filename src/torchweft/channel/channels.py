@@ -38,8 +38,8 @@ from torchweft.channel.table import FOLLOWS, BufferTable, decode_table, encode_t
 from torchweft.channel.ways import Peer, Ways
 from torchweft.errors import ProtocolError
 from torchweft.probe import Facts, read_facts
-from torchweft.runtime.reports import log_exception
 from torchweft.serialize.tensors import as_memory
+from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind, encode_ints
 

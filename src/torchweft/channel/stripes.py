@@ -31,8 +31,8 @@ from torchweft.channel.striping import (
     TransferKey,
 )
 from torchweft.errors import NotInitialized, ProtocolError, WeftError
-from torchweft.runtime.transfer_loop import READABLE, WRITABLE, TransferLoop
-from torchweft.transport.keepalive import keep_alive
+from torchweft.threads.transfer_loop import READABLE, WRITABLE, TransferLoop
+from torchweft.transport.session import keep_alive
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind, decode_ints, encode_ints
 

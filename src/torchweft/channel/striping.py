@@ -8,7 +8,7 @@ straight into that place, whichever connection it arrives on.
 
 Rules of this file:
 
-- Nothing blocks. A few threads of one *transfer loop*, of ``torchweft.runtime.transfer_loop``,
+- Nothing blocks. A few threads of one *transfer loop*, of ``torchweft.threads.transfer_loop``,
   wait for all data connections of a worker. So neither a slow peer nor two workers that send to
   each other keep a connection from being read.
 - Every connection has one owner at a time: nobody (idle), a thread, or the loop's ``epoll``. The
@@ -44,7 +44,7 @@ import numpy.typing as npt
 
 from torchweft.channel.channel import NotInTime
 from torchweft.errors import ProtocolError
-from torchweft.runtime.transfer_loop import NOTHING, READABLE, WRITABLE, forget_nothing
+from torchweft.threads.transfer_loop import NOTHING, READABLE, WRITABLE, forget_nothing
 from torchweft.transport.link import SEND_PATIENCE_S
 from torchweft.wire.frames import Allocate, Buffer
 

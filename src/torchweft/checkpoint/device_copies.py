@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchweft.agent.current import current
 from torchweft.channel.device_copies import HostCopies, Staging
 from torchweft.channel.page_locks import PageLocks
 from torchweft.serialize.table import flatten
+from torchweft.worker.current import current
 
 
 class DeviceCopies:

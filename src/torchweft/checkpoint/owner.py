@@ -17,8 +17,6 @@ from typing import Any, TypeVar
 import torch
 
 from torchweft import knobs
-from torchweft.agent.agent import SERVED_STREAMS
-from torchweft.agent.current import current
 from torchweft.arguments import limit_of
 from torchweft.checkpoint import files, parts, reading, snapshots
 from torchweft.checkpoint.parts import Options, Owned, staged_parts
@@ -30,6 +28,7 @@ from torchweft.rpc import functions, rpc_sync
 from torchweft.rpc.current_call import caller
 from torchweft.rpc.futures import fail
 from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.worker.current import current
 
 T = TypeVar("T")
 
@@ -231,7 +230,7 @@ def in_background(
         else:
             future.set_result(result)
 
-    run = current().slots[SERVED_STREAMS].carried(complete)
+    run = current().served_streams.carried(complete)
 
     thread = threading.Thread(
         target=run, name=f"weft-{current().info.name}-{name}", daemon=not is_awaited

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.checkpoint import kinds
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.checkpoint.kinds import DATA, GENERATOR, MODULE, OBJECT, TENSOR, VALUE, HostCopier
 from torchweft.errors import ArgumentTypeError, CheckpointError
 from torchweft.optim.local import LocalOptimizer, Saved, step_lock
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 Content = dict[str, Any]
 Options = dict[int, dict[str, Any]]

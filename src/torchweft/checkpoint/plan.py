@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
-from torchweft.agent.current import current
 from torchweft.arguments import kind_of
 from torchweft.checkpoint.kinds import in_base_form, is_plain, refill
 from torchweft.checkpoint.parts import Owned
@@ -18,6 +17,7 @@ from torchweft.optim import DistributedOptimizer
 from torchweft.optim.local import LocalOptimizer
 from torchweft.optim.states import lineage
 from torchweft.rpc import RRef, get_worker_info, get_worker_infos
+from torchweft.worker.current import current
 
 SEPARATOR = "/"
 

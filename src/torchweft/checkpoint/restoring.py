@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Collection
 from typing import Any
 
-from torchweft.agent.current import current
 from torchweft.checkpoint import kinds, owner, parts, reading, snapshots
 from torchweft.checkpoint.kinds import Differences
 from torchweft.checkpoint.owner import Deadline, raise_first
@@ -37,6 +36,7 @@ from torchweft.errors import (
 from torchweft.files import read_plain
 from torchweft.optim.owners import Failure, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
+from torchweft.worker.current import current
 
 _GIVE_UP_S = 5.0
 

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-from torchweft.agent.agent import Slot
-from torchweft.agent.current import current
 from torchweft.checkpoint import files, owner, parts, snapshots
 from torchweft.checkpoint.gate import StepGate
 from torchweft.checkpoint.owner import Deadline, raise_first
@@ -27,7 +25,9 @@ from torchweft.errors import CallCancelled, CallTimeout, ConfigurationError, Not
 from torchweft.ids import WorkerInfo
 from torchweft.optim.owners import Failure, name_of, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
-from torchweft.runtime.interrupts import acquire
+from torchweft.threads.interrupts import acquire
+from torchweft.worker.agent import Slot
+from torchweft.worker.current import current
 
 _log = logging.getLogger("torchweft")
 _GIVE_UP_S = 5.0

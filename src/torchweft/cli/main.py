@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from torchweft import knobs
+from torchweft import knobs, standard_streams
 from torchweft.cli import doctor, manifest, probe, run, top, trace
 from torchweft.errors import ConfigurationError
-from torchweft.runtime import standard_streams
 from torchweft.secret import write_new
 
 if TYPE_CHECKING:

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from torch import Tensor
 
 import torchweft.autograd
-from torchweft.agent import current as current_agent
 from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import Context, current_id, set_current_id
 from torchweft.autograd.engine import current_engine
 from torchweft.autograd.graph import enable_zeros
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.ids import WORKER_SHIFT, scoped_id
+from torchweft.worker import current as current_agent
 
 __all__ = ["DistAutogradContext", "backward", "context", "get_gradients", "is_available"]
 

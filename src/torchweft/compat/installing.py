@@ -162,9 +162,9 @@ def uninstall() -> None:
     """
     if not is_installed():
         return
-    from torchweft.agent import current
     from torchweft.autograd.graph import enable_zeros
     from torchweft.compat import waiting
+    from torchweft.worker import current
 
     with _lock:
         if not is_installed():

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.agent.current import current
 from torchweft.embedding import telling
 from torchweft.embedding.dynamic import DynamicShard, capacity_limit
 from torchweft.embedding.errors import InputError, StepError, TablesMismatch
@@ -30,6 +29,7 @@ from torchweft.rpc import RRef, functions
 from torchweft.rpc.current_call import check_caller, check_types, serves_another_strictly
 from torchweft.rpc.telling import tell
 from torchweft.serialize.registry import rebuilds_plain
+from torchweft.worker.current import current
 
 _hosts: Named[Host] = Named("has no", "they live as long as a worker has not closed them")
 

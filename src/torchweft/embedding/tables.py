@@ -12,7 +12,6 @@ from typing import Any, Literal, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchweft.agent.current import current
 from torchweft.arguments import check_type, check_workers, limit_of
 from torchweft.checkpoint import Snapshot
 from torchweft.embedding import contents, host, occupied, saving, telling
@@ -41,6 +40,7 @@ from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
 from torchweft.rpc.telling import tell
+from torchweft.worker.current import current
 
 B = TypeVar("B")
 _WAIT_S = 60.0

@@ -24,8 +24,8 @@ from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
 from torchweft.rpc.current_call import check_caller, check_types
 from torchweft.rpc.ordered_futures import OrderedFuture
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
 
 Key = tuple[str, str, int]
 """Name of the tables, a token of this run, and how many norms were measured before."""

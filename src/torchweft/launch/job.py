@@ -29,10 +29,10 @@ from importlib.machinery import SourceFileLoader
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
+from torchweft import standard_streams
 from torchweft.errors import ConfigurationError, RendezvousTimeout, ShutdownError
 from torchweft.launch.signals import AwaitedSignal
 from torchweft.launch.worker import seed_generators
-from torchweft.runtime import standard_streams
 
 if TYPE_CHECKING:
     from torchweft.rpc import RpcBackendOptions
@@ -363,9 +363,9 @@ _STYLES: dict[type[logging.PercentStyle], str] = {
 
 def logging_here() -> Configuration:
     """Returns this process's logging configuration, for ``configure``."""
-    from torchweft.runtime import log_records
+    from torchweft.threads import reports
 
-    log_records.install()
+    reports.install()
     loggers = logging.root.manager.loggerDict
     named = {name: each for name, each in loggers.items() if isinstance(each, logging.Logger)}
     own = {name: each.level for name, each in named.items() if not _is_of_torch(name)}
@@ -378,9 +378,9 @@ def logging_here() -> Configuration:
 
 def configure(configuration: Configuration) -> None:
     """Applies a configuration from ``logging_here`` to this process, a worker."""
-    from torchweft.runtime import log_records
+    from torchweft.threads import reports
 
-    log_records.install()
+    reports.install()
     logging.disable(configuration["disabled"])
     for name, level in configuration["levels"].items():
         logging.getLogger(name or None).setLevel(level)

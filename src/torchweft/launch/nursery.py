@@ -11,12 +11,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from torchweft import standard_streams
 from torchweft.closing import Closing
 from torchweft.errors import LaunchError
 from torchweft.launch.control import ControlSocket, Ladder, Message
 from torchweft.launch.report import describe_exit
 from torchweft.launch.worker import WorkerSpec, compute_environment
-from torchweft.runtime import standard_streams
 
 WARM_MODULES = ("torch", "torchweft.rpc")
 """Modules that workers need and that take long to import."""

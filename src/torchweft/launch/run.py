@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
-from torchweft import knobs
+from torchweft import knobs, standard_streams
 from torchweft.errors import ConfigurationError, LaunchError
 from torchweft.launch.console import Console
 from torchweft.launch.control import Ladder
@@ -29,7 +29,6 @@ from torchweft.launch.worker import (
     identity_environment,
     worker_seed,
 )
-from torchweft.runtime import standard_streams
 from torchweft.scraping import Address
 
 INTERRUPT_LADDER: Ladder = [(signal.SIGINT, 1.0), (signal.SIGTERM, 0.5), (signal.SIGKILL, 0.5)]

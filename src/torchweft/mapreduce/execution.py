@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallCancelled, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
@@ -50,9 +48,11 @@ from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.ordered_futures import wait_unseen
 from torchweft.rpc.worker import Worker
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
-from torchweft.runtime.reports import log_exception
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
+from torchweft.threads.reports import log_exception
+from torchweft.worker.calls import current_call
+from torchweft.worker.peers import Peer
 
 OnDone = Callable[[list[Any] | None, BaseException | None], None]
 """Called with the results in the order of the parts, or with an error."""

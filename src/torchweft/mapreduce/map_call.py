@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
 
-from torchweft.agent.current import current
 from torchweft.errors import AutogradError
 from torchweft.mapreduce.buffers import Buffers
 from torchweft.mapreduce.execution import Execution, surroundings
@@ -19,7 +18,8 @@ from torchweft.rpc.activity import tell_waits
 from torchweft.rpc.futures import Future, fail
 from torchweft.rpc.ordered_futures import OrderedFuture, begin
 from torchweft.rpc.worker import WORKER
-from torchweft.runtime.reactor import Reactor
+from torchweft.threads.reactor import Reactor
+from torchweft.worker.current import current
 
 T = TypeVar("T")
 OpenCalls = Callable[[], Sequence[Future[Any]]]

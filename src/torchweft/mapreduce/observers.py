@@ -17,7 +17,7 @@ from threading import Lock, current_thread, main_thread
 from typing import TYPE_CHECKING, Protocol
 
 from torchweft.progress import Display, Nouns
-from torchweft.runtime.reports import log_exception
+from torchweft.threads.reports import log_exception
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
@@ -28,6 +27,7 @@ from torchweft.rpc.worker import current_worker
 from torchweft.serialize.functions import describe
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.worker.calls import current_call
 
 _LOOK_S = 0.5
 """How often a part that waits for its turn checks whether it was cancelled."""

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchweft.agent.agent import Slot
-from torchweft.agent.current import current
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
 from torchweft.rpc.completion import WhenReady
@@ -30,6 +27,9 @@ from torchweft.rpc.current_call import (
 from torchweft.rpc.serving import method_of
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import is_exposed, rebuilds_plain, remotely_callable
+from torchweft.worker.agent import Slot
+from torchweft.worker.calls import current_call
+from torchweft.worker.current import current
 
 HOST = "cpu"
 

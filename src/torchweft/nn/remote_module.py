@@ -9,7 +9,6 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from torchweft.agent.current import current
 from torchweft.arguments import kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 from torchweft.nn import owner
@@ -22,6 +21,7 @@ from torchweft.rpc.worker import WORKER
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import has_callable_methods, rebuilds_plain
 from torchweft.serialize.tracebacks import shorten, without_own_frames
+from torchweft.worker.current import current
 
 # The placement of a module: a worker, and a device there
 

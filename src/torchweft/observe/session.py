@@ -17,8 +17,7 @@ from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport import addresses
-from torchweft.transport.handshake import Greeting, Handshake
-from torchweft.transport.peer_credentials import check_user
+from torchweft.transport.handshake import Greeting, Handshake, check_user
 from torchweft.transport.secure import TlsOptions, secure_client
 from torchweft.wire.frames import HEADER
 from torchweft.wire.messages import Kind

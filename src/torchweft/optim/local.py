@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from torchweft.agent.agent import Slot
-from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
 from torchweft.autograd.absent_gradients import leave_out
 from torchweft.errors import ArgumentTypeError, ConfigurationError
@@ -30,8 +28,10 @@ from torchweft.rpc.current_call import (
     refuse,
     serves_another_strictly,
 )
-from torchweft.runtime.device_streams import Guard, new_guard
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.threads.device_streams import Guard, new_guard
+from torchweft.worker.agent import Slot
+from torchweft.worker.current import current
 
 
 @rebuilds_plain

@@ -11,13 +11,13 @@ import functools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torchweft.agent.current import current
 from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
 from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, rpc_async, rpc_sync
 from torchweft.rpc.current_call import reference_in
 from torchweft.rpc.health import info_of
 from torchweft.rpc.worker import current_worker
-from torchweft.runtime import device_streams
+from torchweft.threads import device_streams
+from torchweft.worker.current import current
 
 Address = tuple[int, int, int]
 Arguments = tuple[Any, ...]

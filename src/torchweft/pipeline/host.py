@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError
 from torchweft.optim.clipping import norm, on_host
 from torchweft.pipeline.recording import Notes, WorkerNotes
@@ -17,7 +16,8 @@ from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions
 from torchweft.rpc.ordered_futures import OrderedFuture
-from torchweft.runtime import device_streams
+from torchweft.threads import device_streams
+from torchweft.worker.calls import current_call
 
 _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from torchweft import checkpoint as snapshots
-from torchweft.agent.current import current
 from torchweft.arguments import check_callable, check_choice, limit_of, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
@@ -33,6 +32,7 @@ from torchweft.pipeline.streaming import OptimizerMaker, Run, iterator_of
 from torchweft.pipeline.values import joined
 from torchweft.pipeline.wiring import Wiring
 from torchweft.rpc import UNSET_RPC_TIMEOUT
+from torchweft.worker.current import current
 
 _ON_WORKERS = "pass a function or class, which is called on workers"
 

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchweft.agent.agent import SERVED_STREAMS
-from torchweft.agent.peers import Peer
 from torchweft.arguments import kind_of
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
 from torchweft.optim import eager
@@ -34,11 +32,12 @@ from torchweft.rpc import on_worker_lost
 from torchweft.rpc.activity import tell_messages, tell_served
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
-from torchweft.runtime.served_streams import Attached
-from torchweft.runtime.thread_modes import THREADS
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
+from torchweft.threads.served_streams import Attached
+from torchweft.threads.thread_modes import THREADS
 from torchweft.wire.frames import Frame
+from torchweft.worker.peers import Peer
 
 FORWARD, BACKWARD, COPIES = range(3)
 """The kinds of messages between stages."""
@@ -170,7 +169,7 @@ class Runner:
         self._lost: WorkerLost | None = None
         self._unreadable: Exception | None = None
         self._forget = on_worker_lost(self._on_worker_lost)
-        self._streams = Attached(self._rpc.agent.slots[SERVED_STREAMS])
+        self._streams = Attached(self._rpc.agent.served_streams)
         self._mark = device_streams.mark() if device_streams.HAS_CUDA else None  # of the stages
         self._thread = threading.Thread(
             target=self._work, name=f"weft-pipeline-{assignment.pipe}", daemon=True

@@ -29,7 +29,7 @@ from torchweft.pipeline.values import picked_for, uncut
 from torchweft.pipeline.window import Window
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.rpc import rpc_async
-from torchweft.runtime import device_streams
+from torchweft.threads import device_streams
 
 OptimizerMaker = Callable[[list[Tensor]], torch.optim.Optimizer]
 """Makes the optimizer of one worker's weights."""

@@ -2,7 +2,7 @@
 
 The machines here are generators: they yield requests to the store and to other workers, and are
 sent the answers. Their shell has the store, the clock and the threads; see
-``torchweft.agent.rendezvous.carry_out``. The error of a failed operation is thrown into the
+``torchweft.worker.rendezvous.carry_out``. The error of a failed operation is thrown into the
 generator.
 
 *Closed*: every worker writes its registration; the leader collects them, checks them, and writes

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from torchweft.arguments import checked_int, kind_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.rl.errors import UnservedSpace, WrongObservations
-from torchweft.runtime.reports import log_exception
 from torchweft.serialize.registry import rebuilds_plain
+from torchweft.threads.reports import log_exception
 
 Array = NDArray[Any]
 

@@ -37,8 +37,8 @@ from torchweft.rl.programs import program_of
 from torchweft.rl.trajectories import Collected, Trajectory
 from torchweft.rpc import RRef
 from torchweft.rpc.futures import ignore_errors
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
 
 READY, BUSY, LATE, LOST = "ready", "busy", "late", "lost"
 

@@ -18,8 +18,6 @@ from typing import Any
 
 import torch
 
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.open_calls import OpenCalls
 from torchweft.autograd.engine import Engine
 from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
@@ -44,6 +42,7 @@ from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.merging import Merged
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
+from torchweft.worker.calls import OpenCalls, PendingCall
 
 Locals = Mapping[str, Any]
 _Waits = Callable[[Worker, Locals], Sequence[Wait]]

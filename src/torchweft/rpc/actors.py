@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -15,6 +14,7 @@ from torchweft.rpc.fan_out import as_completed
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.targets import on
+from torchweft.worker.current import current
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 
-from torchweft.agent.current import current
 from torchweft.rpc.calls import Destination, call_and_wait, checked_call, create, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
+from torchweft.worker.current import current
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack

@@ -18,11 +18,6 @@ from typing import Any
 import torch
 
 from torchweft import knobs
-from torchweft.agent import deaths
-from torchweft.agent.agent import Agent, Protection
-from torchweft.agent.peers import Members, Peer
-from torchweft.agent.rendezvous import carry_out, enter, join, note_left, perform
-from torchweft.agent.stores import BoundedStore, SignedStore, host_of
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -58,7 +53,7 @@ from torchweft.protocol.registration import (
 from torchweft.rpc.node import Node
 from torchweft.rpc.observed import group_of
 from torchweft.rpc.options import RpcBackendOptions
-from torchweft.runtime.reports import names_of
+from torchweft.threads.reports import names_of
 from torchweft.transport.addresses import (
     LOOPBACK,
     is_far,
@@ -69,6 +64,11 @@ from torchweft.transport.addresses import (
     parse,
 )
 from torchweft.version import VERSION
+from torchweft.worker import deaths
+from torchweft.worker.agent import Agent, Protection
+from torchweft.worker.peers import Members, Peer
+from torchweft.worker.rendezvous import carry_out, enter, join, note_left, perform
+from torchweft.worker.stores import BoundedStore, SignedStore, host_of
 
 _MEETINGS = 32
 """Number of workers to which a newcomer introduces itself at a time."""

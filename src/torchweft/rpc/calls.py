@@ -9,9 +9,6 @@ from typing import Any
 
 from torch.autograd import profiler
 
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of, limit_of, wrong_type
 from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
 from torchweft.ids import WorkerInfo
@@ -22,6 +19,8 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
 from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.worker.calls import PendingCall, current_call
+from torchweft.worker.peers import Peer
 
 Destination = str | int | WorkerInfo
 

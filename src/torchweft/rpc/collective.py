@@ -13,9 +13,6 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any, TypeVar
 
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.arguments import limit_of
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async, rpc_sync
@@ -24,9 +21,12 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import check_types, detached, remaining_time, strict_caller
 from torchweft.rpc.futures import ignore_errors
 from torchweft.rpc.gathering import Gathering, Key, Led, Limits, Outcome, Ways, check_key, failure
-from torchweft.runtime.reports import OpenWait
 from torchweft.serialize.registry import remotely_callable
 from torchweft.serialize.tracebacks import without_own_frames
+from torchweft.threads.reports import OpenWait
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 T = TypeVar("T")
 

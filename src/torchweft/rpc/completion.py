@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import OwnedValue
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import enter
 from torchweft.errors import SerializationError
 from torchweft.ids import ReferenceId
@@ -22,10 +19,13 @@ from torchweft.protocol.served_calls import AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN
 from torchweft.rpc.functions import is_async_execution
 from torchweft.rpc.worker import Worker
-from torchweft.runtime import device_streams
-from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe
+from torchweft.threads import device_streams
+from torchweft.threads.reports import log_exception
+from torchweft.worker.calls import current_call
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import OwnedValue
 
 
 class WhenReady(NamedTuple):

@@ -13,11 +13,11 @@ from typing import Any
 
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark, arguments_of
-from torchweft.runtime.reports import log_exception
-from torchweft.runtime.served_streams import Attached, ServedStreams
-from torchweft.runtime.thread_modes import THREADS, Modes, take_away, tidy
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark, arguments_of
+from torchweft.threads.reports import log_exception
+from torchweft.threads.served_streams import Attached, ServedStreams
+from torchweft.threads.thread_modes import THREADS, Modes, take_away, tidy
 
 _log = logging.getLogger("torchweft")
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from torchweft import knobs
-from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.latency import LEAST_S, STEPS
 from torchweft.protocol.observing.report import FunctionCounts
@@ -25,6 +24,7 @@ from torchweft.rpc.watching import Watcher
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe, own_name
 from torchweft.wire.messages import ERROR_REPLY
+from torchweft.worker.calls import PendingCall
 
 LEASE_S = 10.0
 """Seconds for which calls are counted after a report."""

@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.ids import ReferenceId
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.worker import current_worker
+from torchweft.worker.calls import current_call
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 TAKEN = object()
 """Returned to the server of calls in place of a result: a batch or a stream answers the call."""

@@ -9,17 +9,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
 from torchweft.autograd.contexts import Context, Contexts
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import own_copy
-from torchweft.runtime import device_streams
 from torchweft.serialize import inline
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
@@ -27,8 +22,13 @@ from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
 from torchweft.serialize.tensors import too_many
 from torchweft.serialize.value_reading import decode, unfolded_limit
 from torchweft.serialize.values import PICKLE
+from torchweft.threads import device_streams
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import NO_GRAD, HandedReference, ValueHead
+from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import ReferenceKeeper
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessage
 
 
 class Decoder:

@@ -16,10 +16,6 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.autograd.contexts import Contexts, current_id
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, SerializationError
@@ -27,14 +23,6 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.registration import why_not_by_value
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.requests import Request
-from torchweft.runtime.interrupts import is_of_handler
-from torchweft.runtime.thread_modes import (
-    check_untraced,
-    has_dispatch_modes,
-    has_function_modes,
-    plain_operations,
-    transform_level,
-)
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.inline import NO_TENSORS, Inlined
@@ -43,6 +31,14 @@ from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
 from torchweft.serialize.value_pickling import take_apart
 from torchweft.serialize.values import encode, no_home, split_names, with_names
+from torchweft.threads.interrupts import is_of_handler
+from torchweft.threads.thread_modes import (
+    check_untraced,
+    has_dispatch_modes,
+    has_function_modes,
+    plain_operations,
+    transform_level,
+)
 from torchweft.wire.messages import (
     NAMED,
     NO_CREATION,
@@ -50,6 +46,10 @@ from torchweft.wire.messages import (
     HandedReference,
     Kind,
 )
+from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import ReferenceKeeper
+from torchweft.worker.tensor_messages import TensorMessages
 
 _ENCODED = frozenset(
     {bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, OrderedDict}

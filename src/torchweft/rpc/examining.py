@@ -19,9 +19,6 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.native import native, reason
 from torchweft.protocol.greetings import HOST, NETWORK
@@ -32,8 +29,11 @@ from torchweft.rpc.current_call import check_types
 from torchweft.rpc.devices import find_devices
 from torchweft.rpc.health import WorkerState, health_of
 from torchweft.serialize.registry import remotely_callable, remotely_callable_unless_strict
-from torchweft.transport.interfaces import UNKNOWN, link_towards
+from torchweft.transport.addresses import UNKNOWN, link_towards
 from torchweft.version import VERSION
+from torchweft.worker.agent import Agent
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 T = TypeVar("T")
 

@@ -10,9 +10,6 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent
-from torchweft.agent.peers import Peer
 from torchweft.errors import ArgumentTypeError, CallTimeout, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.api import Answer, Kwargs
@@ -22,6 +19,9 @@ from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.futures import Future, fail
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
 
 T = TypeVar("T")
 AnyFuture = TypeVar("AnyFuture", bound=torch.futures.Future[Any])

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NamedTuple
 
-from torchweft.runtime.reactor import Reactor
-from torchweft.runtime.stacks import all_stacks
+from torchweft.threads.interrupts import all_stacks
+from torchweft.threads.reactor import Reactor
 
 _MOST_FRAMES = 100
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep

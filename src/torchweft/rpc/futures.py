@@ -9,14 +9,14 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled
 from torchweft.protocol import calls
 from torchweft.rpc.ordered_futures import OrderedFuture, begin, fail
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
-from torchweft.runtime import device_streams
 from torchweft.serialize.tracebacks import drop_frames, shorten
+from torchweft.threads import device_streams
+from torchweft.worker.calls import PendingCall
 
 T = TypeVar("T")
 S = TypeVar("S")

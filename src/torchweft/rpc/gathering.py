@@ -25,16 +25,16 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.peers import Peer
 from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
 from torchweft.rpc.api import rpc_async
 from torchweft.rpc.current_call import check_types, detached, refuse
 from torchweft.rpc.futures import Future, ignore_errors
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
-from torchweft.runtime.reports import OpenWait
 from torchweft.serialize.registry import rebuilds_plain
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
+from torchweft.threads.reports import OpenWait
+from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
 
 
 @rebuilds_plain

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.errors import WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.numbers import Tombstones
 from torchweft.protocol.registration import ENDED_LIMIT
-from torchweft.runtime.reports import log_exception
+from torchweft.threads.reports import log_exception
+from torchweft.worker.agent import Agent
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 
 class WorkerState(enum.Enum):
@@ -114,7 +114,7 @@ def health_of(agent: Agent, peer: Peer) -> WorkerHealth:
     link = peer.link
     if link is None:
         return WorkerHealth(peer.info, WorkerState.UNUSED, 0.0, None)
-    silence_s = agent.contacts.silence_s(peer)
+    silence_s = agent.links.silence_s(peer)
     state = WorkerState.CONNECTED
     if link.is_broken:
         state = WorkerState.RECONNECTING

@@ -11,12 +11,7 @@ from typing import Any
 
 from torch.distributed.distributed_c10d import PrefixStore
 
-from torchweft import knobs, scraping
-from torchweft.agent import current as current_agent
-from torchweft.agent import rounds
-from torchweft.agent.links import Traffic
-from torchweft.agent.rendezvous import has_verdict, is_incomplete, open_store
-from torchweft.agent.stores import BoundedStore, SignedStore
+from torchweft import knobs, scraping, standard_streams
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.errors import ConfigurationError
 from torchweft.ids import WorkerInfo
@@ -30,9 +25,13 @@ from torchweft.rpc.options import (
     warn_of_ignored,
 )
 from torchweft.rpc.placement import Placement, find
-from torchweft.runtime import standard_streams
-from torchweft.runtime.reports import Following
 from torchweft.serialize.tracebacks import without_own_frames
+from torchweft.threads.reports import Following
+from torchweft.worker import current as current_agent
+from torchweft.worker import rendezvous
+from torchweft.worker.connections import Traffic
+from torchweft.worker.rendezvous import has_verdict, is_incomplete, open_store
+from torchweft.worker.stores import BoundedStore, SignedStore
 
 _log = logging.getLogger("torchweft")
 
@@ -138,9 +137,11 @@ def join_group(
             store = PrefixStore("weft/0", opened)
             if world_size is not None:
                 store = numbered = _numbered(opened, options)
-                if method == _ENVIRONMENT_METHOD and rounds.is_needed():
+                if method == _ENVIRONMENT_METHOD and rendezvous.is_needed():
                     bounded = BoundedStore(store, options.init_timeout)
-                    name_of_round = rounds.agree(bounded, rank, world_size, options.init_timeout)
+                    name_of_round = rendezvous.agree(
+                        bounded, rank, world_size, options.init_timeout
+                    )
                     store = PrefixStore(name_of_round, store)
         metrics = _listen_for_scrapes(place)
         if world_size is None:

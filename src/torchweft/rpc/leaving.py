@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchweft.agent.peers import Peer
 from torchweft.errors import ShutdownError
 from torchweft.protocol.leaving import (
     Action,
@@ -29,9 +28,10 @@ from torchweft.protocol.leaving import (
 from torchweft.protocol.registration import LEADER
 from torchweft.protocol.served_calls import has_awaited
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
+from torchweft.threads.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_step, encode_texts
+from torchweft.worker.peers import Peer
 
 _log = logging.getLogger("torchweft")
 

@@ -12,12 +12,6 @@ from multiprocessing.util import Finalize
 
 from torch.distributed.distributed_c10d import Store
 
-from torchweft.agent import current as current_agent
-from torchweft.agent import deaths
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.peers import Peer
-from torchweft.agent.sending import Lifetime
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.engine import ENGINE
 from torchweft.probe import clock_id
 from torchweft.rpc import serving, stack_report
@@ -29,12 +23,16 @@ from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.runtime import log_records
-from torchweft.runtime.compiler import hide_from_compiler
-from torchweft.runtime.contention import SpinLimit
-from torchweft.runtime.repeated_interrupts import RepeatedInterrupts
-from torchweft.runtime.reports import LongWaits, log_exception
 from torchweft.serialize.reading import make_reader
+from torchweft.threads import reports
+from torchweft.threads.reports import LongWaits, log_exception
+from torchweft.worker import current as current_agent
+from torchweft.worker import deaths
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import current_call
+from torchweft.worker.peers import Peer
+from torchweft.worker.process import RepeatedInterrupts, SpinLimit, hide_from_compiler
+from torchweft.worker.sending import Lifetime
 
 _log = logging.getLogger("torchweft")
 
@@ -128,7 +126,7 @@ class Node:
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
         answer_signal()
         self._interrupts.begin()
-        log_records.set_origin(self._origin)
+        reports.set_origin(self._origin)
         self.agent.answer_observers(self.observed.answer)
         self.agent.start(when_lost=self.peer_lost, when_disconnected=self.peer_disconnected)
 
@@ -198,12 +196,12 @@ class Node:
         finalize, self._finalize = self._finalize, None
         if finalize is not None:
             finalize.cancel()
-        self.agent.links.farewell = farewell
+        self.agent.links.leave_reason = farewell
         self.worker.replies.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)
         self._interrupts.end()
-        log_records.set_origin(None)
+        reports.set_origin(None)
         for end in list(self.on_end.values()):
             end()
         self.gatherings.close()
@@ -215,11 +213,11 @@ class Node:
         self.agent.close(max(end_s - time.monotonic(), 0.0))
         self.store = None  # A kept future or reference keeps this worker, but no server.
 
-    def _origin(self) -> log_records.Origin:
+    def _origin(self) -> reports.Origin:
         """Returns the origin of a log record."""
         call = current_call.get()
         told = "" if call is None else key_of(call)
-        return log_records.Origin(self.agent.info.name, told)
+        return reports.Origin(self.agent.info.name, told)
 
     def _end_unasked(self) -> None:
         """Leaves when the interpreter ends, if the program has not done so before."""

@@ -14,13 +14,13 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from torchweft import knobs
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Slot
-from torchweft.agent.peers import Peer
 from torchweft.errors import NotInitialized
 from torchweft.rpc.worker import Worker
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Slot
+from torchweft.worker.peers import Peer
 
 if TYPE_CHECKING:
     from torchweft.rpc.counting import Counting

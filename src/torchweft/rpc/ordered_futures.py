@@ -27,10 +27,10 @@ from torch import Tensor
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.rpc.handles import Handle
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.tracebacks import drop_frames
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -17,14 +17,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import LocalMessage
-from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import TABLES, Kind, decode_call
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import Spins, Wanted, kinds_of
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import LocalMessage
 
 Take = Callable[[Peer, Frame], object]
 """Takes a message as soon as it is read; must only store it. ``Ports.read`` decodes it."""

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.peers import Peer
 from torchweft.serialize.functions import text_of
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.peers import Peer
 
 TO_HERE = "to_here"
 """The use of a reference that PyTorch names without a way of the call."""

@@ -7,16 +7,13 @@ from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.errors import NotInitialized, SerializationError
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.encoding import Encoder
 from torchweft.rpc.requests import reply_by_tables
-from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import Packed
+from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
@@ -24,6 +21,9 @@ from torchweft.wire.messages import (
     Kind,
     encode_reply,
 )
+from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessages, local_frame
 
 _log = logging.getLogger("torchweft")
 
@@ -70,7 +70,7 @@ class Replies:
             return
         try:
             if inlined is not None:
-                self._agent.answers.send(peer, answer)
+                self._agent.sender.answer(peer, answer)
             else:
                 self._agent.sender.send(peer, message)
         except (ConnectionError, NotInitialized):

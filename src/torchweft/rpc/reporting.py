@@ -14,9 +14,6 @@ from collections.abc import Iterable
 
 import torch
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.peers import Peer
 from torchweft.errors import ProtocolError
 from torchweft.protocol.greetings import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
@@ -45,6 +42,9 @@ from torchweft.rpc.health import health_of
 from torchweft.rpc.stack_report import function_of, served_by
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
+from torchweft.worker.agent import Agent
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.peers import Peer
 
 _MOST_CALLS = 500
 """Open calls, and served ones, that a report names; the oldest."""

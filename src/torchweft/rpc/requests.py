@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import LocalMessage, TensorMessages, local_frame
 from torchweft.protocol.sessions import Outgoing
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
-from torchweft.runtime.thread_modes import (
+from torchweft.serialize.inline import Inlined
+from torchweft.serialize.objects import Packed
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
+from torchweft.threads.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
     plain_operations,
     transform_level,
 )
-from torchweft.serialize.inline import Inlined
-from torchweft.serialize.objects import Packed
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import HandedReference, Kind, encode_call, encode_reply
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessages, local_frame
 
 RequestHead = tuple[float, int, int, int, bytes, bytes, bytes]
 """Time limit, creation, context, message, name, span and code of a call; see ``CallHead``."""

@@ -22,10 +22,10 @@ from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import run_backward
 from torchweft.rpc.worker import WORKER, current_worker
-from torchweft.runtime import device_streams
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.registry import has_callable_methods
 from torchweft.serialize.tracebacks import shorten
+from torchweft.threads import device_streams
 
 T = TypeVar("T")
 

@@ -10,10 +10,6 @@ from typing import Any
 
 import torch
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import OwnedValue
-from torchweft.agent.served_calls import current_call
-from torchweft.agent.tensor_messages import LocalMessage, TensorMessage
 from torchweft.arguments import did_you_mean, kind_of
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import (
@@ -38,6 +34,10 @@ from torchweft.wire.messages import (
     ValueHead,
     decode_call,
 )
+from torchweft.worker.calls import current_call
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import OwnedValue
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessage
 
 _log = logging.getLogger("torchweft")
 

@@ -17,10 +17,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
 from torchweft import knobs
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.errors import (
     CallTimeout,
     ConfigurationError,
@@ -38,6 +34,10 @@ from torchweft.wire.messages import (
     Kind,
     decode_call,
 )
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import LocalMessage
 
 NAME = "torchweft.rpc.stacks"
 _STANDARD_ERROR = 2

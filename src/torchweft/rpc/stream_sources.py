@@ -21,27 +21,27 @@ from typing import Any
 
 from torch import Tensor
 
-from torchweft.agent.agent import SERVED_STREAMS, Agent, Slot
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import current_call
 from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import ArgumentTypeError, CallCancelled, CallRefused, ConfigurationError
 from torchweft.rpc.current_call import TAKEN, check_called, check_types
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.serving import method_of
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import arguments_of
-from torchweft.runtime.reports import log_exception
-from torchweft.runtime.served_streams import Attached, ServedStreams
-from torchweft.runtime.thread_modes import (
+from torchweft.serialize.functions import describe
+from torchweft.serialize.registry import remotely_callable
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import arguments_of
+from torchweft.threads.reports import log_exception
+from torchweft.threads.served_streams import Attached, ServedStreams
+from torchweft.threads.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
     plain_operations,
 )
-from torchweft.serialize.functions import describe
-from torchweft.serialize.registry import remotely_callable
 from torchweft.wire.messages import NO_GRAD
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import current_call
+from torchweft.worker.peers import Peer
 
 _log = logging.getLogger("torchweft")
 
@@ -243,7 +243,7 @@ class Sources:
         source = Source(
             f"weft-{self._agent.info.name}-stream-{peer.name}-{number}",
             iterator,
-            self._agent.slots[SERVED_STREAMS],
+            self._agent.served_streams,
             name,
         )
         with self._lock:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.arguments import limit_of
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.closing import Closing
@@ -26,6 +24,8 @@ from torchweft.rpc.stream_sources import MOST_AHEAD
 from torchweft.rpc.targets import method_name
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.tracebacks import shorten
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
 from torchweft.rpc import api
 from torchweft.rpc.api import Answer
@@ -19,6 +18,7 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.serialize.tracebacks import shorten
+from torchweft.worker.current import current
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from torchweft.agent.agent import Slot
-from torchweft.agent.current import current
 from torchweft.free_threading import shared_count
 from torchweft.protocol.observing.report import NumberRow, NumberTable
+from torchweft.worker.agent import Slot
+from torchweft.worker.current import current
 
 Teller = Callable[[], NumberTable]
 

@@ -20,17 +20,17 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.errors import CallCancelled, NotInitialized
 from torchweft.protocol.calls import function_name
 from torchweft.rpc.ordered_futures import content_of
-from torchweft.runtime.reports import log_exception
 from torchweft.serialize.exceptions import fresh_copy, shown
+from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.agent import Agent
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import ReferenceKeeper
 
 _log = logging.getLogger("torchweft")
 

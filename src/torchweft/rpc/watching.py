@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchweft.agent.calls import PendingCall
 from torchweft.autograd.engine import PassWatcher
 from torchweft.ids import ReferenceId
 from torchweft.protocol.served_calls import AnsweredCall
+from torchweft.worker.calls import PendingCall
 
 
 class Watcher(PassWatcher):

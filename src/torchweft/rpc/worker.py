@@ -10,12 +10,6 @@ from typing import Any
 
 import torch
 
-from torchweft.agent.agent import SERVED_STREAMS, Agent, Slot
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
-from torchweft.agent.tensor_messages import LocalMessage, TensorMessages
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
@@ -28,15 +22,21 @@ from torchweft.rpc.handles import Handle
 from torchweft.rpc.replies import Replies
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.rpc.watching import Carrier, Watcher
-from torchweft.runtime.thread_modes import (
+from torchweft.serialize.exceptions import unpack_error
+from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.threads.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
     plain_operations,
 )
-from torchweft.serialize.exceptions import unpack_error
-from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, TABLES, decode_reply
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import ReferenceKeeper
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessages
 
 _log = logging.getLogger("torchweft")
 
@@ -74,9 +74,7 @@ class Worker:
         self.engine = Engine(agent, self.tensor_messages, reader)
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
-        self.coroutines = CoroutineRunner(
-            f"weft-{agent.info.name}-asyncio", agent.slots[SERVED_STREAMS]
-        )
+        self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio", agent.served_streams)
         self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside

@@ -35,7 +35,6 @@ from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import value_reading, values
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
@@ -56,6 +55,7 @@ from torchweft.serialize.value_pickling import (
     ReducingPickler,
     ValuePickler,
 )
+from torchweft.threads.interrupts import is_of_handler
 
 Kind = TypeVar("Kind")
 _PROTOCOL = 5

@@ -38,8 +38,8 @@ import cloudpickle
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, name_of
+from torchweft.threads.interrupts import is_of_handler
 
 _STABLE_VERSION = 2
 """Format of ``marshal`` in which equal objects have equal bytes, however they came about."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
-from torchweft.runtime.interrupts import is_of_handler
 from torchweft.serialize import functions
 from torchweft.serialize.reducers import set_attributes
 from torchweft.serialize.registry import rebuilds_plain
@@ -46,6 +45,7 @@ from torchweft.serialize.values import (
     check_attributes,
     unfold_exactly,
 )
+from torchweft.threads.interrupts import is_of_handler
 
 _HOME_NUMBERS = struct.Struct("<qqq")
 

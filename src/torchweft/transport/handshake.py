@@ -8,21 +8,35 @@ another connection is worthless.
 
 The texts are JSON, and are parsed only after their proof has been checked; nothing is unpickled.
 What a stranger can send is limited in size and in time.
+
+A voucher is the first data of a member's connection, and tells it from those of strangers. A worker
+that strangers flood must make room before it can perform a handshake with anyone. A
+voucher shows, before any question, that its sender has the key. It admits nobody: the handshake
+follows. Over TLS the voucher is the server name in the first message, otherwise a frame.
+
+Without a secret, any reader of the rendezvous store could join. So workers without a secret talk
+only to their own user. The kernel names that user: for a Unix socket on request, for a TCP
+connection within the machine in a table of all connections.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
+import os
+import re
 import secrets
+import select
 import socket
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torchweft.errors import ProtocolError
 from torchweft.secret import Secret
-from torchweft.transport.voucher import FRAME_LIMIT_BYTES as VOUCHER_LIMIT_BYTES
 from torchweft.wire.frames import HEADER, encode_frame
 from torchweft.wire.messages import Kind
 
@@ -248,3 +262,140 @@ def _receive_with_descriptor(
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             descriptors += [number for (number,) in _DESCRIPTOR.iter_unpack(data)]
     return part
+
+
+NUMBER_BYTES = VOUCHER_PROOF_BYTES = 16
+VOUCHER_LIMIT_BYTES = 256
+_LOOK_BYTES = 4096
+"""A voucher is among the first so many bytes of a connection."""
+_SUFFIX = "voucher.weft"
+_FORM = re.compile(rb"([0-9a-f]{32})\.([0-9a-f]{32})\.voucher\.weft")
+
+
+def new_voucher(key: Secret, to: int) -> str:
+    """Returns a voucher for one connection, in the form of a host name.
+
+    Args:
+        key: The key that both sides have.
+        to: The id of the worker that is dialled.
+    """
+    number = secrets.token_bytes(NUMBER_BYTES)
+    return f"{number.hex()}.{_proof(key, to, number).hex()}.{_SUFFIX}"
+
+
+def frame_with(voucher: str) -> bytes:
+    """Returns the frame that brings a voucher where there is no TLS."""
+    return b"".join(encode_frame(Kind.VOUCHER, 0, 0, voucher.encode()))
+
+
+def look_for_number(connection: socket.socket, key: Secret, me: int) -> bytes | None:
+    """Returns the number of a valid voucher among the bytes that have arrived; None without one.
+
+    The bytes stay there to be read. Never waits and never raises, provided that no other thread
+    reads the connection: on a connection that has ended, there is no voucher.
+
+    Args:
+        connection: The connection, without TLS around it.
+        key: The key that both sides have.
+        me: The id of this worker.
+    """
+    with contextlib.suppress(OSError, ValueError):  # Ended, or closed.
+        arrived = select.poll()
+        arrived.register(connection, select.POLLIN)
+        # Asked first: with a timeout set, the socket would wait whatever the flags are.
+        if arrived.poll(0):
+            return number_in(connection.recv(_LOOK_BYTES, socket.MSG_PEEK), key, me)
+    return None
+
+
+def number_in(data: bytes, key: Secret, me: int) -> bytes | None:
+    """Returns the number of the first voucher in ``data`` if it is valid, else None."""
+    found = _FORM.search(data)
+    if found is None:
+        return None
+    number, proof = (bytes.fromhex(text.decode()) for text in found.groups())
+    # Not ``verify``, which compares whole signatures.
+    return number if secrets.compare_digest(proof, _proof(key, me, number)) else None
+
+
+def _proof(key: Secret, to: int, number: bytes) -> bytes:
+    return key.sign(b"voucher", str(to).encode(), number)[:VOUCHER_PROOF_BYTES]
+
+
+_CREDENTIALS = struct.Struct("iII")  # process, user and group
+_WORD = struct.Struct("=I")
+_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
+_ESTABLISHED = "01"
+_NO_PROCESS = "0"
+"""Inode of a connection that no process has, or has accepted; the table does not tell its user."""
+_LOOKS = 10
+"""Reads of the table, which is not a snapshot: a read may miss an entry while others connect."""
+
+
+def check_user(connection: socket.socket) -> None:
+    """Checks that this user, or root, has the other end of ``connection``.
+
+    A TCP connection must have been accepted by now.
+
+    Raises:
+        ProtocolError: Another user has it.
+        ConnectionError: The kernel does not name the user; a later attempt may succeed.
+    """
+    user = user_of(connection)
+    if user is None:
+        raise ConnectionError("without a secret, it must be known which user is at the other end")
+    if user not in (0, os.geteuid()):
+        raise ProtocolError(
+            f"user {user} is at the other end, this worker is of user {os.geteuid()}; without a "
+            "secret, workers talk to those of the same user only"
+        )
+
+
+def user_of(connection: socket.socket) -> int | None:
+    """Returns the user of this machine at the other end; None if unknown.
+
+    For a dialled Unix socket, that is the listener's user.
+    """
+    if connection.family != socket.AF_UNIX:
+        return _user_of_tcp(connection)
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(data)[1]
+    return user
+
+
+def _user_of_tcp(connection: socket.socket) -> int | None:
+    # The entry of the other end, which has its own address first.
+    theirs = _written(connection.getpeername()), _written(connection.getsockname())
+    for _ in range(_LOOKS):
+        for local, remote, user in _connections():
+            if (local, remote) in zip(*theirs, strict=True):
+                return user
+    return None
+
+
+def _connections() -> Iterator[tuple[str, str, int]]:
+    """Yields both ends and the user of each connection that a process has."""
+    for table in _TABLES:
+        try:
+            with open(table) as lines:
+                next(lines)
+                for line in lines:
+                    _, local, remote, state, *_, user, _, inode = line.split()[:10]
+                    if state == _ESTABLISHED and inode != _NO_PROCESS:
+                        yield local, remote, int(user)
+        except FileNotFoundError:
+            continue  # This machine has no IPv6, or no such table.
+
+
+def _written(endpoint: tuple[str, int]) -> tuple[str, str]:
+    """Returns an endpoint as the IPv4 table and as the IPv6 table write it."""
+    host, port = endpoint[:2]
+    address = ipaddress.ip_address(host)
+    mapped = getattr(address, "ipv4_mapped", address)
+    short = "" if mapped is None or mapped.version == 6 else _hexadecimal(mapped.packed)
+    long = address if address.version == 6 else ipaddress.ip_address(f"::ffff:{address}")
+    return f"{short}:{port:04X}", f"{_hexadecimal(long.packed)}:{port:04X}"
+
+
+def _hexadecimal(packed: bytes) -> str:
+    return "".join(f"{word:08X}" for (word,) in _WORD.iter_unpack(packed))

@@ -6,8 +6,9 @@ left to the reactor, which calls ``flush`` when there is room.
 
 Reading. The thread that has claimed the link receives, and appends whole frames to ``incoming``.
 
-The main thread may be interrupted by a signal handler at any step, and a frame must not be torn. So
-it queues its messages, in one step, and leaves the writing to the reactor.
+``native/link.c`` writes and reads in steps that no signal handler interrupts. A frame that exceeds
+its receive buffer is left to the parser in Python. ``PlainStream`` is its plain twin, and writes
+connections with TLS as well.
 
 The socket itself blocks; ``MSG_DONTWAIT`` makes a single call non-blocking, and a receive
 timeout lets a blocked reader look at the clock now and then.
@@ -16,6 +17,8 @@ timeout lets a blocked reader look at the clock now and then.
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import struct
 import threading
@@ -23,16 +26,20 @@ import time
 from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from itertools import islice
+from typing import Any, NoReturn, Protocol
 
-from torchweft.runtime import interrupts
-from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
+from torchweft import knobs
+from torchweft.free_threading import copy_of
+from torchweft.native import native
+from torchweft.threads import interrupts
+from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind
+from torchweft.wire.session import Outgoing
 
 READ_TICK_S = 0.1
 SEND_PATIENCE_S = 0.5
 _IOV_LIMIT = 512
-_BATCH = 256
 _DONTWAIT = socket.MSG_DONTWAIT
 _SOCKET_BUFFER_BYTES = 1 << 20
 POLL_S = 0.001
@@ -55,6 +62,122 @@ class Watcher(Protocol):
         """Notes a frame that is about to be handled."""
 
 
+class PlainStream:
+    """Writes a connection: the plain twin of the native ``Link``, whose names it has.
+
+    A signal handler may interrupt the main thread at any step, and a frame must not be torn. So
+    the main thread queues its messages, in one step, and leaves the writing to the reactor.
+
+    Args:
+        connection: A connected socket, or an equivalent object.
+        keeps: Whether written data is kept until it is acknowledged, for a session.
+
+    Attributes:
+        is_broken: Whether the connection of a session is about to be replaced.
+    """
+
+    def __init__(self, connection: socket.socket, keeps: bool) -> None:
+        self.connection = connection
+        self.bytes_sent = self.bytes_received = 0
+        self.is_broken = False
+        self._is_closed = False
+        self._keeps = keeps
+        self._kept = Outgoing()
+        self._queue: deque[Buffer] = deque()
+        self._unsent: deque[Buffer] = deque()
+        self._writing = threading.Lock()
+        self._reading = threading.Lock()
+
+    @property
+    def position(self) -> int:
+        """How many bytes were ever queued in a session."""
+        return self._kept.position + sum(map(len, copy_of(self._queue)))
+
+    @property
+    def has_queued(self) -> bool:
+        return bool(self._queue or self._unsent)
+
+    @property
+    def is_writing(self) -> bool:
+        return self._writing.locked()
+
+    @property
+    def is_looking(self) -> bool:
+        return self._reading.locked()
+
+    def claim(self) -> bool:
+        return self._reading.acquire(False)
+
+    def unclaim(self) -> None:
+        self._reading.release()
+
+    def hold(self, parts: Sequence[Buffer]) -> int:
+        self._queue.extend(parts)
+        return len(self._queue)
+
+    def write(self, parts: Sequence[Buffer]) -> bool:
+        """Queues a message and writes the queue; returns False if the socket is full."""
+        self._queue.extend(parts)
+        if get_ident() == interrupts.main_id:
+            return False
+        while self._queue or self._unsent:
+            if not self._writing.acquire(False):
+                return True  # The writer looks at the queue once more after its release.
+            try:
+                if not self._write_queue():
+                    return False
+            finally:
+                self._writing.release()
+            if self.is_broken:
+                return True
+        return True
+
+    def _write_queue(self) -> bool:
+        while self._queue:
+            part = self._queue.popleft()
+            if len(part):
+                self._unsent.append(part)
+                if self._keeps:
+                    self._kept.keep((part,))
+        while self._unsent and not self.is_broken:
+            if self._is_closed:
+                raise BrokenPipeError("the connection is closed")
+            parts = list(islice(self._unsent, _IOV_LIMIT))
+            try:
+                self._advance(self.connection.sendmsg(parts, (), _DONTWAIT))
+            except BlockingIOError:
+                return False
+        return True
+
+    def _advance(self, size: int) -> None:
+        self.bytes_sent += size
+        while size:
+            part = self._unsent[0]
+            if size < len(part):
+                self._unsent[0] = memoryview(part)[size:]
+                return
+            size -= len(part)
+            self._unsent.popleft()
+
+    def acknowledge(self, position: int) -> None:
+        self._kept.acknowledge(position)
+
+    def resume(self, position: int) -> None:
+        """Goes on with a session from a position that is kept."""
+        with self._writing:
+            self._unsent = deque(self._kept.since(position))
+            self.is_broken = False
+
+    def close(self) -> None:
+        """Ends the writing; drops the data unless a thread still writes it."""
+        self._is_closed = True
+        if self._writing.acquire(False):
+            self._queue.clear()
+            self._unsent.clear()
+            self._kept.clear()
+            self._writing.release()
+
+
 class Link:
     """One connection to a peer.
 
@@ -63,48 +186,70 @@ class Link:
         parser: Cuts received bytes into frames.
         when_full: Called, on any thread, when the socket is full: ``flush`` must be called as
             soon as it is writable.
+        peer: The peer, which threads with a lease get with each frame.
+
+    Attributes:
+        native: The connection in C; None in the plain twin.
     """
 
-    may_spin = False
-    """Whether a thread that has read a request looks for the next one for a moment."""
     watcher: Watcher | None = None
     """Is told of the messages, while they are traced."""
+    _keeps = False
 
     def __init__(
-        self, connection: socket.socket, parser: FrameParser, when_full: Callable[[Link], None]
+        self,
+        connection: socket.socket,
+        parser: FrameParser,
+        when_full: Callable[[Link], None],
+        peer: object = None,
     ) -> None:
         self.incoming: deque[Frame] = deque()
         """Frames that have been read, and not handled."""
         self.handling = threading.Lock()
         """Held by the thread that handles them, in order."""
-        self._bytes_sent = 0
         self._bytes_received = 0
         self.brought_tasks = False
         """Whether the last read for the reactor gave it tasks; for the reader's use."""
         self.parser = parser
         """Cuts received bytes into frames, for the thread that reads."""
         self._socket = connection
+        is_plain = native is None or not isinstance(connection, socket.socket)
         # A TLS connection has no flag for that.
         self._all_flags = socket.MSG_WAITALL if isinstance(connection, socket.socket) else 0
         self._when_full = when_full
-        self._queue: deque[Buffer] = deque()
-        self._writing = threading.Lock()
-        self._reading = threading.Lock()
         self._is_closed = False
         tune(connection)
-        self.read_fd = connection.fileno()
+        self.read_fd = os.dup(connection.fileno()) if self._keeps else connection.fileno()
         self._write_socket = connection.dup()
         self.write_fd = self._write_socket.fileno()
+        self.native: Any = None if is_plain else self._new_native(peer)
+        self._stream: Any = self.native or PlainStream(connection, self._keeps)
+
+    def _new_native(self, peer: object) -> Any:
+        assert native is not None
+        frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        return native.Link(
+            self.read_fd,
+            peer,
+            self.incoming,
+            self._keeps,
+            knobs.RECEIVE_BUFFER_BYTES.get(),
+            # A frame without buffers is its control part.
+            min(knobs.CONTROL_LIMIT_BYTES.get(), frame_limit_bytes - HEADER_BYTES),
+            frame_limit_bytes,
+            knobs.SPIN_S.get(),
+            knobs.LONG_SPIN_S.get(),
+        )
 
     @property
     def bytes_sent(self) -> int:
         """How many bytes were written."""
-        return self._bytes_sent
+        return int(self._stream.bytes_sent)
 
     @property
     def bytes_received(self) -> int:
         """How many bytes were read."""
-        return self._bytes_received
+        return self._bytes_received + int(self._stream.bytes_received)
 
     @property
     def is_broken(self) -> bool:
@@ -119,12 +264,12 @@ class Link:
     @property
     def is_receiving(self) -> bool:
         """Whether a thread just receives; what it has counted may not be in ``incoming`` yet."""
-        return self._reading.locked()
+        return bool(self._stream.is_looking) or not self.parser.is_idle
 
     @property
     def has_queued(self) -> bool:
         """Whether anything waits to be written."""
-        return bool(self._queue)
+        return bool(self._stream.has_queued) and not self.is_broken
 
     # Writing
 
@@ -148,23 +293,46 @@ class Link:
         if watcher is not None:
             watcher.sent(noted)
 
-    def _send(self, parts: list[Buffer], may_block: bool) -> None:
-        self._queue.extend(parts)
-        if get_ident() == interrupts.main_id:
+    def _send(self, parts: Sequence[Buffer], may_block: bool) -> None:
+        try:
+            if not self._stream.write(parts) and not (may_block and self._write_rest()):
+                self._when_full(self)
+        except OSError as error:
+            self._cannot_write(error)
+
+    def _write_rest(self) -> bool:
+        """Waits for room and writes, but not for a peer that reads nothing for long.
+
+        Returns whether all is written. What is not stays in the queue, also if a signal handler
+        raises: then it is for the reactor.
+        """
+        if self.native is None and get_ident() == interrupts.main_id:
             self._when_full(self)
-            if may_block:
-                self._wait_for_flush()
-        elif self._writing.acquire(False):
-            self._write(may_block)
+            self._wait_for_flush()
+            return True
+        room = select.poll()
+        room.register(self.write_fd, select.POLLOUT)
+        is_written = False
+        try:
+            while not is_written and room.poll(SEND_PATIENCE_S * 1e3):
+                is_written = self._stream.write(())
+        except BaseException:
+            self._when_full(self)
+            raise
+        return is_written
+
+    def _cannot_write(self, error: OSError) -> None:
+        self._is_closed = True
+        raise LinkClosed(str(error)) from error
 
     def _wait_for_flush(self) -> None:
-        """Waits while the reactor flushes, for ``SEND_PATIENCE_S`` at most."""
+        """Waits while the reactor writes for the main thread, for ``SEND_PATIENCE_S`` at most."""
         limit_s = time.monotonic() + SEND_PATIENCE_S
-        while self._queue and not self._is_closed and time.monotonic() < limit_s:
+        while self.has_queued and not self._is_closed and time.monotonic() < limit_s:
             time.sleep(POLL_S)
 
     def hold(self, parts: list[Buffer]) -> int:
-        """Queues frames until the next ``send`` or ``write_held``; returns the queue's length.
+        """Queues frames until the next ``send`` or ``flush``; returns the queue's length.
 
         Args:
             parts: Whole frames.
@@ -177,84 +345,31 @@ class Link:
         watcher = self.watcher
         if watcher is not None:
             watcher.sent(watcher.sending(parts))
-        return self._hold(parts)
+        return int(self._stream.hold(parts))
 
-    def _hold(self, parts: list[Buffer]) -> int:
-        self._queue.extend(parts)
-        return len(self._queue)
-
-    def write_held(self) -> None:
-        """Writes the held frames; never blocks. Not in the main thread.
+    def flush(self) -> None:
+        """Writes what is queued; never blocks.
 
         Raises:
             LinkClosed: The connection has ended.
         """
-        if self._queue and self._writing.acquire(False):
-            self._write(may_block=False)
-
-    def flush(self) -> None:
-        """Continues to write after ``when_full``; never blocks. Called by the reactor."""
-        self.write_held()
+        if self._stream.has_queued:
+            self._send((), may_block=False)
 
     def mend(self) -> None:
         """Has the reactor write what an interrupted thread has left in the queue."""
         if self.has_queued and not self._is_closed:
             self._when_full(self)
 
-    def _write(self, may_block: bool) -> None:
-        """Writes the queue. The caller holds ``_writing``, which is released here."""
-        queue = self._queue
-        while True:
-            is_full = False
-            try:
-                while queue and not is_full:
-                    parts = [queue.popleft() for _ in range(min(len(queue), _BATCH))]
-                    rest = self._write_some(parts, may_block)
-                    queue.extendleft(reversed(rest))
-                    is_full = bool(rest)
-                    may_block = False  # Do not block this thread for what others queued.
-            except OSError as error:
-                self._is_closed = True
-                queue.clear()
-                raise LinkClosed(str(error)) from error
-            finally:
-                self._writing.release()
-            if is_full:
-                self._when_full(self)
-                return
-            # A thread that queued something meanwhile has left it to this writer.
-            if not queue or not self._writing.acquire(False):
-                return
-
-    def _write_some(self, parts: list[Buffer], may_block: bool) -> list[Buffer]:
-        """Writes until done or the socket is full; returns what is left.
-
-        With ``may_block``, waits for room, but not for a peer that reads nothing for long.
-        """
-        limit_s = time.monotonic() + SEND_PATIENCE_S if may_block else 0.0
-        while parts:
-            try:
-                size = self._socket.sendmsg(parts[:_IOV_LIMIT], (), 0 if may_block else _DONTWAIT)
-            except BlockingIOError:
-                # Some kernels return before the send timeout is over.
-                if not may_block or time.monotonic() > limit_s:
-                    return parts
-                continue
-            self._bytes_sent += size
-            parts = advance(parts, size)
-            if may_block:
-                limit_s = time.monotonic() + SEND_PATIENCE_S
-        return parts
-
     # Reading
 
     def claim(self) -> bool:
         """Takes the right to read, for a thread of the reactor; returns whether it was free."""
-        return self._reading.acquire(False)
+        return bool(self._stream.claim())
 
     def unclaim(self) -> None:
         """Gives up the right to read."""
-        self._reading.release()
+        self._stream.unclaim()
 
     def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
         """Receives what has arrived, and appends the complete frames to ``incoming``.
@@ -269,12 +384,46 @@ class Link:
             LinkClosed: The peer is gone; everything it sent before is in ``incoming``.
             ProtocolError: The peer sent invalid data.
         """
+        connection = self.native
+        if connection is None:
+            self._receive_parsed(may_block)
+            return
+        if not connection.is_large:
+            self._read(may_spin)
+        elif not self.parser.is_idle:
+            self._receive_parsed(may_block)
+            connection.is_large = not self.parser.is_idle
+        if connection.is_large and self.parser.is_idle:
+            self._begin_large(connection.take_data())
+
+    def _read(self, may_spin: bool) -> None:
+        try:
+            count = self.native.read(may_spin)
+        except OSError as error:
+            raise LinkClosed(str(error)) from error
+        if count is None and not self.native.is_large:
+            raise LinkClosed("the connection is closed" if self._is_closed else "end of file")
+
+    def _begin_large(self, data: bytes) -> None:
+        """Has the parser in Python take over at a frame of which some bytes have arrived."""
+        view = memoryview(data)
+        while view:
+            space = self.parser.space()[0]
+            size = min(len(space), len(view))
+            space[:size] = view[:size]
+            self.incoming.extend(self.parser.received(size))
+            view = view[size:]
+        self.native.is_large = not self.parser.is_idle
+
+    def _receive_parsed(self, may_block: bool) -> None:
         flags: int = _DONTWAIT
         if may_block:
             flags = self._all_flags if self.parser.is_within_large else 0
         size = self._receive_some(flags)
-        if size:
+        while size:
             self.incoming.extend(self.parser.received(size))
+            # No event announces data that a secure connection has already received.
+            size = self._receive_some(_DONTWAIT) if getattr(self._socket, "pending", 0) else 0
 
     def _receive_some(self, flags: int) -> int:
         """Receives into the parser's space; returns the number of bytes, 0 if none arrived yet."""
@@ -304,21 +453,23 @@ class Link:
     def drain(self, timeout_s: float) -> None:
         """Waits, for a limited time, until everything given to ``send`` has been written."""
         deadline_s = time.monotonic() + timeout_s
-        # The queue does not tell: a writer has removed from it what it is writing.
         while not self._is_closed and time.monotonic() < deadline_s:
-            if not (self._writing.locked() or self._queue):
+            if not (self._stream.is_writing or self._stream.has_queued):
                 return
             time.sleep(POLL_S)
 
     def hang_up(self) -> None:
         """Ends the connection; readers notice at once. Safe from any thread."""
         self._is_closed = True
+        self._stream.close()
         shut(self._socket)
 
     def abandon(self) -> None:
         """Frees the descriptors in a forked process; its parent keeps the connection."""
         self._socket.close()
         self._write_socket.close()
+        if self._keeps:
+            os.close(self.read_fd)
 
     def free(self) -> bool:
         """Frees descriptors and memory of a link that was hung up, once no thread uses them.
@@ -326,36 +477,44 @@ class Link:
         Blocks for a moment. Returns False if a thread still reads or writes.
         """
         limit_s = time.monotonic() + SEND_PATIENCE_S
-        while not self.claim():
+        while not (self._wait_for_writer() and self.claim()):
             if time.monotonic() > limit_s:
                 return self.is_free
             time.sleep(POLL_S)
         try:
-            if self.is_free:
-                return True
-            if not self._writing.acquire(timeout=SEND_PATIENCE_S):
-                return False
-            self._release()
-            self._writing.release()
+            if not self.is_free:
+                self._release()
         finally:
             self.unclaim()
+        return True
+
+    def _wait_for_writer(self) -> bool:
+        """Waits for a writer, for ``SEND_PATIENCE_S`` at most; returns whether there is none."""
+        limit_s = time.monotonic() + SEND_PATIENCE_S
+        while self._stream.is_writing:
+            if time.monotonic() > limit_s:
+                return False
+            time.sleep(POLL_S)
         return True
 
     def close(self) -> None:
         """Frees the descriptors. Only when no thread reads or writes any more."""
         self.hang_up()
+        self._wait_for_writer()
         self._release()
 
     def _release(self) -> None:
         # A late thread must not arm a descriptor that belongs to another file by then.
-        self.read_fd = self.write_fd = -1
+        read_fd, self.read_fd, self.write_fd = self.read_fd, -1, -1
         self._socket.close()
         self._write_socket.close()
-        self._queue.clear()
+        if self._keeps and read_fd >= 0:
+            os.close(read_fd)
+        self._stream.close()
         self.parser = FrameParser(_no_memory, 1, 0, 0)
 
 
-def _no_memory(size_bytes: int) -> memoryview:
+def _no_memory(size_bytes: int) -> NoReturn:
     raise LinkClosed("the connection is closed")
 
 
@@ -372,22 +531,7 @@ def tune(connection: socket.socket) -> None:
     connection.setblocking(True)
     tick = struct.pack("ll", 0, int(READ_TICK_S * 1e6))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-    # A writer whose peer reads nothing for so long leaves the rest to ``flush``.
-    patience = struct.pack("ll", 0, int(SEND_PATIENCE_S * 1e6))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, patience)
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
     else:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-
-def advance(parts: list[Buffer], size: int) -> list[Buffer]:
-    """Drops the first ``size`` bytes of ``parts``."""
-    if size == sum(map(len, parts)):
-        return []
-    for index, part in enumerate(parts):
-        length = len(part)
-        if size < length:
-            return [memoryview(part)[size:], *parts[index + 1 :]] if size else parts[index:]
-        size -= length
-    return []

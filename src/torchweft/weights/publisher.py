@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.arguments import wrong_type
 from torchweft.channel.page_locks import GpuCalls
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
@@ -23,6 +21,8 @@ from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import delta, inbox
 from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.storage import Memory, Storage
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 _ANNOUNCE_S = 60.0
 """The time limit of an announcement; a worker that is silent for so long is lost in most groups."""

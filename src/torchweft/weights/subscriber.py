@@ -13,8 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
 from torchweft.arguments import wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
@@ -27,6 +25,8 @@ from torchweft.weights.errors import DeltaError
 from torchweft.weights.layout import Layout, Source, check_same, tensors_of
 from torchweft.weights.publisher import Publisher, Sent, words_of
 from torchweft.weights.switching import prepare
+from torchweft.worker.agent import Agent
+from torchweft.worker.current import current
 
 _log = logging.getLogger("torchweft")
 _ANNOUNCE = f"{inbox.__name__}:{inbox.announce.__name__}".encode()

@@ -23,11 +23,6 @@ import torch
 
 from tests.conformance.shims.fault_plan import CALLS, CLEANUP, COUNTING, Plan, is_scripted
 from tests.conformance.shims.late import Late
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.compat.rpc.references import RRef, when_made
 from torchweft.errors import CallError, CallTimeout
 from torchweft.ids import ReferenceId
@@ -41,6 +36,11 @@ from torchweft.serialize.objects import pack
 from torchweft.wire.frames import HEADER, Frame, encode_frame
 from torchweft.wire.messages import NO_CREATION, Kind
 from torchweft.wire.references import decode, encode
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import ReferenceKeeper
 
 _RESEND_S = 0.05
 """Seconds until a lost message is sent again."""
@@ -115,7 +115,7 @@ class Faults:
         self._scripted: set[ReferenceId] = set()
         self._make_request = worker.encoder.request
         self._ask, self._send, self._post = agent.calls.ask, agent.sender.send, agent.sender.post
-        self._close, self._write = agent.close, agent.first_contacts.write
+        self._close, self._write = agent.close, agent.sender.write
         self._replace()
 
     def _replace(self) -> None:
@@ -128,7 +128,7 @@ class Faults:
             (agent.sender, self.send),
             (agent.sender, self.post),
             (agent, self.close),
-            (agent.first_contacts, self.write),
+            (agent.sender, self.write),
         ):
             setattr(holder, method.__name__, method)
 
@@ -215,12 +215,12 @@ class Faults:
 
         self._late.add(delay_s, send_late)
 
-    def write(self, peer: Peer, message: Any) -> None:
-        """Does as ``FirstContacts.write``; a message that the plan concerns goes to ``send``."""
+    def write(self, peer: Peer, message: Any, *, may_block: bool = True) -> None:
+        """Does as ``Sender.write``; a message that the plan concerns goes to ``send``."""
         if isinstance(message, _Sending):
             self.send(peer, message)  # It is kept again, and sent after earlier messages.
         else:
-            self._write(peer, message)
+            self._write(peer, message, may_block=may_block)
 
     def _takes(self, concerned: _Concerned, peer: Peer) -> bool:
         key = (peer.id, concerned.creation, concerned.function, concerned.arguments)

@@ -21,9 +21,6 @@ import torch
 
 from tests.fuzz.strict import program
 from torchweft import autograd
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent, Protection
-from torchweft.agent.peers import Members, Peer
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError
 from torchweft.protocol.leaving import Stage
@@ -33,10 +30,13 @@ from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.leaving import Leaving
 from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.runtime.reactor import Reactor
-from torchweft.runtime.reports import LongWaits
 from torchweft.serialize.reading import make_reader
+from torchweft.threads.reactor import Reactor
+from torchweft.threads.reports import LongWaits
 from torchweft.wire.frames import Buffer, FrameParser
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Agent, Protection
+from torchweft.worker.peers import Members, Peer
 
 HONEST, VICTIM, FIRST = 0, 1, 2
 HOSTILE = 6
@@ -82,7 +82,7 @@ class Way:
         self.send([part], may_block=False)
         return 0
 
-    def write_held(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 def parser() -> FrameParser:

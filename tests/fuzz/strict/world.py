@@ -18,9 +18,6 @@ from unittest import mock
 import torch
 
 from tests.fuzz.strict import program
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent, Protection
-from torchweft.agent.peers import Members, Peer
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
@@ -32,11 +29,14 @@ from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.requests import Request
 from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.runtime.reactor import Reactor
 from torchweft.serialize.reading import make_reader
 from torchweft.serialize.registry import remotely_callable
+from torchweft.threads.reactor import Reactor
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame
 from torchweft.wire.messages import HandedReference, decode_call
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Agent, Protection
+from torchweft.worker.peers import Members, Peer
 
 ME, SENDER, OTHER = 0, 1, 2
 LIMIT_S = 0.005
@@ -58,7 +58,7 @@ class _Link:
         self.send([part], may_block=False)
         return 0
 
-    def write_held(self) -> None: ...
+    def flush(self) -> None: ...
 
 
 class _Tasks(list[Any]):

@@ -31,8 +31,8 @@ from torchweft.transport.handshake import (
     Greeting,
     Handshake,
     NotProven,
+    number_in,
 )
-from torchweft.transport.voucher import number_in
 from torchweft.wire.frames import HEADER, HEADER_BYTES, encode_frame
 from torchweft.wire.messages import Kind
 

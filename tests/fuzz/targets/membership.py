@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
-from torchweft.agent.device_maps import maps_between
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.devices import Devices, check_devices
 from torchweft.protocol.registration import (
@@ -15,6 +14,7 @@ from torchweft.protocol.registration import (
     why_apart,
     why_not_by_value,
 )
+from torchweft.worker.peers import maps_between
 
 _WORDS_OF_JSON = (
     b'"name" "id" "addresses" "main" "facts" "later_rank" "token" "workers" "refusal" "missing" '

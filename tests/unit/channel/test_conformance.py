@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from tests.thorough import examples
-from tests.unit.agent.group import FRONT, Member, Received, group_of, wait_until
 from tests.unit.channel.fake_driver import FakeDriver
 from tests.unit.channel.fake_transport import FakeNetwork
+from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.agent.peers import Peer
 from torchweft.channel import channels, cuda, rdma
 from torchweft.channel.channel import CannotGet, Channel, Entry, NotInTime
 from torchweft.channel.channels import CHANNELS
@@ -28,6 +27,7 @@ from torchweft.errors import ProtocolError, WeftError
 from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.peers import Peer
 
 KIB, MIB, NEVER = 1 << 10, 1 << 20, 1 << 60
 FROM = 70 * KIB

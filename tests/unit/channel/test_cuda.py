@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.agent.group import FRONT, Member, Received, group_of, wait_until
 from tests.unit.channel.fake_driver import FakeDriver
+from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.channel import channels, cuda
 from torchweft.channel.cuda import CudaIpc
 from torchweft.errors import ProtocolError, SerializationError, WorkerLost
 from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.messages import Kind
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import TensorMessage
 
 CUDA = torch.device("cuda", 0)
 

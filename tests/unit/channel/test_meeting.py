@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.unit.agent.group import KEY, group_of
 from tests.unit.channel.home import SomePeer, make_home
 from tests.unit.channel.processes import dead_pid
+from tests.unit.worker.group import KEY, group_of
 from torchweft import knobs
-from torchweft.agent import connector
-from torchweft.agent.connector import send_verdict
-from torchweft.agent.peers import Peer
 from torchweft.channel import rdma, rdma_transport
 from torchweft.channel.channel import Meeting
 from torchweft.channel.channels import Channels, close_all, read_description
@@ -33,6 +30,9 @@ from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.link import Link
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
+from torchweft.worker import dialing
+from torchweft.worker.dialing import send_verdict
+from torchweft.worker.peers import Peer
 
 MIB = 1 << 20
 
@@ -271,7 +271,7 @@ def test_both_sides_of_a_connection_borrow(dialler: int, monkeypatch: pytest.Mon
         time.sleep(0.02)  # Another thread would send its message meanwhile, if it could.
         send_verdict(peer, link)
 
-    monkeypatch.setattr(connector, "send_verdict", send_late)
+    monkeypatch.setattr(dialing, "send_verdict", send_late)
     with knobs.SHM_LIMIT_BYTES.override(8 * MIB), group_of(2) as members:
         for member in members:
             member.start()

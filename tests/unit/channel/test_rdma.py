@@ -9,11 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.agent.group import FRONT, Member, Received, group_of, wait_until
 from tests.unit.channel.fake_transport import FakeNetwork
+from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage
 from torchweft.channel import rdma as channel
 from torchweft.channel import rdma_transport as rdma
 from torchweft.channel.rdma import Rdma
@@ -22,6 +20,8 @@ from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import TensorMessage
 
 FROM_BYTES = 200_000
 SLAB_BYTES = 262_144

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from tests.thorough import examples
-from tests.unit.agent.group import FRONT, KEY, Member, Received, group_of, wait_until
+from tests.unit.worker.group import FRONT, KEY, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.agent.peers import Peer
 from torchweft.channel import striping as striped
 from torchweft.channel.channel import Entry
 from torchweft.channel.device_copies import HostCopies, Part
@@ -29,6 +28,7 @@ from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind
+from torchweft.worker.peers import Peer
 
 LIMIT_S = 20.0
 NEVER_BYTES = 1 << 60

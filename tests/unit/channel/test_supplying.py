@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
+from tests.unit.worker.group import LIMIT_S, Member, group_of, wait_until
 from torchweft.channel.channel import Channel, Handle
 from torchweft.channel.pull import Pull
 from torchweft.channel.stripes import Stripes

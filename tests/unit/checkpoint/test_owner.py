@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from torchweft import knobs
-from torchweft.agent import current
-from torchweft.agent.agent import Slots
 from torchweft.checkpoint import owner
 from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 from torchweft.optim.owners import Failure
+from torchweft.worker import current
+from torchweft.worker.agent import Slots
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from torchweft.checkpoint import parts
 from torchweft.checkpoint.parts import Owned, parameter_names
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer
-from torchweft.runtime.device_streams import new_guard
+from torchweft.threads.device_streams import new_guard
 
 LOCK = new_guard()
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from torchweft.agent.agent import Slots
 from torchweft.checkpoint import parts as checkpoint_parts
 from torchweft.checkpoint.parts import StagedParts
 from torchweft.errors import CheckpointError
+from torchweft.worker.agent import Slots
 
 DRIVER, OTHER = (SimpleNamespace(id=n, name=f"worker{n}", lost=None) for n in (1, 2))
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.agent.peers import Peer
 from torchweft.errors import CallCancelled
 from torchweft.mapreduce import execution, shared
 from torchweft.mapreduce.execution import Execution
@@ -18,6 +17,7 @@ from torchweft.mapreduce.plan import Plan
 from torchweft.protocol.registration import Registration
 from torchweft.rpc.futures import fail
 from torchweft.serialize.objects import Packed
+from torchweft.worker.peers import Peer
 
 HEAVY = torch.zeros(1 << 20)
 CONTENT = Packed(b"content", (), ())

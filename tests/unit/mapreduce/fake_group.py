@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchweft.agent import current
-from torchweft.agent.peers import Members
 from torchweft.protocol.registration import Registration
+from torchweft.worker import current
+from torchweft.worker.peers import Members
 
 
 def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:

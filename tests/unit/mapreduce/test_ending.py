@@ -7,11 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.agent.group import group_of
-from torchweft.agent import current
-from torchweft.agent.served_calls import current_call
+from tests.unit.worker.group import group_of
 from torchweft.errors import ShutdownError
 from torchweft.mapreduce import ending
+from torchweft.worker import current
+from torchweft.worker.calls import current_call
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from tests.unit.mapreduce.fake_calls import HEAVY, Map, Sent, lose
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.errors import (
     CallCancelled,
@@ -26,6 +25,7 @@ from torchweft.mapreduce import execution
 from torchweft.mapreduce.execution import Surroundings, surroundings
 from torchweft.mapreduce.observers import observers
 from torchweft.mapreduce.schedule import Moved
+from torchweft.worker.calls import current_call
 
 LIMIT_S = 20.0
 Begin = Callable[..., Map]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.unit.optim.references import reference
 from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import LocalOptimizer, Saved
-from torchweft.runtime.device_streams import new_guard
+from torchweft.threads.device_streams import new_guard
 
 
 def part(group: int, numbers: list[int], parameters: list[Tensor], **options: Any) -> GroupPart:

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchweft.agent import current
 from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
 from torchweft.optim.owners import Failure, raise_failures
+from torchweft.worker import current
 
 
 @pytest.fixture(autouse=True)

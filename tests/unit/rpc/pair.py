@@ -8,14 +8,14 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.unit.agent.group import Member, group_of, wait_until
-from torchweft.agent import current as current_agent
-from torchweft.agent.peers import Peer
+from tests.unit.worker.group import Member, group_of, wait_until
 from torchweft.rpc import calls, serving
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.worker import current as current_agent
+from torchweft.worker.peers import Peer
 
 LIMIT_S = 20.0
 

@@ -19,10 +19,9 @@ import pytest
 import torch
 from torch.futures import Future as PlainFuture
 
-from tests.unit.agent.group import wait_until
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
+from tests.unit.worker.group import wait_until
 from torchweft import knobs
-from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
 from torchweft.rpc import calls, stack_report
 from torchweft.rpc.functions import async_execution
@@ -36,6 +35,7 @@ from torchweft.wire.messages import (
     Kind,
     encode_call,
 )
+from torchweft.worker.calls import PendingCall
 
 scale = 10
 _seen: list[Any] = []

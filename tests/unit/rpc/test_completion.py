@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.references import OwnedValue
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.protocol.registration import Registration
 from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.functions import async_execution
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.peers import Peer
+from torchweft.worker.references import OwnedValue
 
 REFERENCE = (1, 0, 5)
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.tables import cases
-from torchweft.agent.calls import PendingCall
 from torchweft.protocol.observing.latency import percentile
 from torchweft.rpc import counting
 from torchweft.rpc.counting import OTHERS, Tally, key_of, name_of
@@ -17,6 +16,7 @@ from torchweft.rpc.functions import batched
 from torchweft.rpc.tracing.calls import Names
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
+from torchweft.worker.calls import PendingCall
 
 
 def work() -> None: ...

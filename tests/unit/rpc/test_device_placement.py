@@ -18,11 +18,6 @@ from torch.distributed import HashStore
 
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft import rpc
-from torchweft.agent import device_maps
-from torchweft.agent.current import current, is_set
-from torchweft.agent.device_maps import HOST, DeviceMaps
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.pass_arguments import roots_of
@@ -34,6 +29,10 @@ from torchweft.rpc.requests import own_copy
 from torchweft.serialize import tensors as tensor_tables
 from torchweft.serialize.objects import pack
 from torchweft.serialize.tensors import describe
+from torchweft.worker import peers
+from torchweft.worker.current import current, is_set
+from torchweft.worker.peers import HOST, DeviceMaps, Peer
+from torchweft.worker.tensor_messages import LocalMessage
 
 CALL, ANSWER, CALL_OF_CALLEE, ANSWER_OF_CALLER = 1, 4, 2, 3
 """The index of the faked device, by the map that a message followed."""
@@ -224,13 +223,13 @@ LARGE = torch.ones(100_000)
 @pytest.fixture
 def _host_needs_a_map(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the CPU a device like a GPU; small tensors, which stand in messages, still go."""
-    monkeypatch.setattr(device_maps, "_UNMAPPED", ())
+    monkeypatch.setattr(peers, "_UNMAPPED", ())
 
 
 @pytest.mark.usefixtures("_host_needs_a_map")
 def test_a_call_that_cannot_be_placed_is_not_sent(pair: Pair) -> None:
     pair.peer.device_maps = DeviceMaps("worker1", refuses_unmapped=True)
-    pair.peer_of_callee.device_maps = device_maps.IDENTITY
+    pair.peer_of_callee.device_maps = peers.IDENTITY
     for way in (pair.sync, pair.start, pair.create):
         for _ in range(3):
             before = pair.caller.agent.traffic().bytes_sent
@@ -352,7 +351,7 @@ def test_a_worker_calls_itself_by_its_own_map() -> None:
         value = torch.ones(2)
         assert rpc.rpc_sync("me", same, args=(value,)) is value
     with alone() as me:
-        assert me.device_maps is device_maps.IDENTITY
+        assert me.device_maps is peers.IDENTITY
 
 
 @pytest.mark.usefixtures("_host_needs_a_map")
@@ -419,7 +418,7 @@ def result_of_module(device: str) -> Any:
         (DeviceMaps("worker0", refuses_unmapped=True), "cpu:0", True),
         (DeviceMaps("worker0", refuses_unmapped=True), "cpu", False),
         (DeviceMaps("worker0", others={HOST: HOST}, refuses_unmapped=True), "cpu:0", False),
-        (device_maps.IDENTITY, "cpu:0", False),
+        (peers.IDENTITY, "cpu:0", False),
     ],
     ids=["without a map", "on the CPU", "with a map", "native"],
 )

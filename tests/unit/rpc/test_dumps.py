@@ -13,7 +13,7 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.observing.report import decode_report
 from torchweft.rpc.dumps import Dumps
-from torchweft.runtime.events import Events
+from torchweft.threads.reports import Events
 
 
 @pytest.fixture

@@ -23,11 +23,9 @@ import torch
 
 from tests.interrupting import Interrupt, interrupt_at
 from tests.thorough import every
-from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
+from tests.unit.worker.group import LIMIT_S, wait_until
 from torchweft import autograd, native
-from torchweft.agent import current as current_agent
-from torchweft.agent import links
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.autograd.engine import ENGINE
@@ -35,7 +33,8 @@ from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import AutogradError, CallCancelled
 from torchweft.rpc.futures import Future
 from torchweft.rpc.worker import Worker
-from torchweft.runtime import interrupts
+from torchweft.threads import interrupts
+from torchweft.worker import current as current_agent
 
 
 def double(value: Any) -> Any:
@@ -59,12 +58,12 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def with_twin(twin: str) -> Iterator[None]:
-    """Has workers that are made in the block use a twin of links."""
+    """Has workers that are made in the block use a twin of connections."""
     if twin == "native" and native.native is None:
         pytest.skip(native.reason)
     with pytest.MonkeyPatch.context() as patch:
         if twin == "plain":
-            patch.setattr(links, "native", None)
+            patch.setattr("torchweft.transport.link.native", None)
         yield
 
 

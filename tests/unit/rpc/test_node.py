@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from tests.unit.agent.group import LIMIT_S, Member, group_of, wait_until
-from torchweft.agent import current as current_agent
-from torchweft.agent.peers import Peer
+from tests.unit.worker.group import LIMIT_S, Member, group_of, wait_until
 from torchweft.errors import WorkerLost
 from torchweft.rpc import calls
 from torchweft.rpc.node import Node
 from torchweft.rpc.options import RpcBackendOptions
+from torchweft.worker import current as current_agent
+from torchweft.worker.peers import Peer
 
 ORDER = [
     "tensor_messages",

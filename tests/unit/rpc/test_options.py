@@ -17,7 +17,6 @@ from torch.distributed import HashStore
 
 from tests.tables import cases
 from torchweft import knobs, rpc
-from torchweft.agent.current import current, is_set
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.protocol.devices import Devices
 from torchweft.rpc import options as options_module
@@ -29,6 +28,7 @@ from torchweft.rpc.options import (
     from_tensorpipe,
     warn_of_ignored,
 )
+from torchweft.worker.current import current, is_set
 
 
 def test_defaults_are_the_knobs_and_can_work() -> None:

@@ -16,7 +16,6 @@ from torch import nn
 from tests.free_encoder import Attributed, Made, Named, pack_freely
 from tests.fuzz.strict import program
 from tests.fuzz.strict.world import OTHER, World
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import (
     ArgumentTypeError,
     CallError,
@@ -45,6 +44,7 @@ from torchweft.wire.messages import (
     encode_call,
     encode_tables,
 )
+from torchweft.worker.calls import current_call
 
 ROWS = torch.ones(1, 2)
 

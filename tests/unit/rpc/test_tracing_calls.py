@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.observing.trace import Created, Made, Served, read
 from torchweft.rpc.completion import Call
@@ -20,6 +19,7 @@ from torchweft.rpc.tracing.calls import Names, TracingWatcher
 from torchweft.rpc.tracing.rows import WIDTH, Rows
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
+from torchweft.worker.calls import PendingCall
 
 REQUEST = Frame(Kind.CALL, 0, 7, b"", ())
 ARRIVED_S = time.monotonic()

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from torchweft.agent.calls import PendingCall
 from torchweft.rpc.futures import Future
 from torchweft.rpc.unseen import Guard, Report, _log_all
+from torchweft.worker.calls import PendingCall
 
 
 def read(content: bytes) -> BaseException:

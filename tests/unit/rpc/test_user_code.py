@@ -14,10 +14,10 @@ import torch
 from tests.thorough import CHECKED, spread
 from tests.thread_limits import no_new_threads
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import enter
 from torchweft.errors import AutogradError, RemoteError
 from torchweft.rpc.functions import async_execution
+from torchweft.worker.calls import current_call
 
 THREADS = 2
 TIMES = THREADS + 2
@@ -324,7 +324,7 @@ def test_a_log_that_raises_harms_nobody(
     def cannot_log(*_: object, **__: object) -> None:
         raise SystemExit("in a handler of the log")
 
-    monkeypatch.setattr("torchweft.runtime.reports._log.exception", cannot_log)
+    monkeypatch.setattr("torchweft.threads.reports._log.exception", cannot_log)
     for _ in range(TIMES):
         pair.callee.agent.reactor.submit_task(fail)
     pair.check_serves(THREADS)

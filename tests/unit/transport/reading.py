@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchweft.runtime import interrupts
+from torchweft.threads import interrupts
 from torchweft.transport.link import Link
 from torchweft.wire.frames import Frame
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.transport import interfaces
-from torchweft.transport.interfaces import NetworkLink, link_towards
+from torchweft.transport import addresses
+from torchweft.transport.addresses import NetworkLink, link_towards
 
 
 @pytest.fixture
 def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     """The route to each host begins at loopback, which every host has."""
-    monkeypatch.setattr(interfaces, "own_address_towards", lambda host: "127.0.0.1")
+    monkeypatch.setattr(addresses, "own_address_towards", lambda host: "127.0.0.1")
 
 
 @pytest.mark.usefixtures("on_loopback")
@@ -32,5 +32,5 @@ def test_the_speed_of_an_interface(text: str | None, speed: float, tmp_path: Pat
 def test_an_interface_that_is_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert link_towards(["tcp:127.0.0.1:5"], tmp_path) == NetworkLink()
     for own in ("", "198.51.100.7", "2001:db8::7"):
-        monkeypatch.setattr(interfaces, "own_address_towards", lambda host, own=own: own)
+        monkeypatch.setattr(addresses, "own_address_towards", lambda host, own=own: own)
         assert link_towards(["tcp:198.51.100.8:5"], tmp_path) == NetworkLink()

@@ -6,8 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchweft.transport import keepalive
-from torchweft.transport.keepalive import is_unanswered, keep_alive, probe_interval_s, silence_s
+from torchweft.transport import session
+from torchweft.transport.session import (
+    is_unanswered,
+    keep_alive,
+    probe_interval_s,
+    silence_s,
+)
 
 Pair = tuple[socket.socket, socket.socket]
 
@@ -68,8 +73,8 @@ def test_what_comes_does_not_count_while_nothing_is_answered(
     ours = pair[0]
     assert silence_s(ours) is not None
     assert not is_unanswered(ours)
-    as_it_is = keepalive._info(ours)
-    monkeypatch.setattr(keepalive, "_info", lambda _: as_it_is[:2] + b"\1" + as_it_is[3:])
+    as_it_is = session._info(ours)
+    monkeypatch.setattr(session, "_info", lambda _: as_it_is[:2] + b"\1" + as_it_is[3:])
     assert silence_s(ours) is None
     assert is_unanswered(ours)
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 
@@ -13,9 +14,9 @@ from tests.unit.transport.reading import not_main, reading, received  # noqa: F4
 from tests.unit.transport.secure.meeting import tcp_pair
 from torchweft import knobs
 from torchweft.errors import ProtocolError
-from torchweft.transport import link, native_link
+from torchweft.native import native
+from torchweft.transport import link
 from torchweft.transport.link import Link, LinkClosed
-from torchweft.transport.native_link import NativeLink
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 
 pytestmark = pytest.mark.usefixtures("not_main")
@@ -34,16 +35,15 @@ class End(NamedTuple):
 def new_end(connection: socket.socket, twin: str) -> End:
     is_full = threading.Event()
     parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
-    if twin == "plain":
-        return End(Link(connection, parser, lambda link: is_full.set()), is_full)
-    with limits():
-        return End(NativeLink(connection, parser, lambda link: is_full.set(), "peer"), is_full)
+    with links_of(twin):
+        return End(Link(connection, parser, lambda link: is_full.set(), "peer"), is_full)
 
 
 @contextlib.contextmanager
-def limits() -> Iterator[None]:
-    """Gives links that are made in the block the limits of the parsers here."""
+def links_of(twin: str) -> Iterator[None]:
+    """Gives links that are made in the block a twin, and the limits of the parsers here."""
     with (
+        mock.patch.object(link, "native", None if twin == "plain" else native),
         knobs.RECEIVE_BUFFER_BYTES.override(4096),
         knobs.CONTROL_LIMIT_BYTES.override(1 << 24),
         knobs.FRAME_LIMIT_BYTES.override(1 << 26),
@@ -360,7 +360,6 @@ def test_who_may_block_does_not_wait_for_ever_for_a_peer_that_reads_nothing(
     monkeypatch: pytest.MonkeyPatch, twin: str
 ) -> None:
     monkeypatch.setattr(link, "SEND_PATIENCE_S", 0.01)
-    monkeypatch.setattr(native_link, "SEND_PATIENCE_S", 0.01)
     for pair in (socket.socketpair(), tcp_pair()):
         one, other = (new_end(connection, twin) for connection in pair)
         one.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=True)

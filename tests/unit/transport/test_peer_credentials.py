@@ -9,8 +9,8 @@ import pytest
 
 from tests.another_user import NOBODY, as_nobody
 from torchweft.errors import ProtocolError
-from torchweft.transport import peer_credentials
-from torchweft.transport.peer_credentials import check_user, user_of
+from torchweft.transport import handshake
+from torchweft.transport.handshake import check_user, user_of
 
 LIMIT_S = 10.0
 KINDS = ["unix", "127.0.0.1", "127.8.8.8", "::1"]
@@ -78,7 +78,7 @@ def test_another_user_that_listens(kind: str) -> None:
 def test_root_may_be_at_the_other_end(
     pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_credentials, "user_of", lambda connection: 0)
+    monkeypatch.setattr(handshake, "user_of", lambda connection: 0)
     check_user(pair[0])
 
 
@@ -112,7 +112,7 @@ def test_a_socket_of_version_6_that_speaks_version_4() -> None:
 
 
 def test_without_tables_no_user_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(peer_credentials, "_TABLES", (str(tmp_path / "none"),))
+    monkeypatch.setattr(handshake, "_TABLES", (str(tmp_path / "none"),))
     with listen("127.0.0.1") as listener, dial(listener) as dialled:
         accepted, _ = listener.accept()
         with accepted:

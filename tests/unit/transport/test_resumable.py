@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from tests.unit.transport.reading import not_main, reading, received  # noqa: F401
 from tests.unit.transport.secure.meeting import tcp_pair
-from tests.unit.transport.test_link import limits
+from tests.unit.transport.test_link import links_of
 from torchweft.errors import ProtocolError
 from torchweft.transport.link import LinkClosed
-from torchweft.transport.native_link import NativeResumableLink
-from torchweft.transport.resumable import ResumableLink, position_in
+from torchweft.transport.session import ResumableLink, position_in
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_ints
 from torchweft.wire.session import ALONE_BYTES, Outgoing
@@ -40,11 +39,8 @@ class End:
         ours, self.other = tcp_pair()
         parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 1 << 24, 1 << 26)
         options = parser, lambda link: self.is_full.set(), self._on_break, LIMIT_BYTES
-        if twin == "plain":
-            self.link = ResumableLink(ours, *options)
-        else:
-            with limits():
-                self.link = NativeResumableLink(ours, *options, "peer")
+        with links_of(twin):
+            self.link = ResumableLink(ours, *options, "peer")
 
     def _on_break(self, link: ResumableLink, cause: str, *, is_answer: bool) -> None:
         self.breaks.append((cause, is_answer))
@@ -54,7 +50,7 @@ class End:
         self.other.close()
         ours, self.other = tcp_pair()
         self.link.resume(ours, peer_position)
-        self.link.write_held()
+        self.link.flush()
 
     def arrived(self, size: int) -> bytes:
         """Returns the next ``size`` bytes that the link sent."""
@@ -280,7 +276,7 @@ def test_who_blocks_in_a_write_goes_on_with_the_new_connection(end: End) -> None
 
 def flush_until_written(end: End) -> None:
     """Writes and flushes the link as the reactor does."""
-    end.link.write_held()
+    end.link.flush()
     while end.is_full.wait(0.1):
         end.is_full.clear()
         end.link.flush()
@@ -348,17 +344,19 @@ def test_nothing_is_let_go_of_while_the_session_is_resumed(
     """Race: an acknowledgement and a resumption at once would drop data that must be kept."""
     end.link.send([*FRAMES[0], *FRAMES[3]], may_block=False)
     end.link.stop()
-    since, late = end.link._outgoing.since, []
+    since, late = Outgoing.since, []
 
-    def overtaken(position: int) -> list[Buffer]:
+    def overtaken(outgoing: Outgoing, position: int) -> list[Buffer]:
+        if late:
+            return since(outgoing, position)
         thread = threading.Thread(target=end.link.acknowledged, args=(len(as_bytes(FRAMES[0])),))
         thread.start()
         thread.join(0.05)
         late.append(thread)
         assert end.link._outgoing.acknowledged == 0
-        return since(position)
+        return since(outgoing, position)
 
-    monkeypatch.setattr(Outgoing, "since", lambda _, position: overtaken(position))
+    monkeypatch.setattr(Outgoing, "since", overtaken)
     end.reconnect(0)
     late[0].join(LIMIT_S)
     assert end.link._outgoing.acknowledged == len(as_bytes(FRAMES[0]))

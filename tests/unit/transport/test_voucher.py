@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from torchweft.errors import ProtocolError
 from torchweft.secret import Secret
-from torchweft.transport.handshake import Greeting, Handshake
-from torchweft.transport.voucher import (
-    FRAME_LIMIT_BYTES,
+from torchweft.transport.handshake import (
     NUMBER_BYTES,
+    VOUCHER_LIMIT_BYTES,
+    Greeting,
+    Handshake,
     frame_with,
     look_for_number,
     new_voucher,
@@ -103,7 +104,7 @@ def test_a_greeting_may_follow_a_voucher(greeted: Greeted) -> None:
     "said",
     [
         frame_with(new_voucher(KEY, ME)) * 2,
-        b"".join(encode_frame(Kind.VOUCHER, 0, 0, bytes(FRAME_LIMIT_BYTES + 1))),
+        b"".join(encode_frame(Kind.VOUCHER, 0, 0, bytes(VOUCHER_LIMIT_BYTES + 1))),
         HEADER.pack(Kind.VOUCHER, 0, 0, 1 << 31, 0),
         HEADER.pack(Kind.VOUCHER, 0, 1, 10, 0),
     ],

@@ -18,7 +18,6 @@ import torch
 from torch.autograd import profiler
 
 import torchweft.rpc
-from torchweft.agent import current as current_agent
 from torchweft.compat.rpc import absent, agents
 from torchweft.compat.rpc.absent import RemoteProfilerManager
 from torchweft.compat.rpc.agents import RpcAgent, TensorPipeAgent
@@ -44,6 +43,7 @@ from torchweft.rpc.collective import current_gatherings, members
 from torchweft.rpc.futures import Future, fail
 from torchweft.rpc.gathering import Gathering, Limits, Ways
 from torchweft.serialize.registry import remotely_callable_unless_strict
+from torchweft.worker import current as current_agent
 
 __all__ = [
     "AllGatherStates",

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from torch.distributed.distributed_c10d import Store
 
-from torchweft.agent.peers import Peer
 from torchweft.compat.rpc import absent, api, constants
 from torchweft.compat.rpc import constants as rpc_constants
 from torchweft.compat.rpc.agents import TensorPipeAgent
@@ -23,6 +22,7 @@ from torchweft.rpc.options import from_tensorpipe, warn_of_ignored
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.exceptions import as_runtime_error, chain
 from torchweft.serialize.tracebacks import places_of, shorten
+from torchweft.worker.peers import Peer
 
 __all__ = [
     "BackendType",

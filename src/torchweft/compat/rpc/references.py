@@ -15,9 +15,6 @@ import torch
 from torch.autograd.profiler import record_function
 
 import torchweft.rpc
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent
-from torchweft.agent.references import ReferenceKeeper
 from torchweft.compat.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.compat.rpc.rref_proxy import RRefProxy
 from torchweft.errors import (
@@ -36,6 +33,9 @@ from torchweft.rpc.futures import fail
 from torchweft.rpc.ordered_futures import OrderedFuture, wait_unseen
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import remotely_callable_unless_strict
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Agent
+from torchweft.worker.references import ReferenceKeeper
 
 __all__ = ["PyRRef", "RRef"]
 

@@ -14,11 +14,11 @@ from opentelemetry import context as contexts
 from opentelemetry import propagate
 from opentelemetry.context import Context
 
-from torchweft.agent.peers import Peer
 from torchweft.autograd.codec import PassName
 from torchweft.ids import worker_of
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import MAX_SPAN_BYTES, pass_span
+from torchweft.worker.peers import Peer
 
 MOST_CONTEXTS = 1000
 """Contexts of each kind that a worker keeps."""

@@ -25,9 +25,6 @@ from opentelemetry.trace import (
     TracerProvider,
 )
 
-from torchweft.agent.calls import PendingCall
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.graph import LocalPass, Outgoing
@@ -42,6 +39,8 @@ from torchweft.rpc.watching import Carrier
 from torchweft.version import VERSION
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import ERROR_REPLY, NO_GRAD
+from torchweft.worker.calls import PendingCall, current_call
+from torchweft.worker.peers import Peer
 
 SYSTEM = "torchweft"
 _NS = 1_000_000_000

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from torchweft.agent.current import current
-from torchweft.agent.peers import Peer
 from torchweft.arguments import wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
 from torchweft.files import replacing
@@ -31,6 +29,8 @@ from torchweft.protocol.observing.trace import (
 from torchweft.rpc import rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
 from torchweft.rpc.tracing import service
+from torchweft.worker.current import current
+from torchweft.worker.peers import Peer
 
 LIMIT = 200_000
 TIMEOUT_S = 30.0

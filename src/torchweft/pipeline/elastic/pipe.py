@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchweft.agent.current import current
 from torchweft.arguments import checked_int, limit_of, wrong_type
 from torchweft.checkpoint import Snapshot
 from torchweft.checkpoint import restore as restore_part
@@ -37,6 +36,7 @@ from torchweft.rpc import (
     health,
     rpc_all,
 )
+from torchweft.worker.current import current
 
 Replicas = tuple[int, ...]
 _numbers = shared_count(1)

@@ -14,9 +14,6 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar, overload
 
 import torch
 
-from torchweft.agent import current as current_agent
-from torchweft.agent.agent import Agent, Slot
-from torchweft.agent.served_calls import current_call
 from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
@@ -27,10 +24,13 @@ from torchweft.rpc.batching.stacking import Parts, take_apart
 from torchweft.rpc.batching.statistics import BatchStatistics
 from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
-from torchweft.runtime import device_streams
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.functions import resolve
+from torchweft.threads import device_streams
 from torchweft.wire.messages import NO_GRAD
+from torchweft.worker import current as current_agent
+from torchweft.worker.agent import Agent, Slot
+from torchweft.worker.calls import current_call
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from torchweft.agent.agent import Agent, Slot
 from torchweft.errors import CallCancelled, ConfigurationError, QueueFull
 from torchweft.protocol.batching import LAST, NOTHING, REFUSE, Batcher, Request
 from torchweft.protocol.served_calls import SLOW_S, AnsweredCall
@@ -22,12 +21,13 @@ from torchweft.rpc.batching.running import Entry, Options, Outcome, Runner, Wait
 from torchweft.rpc.batching.stacking import Parts
 from torchweft.rpc.batching.statistics import BatchStatistics, Counts
 from torchweft.rpc.worker import WORKER
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
-from torchweft.runtime.fair_queue import LAST as RUN_LAST
-from torchweft.runtime.fair_queue import OWN
-from torchweft.runtime.reports import log_exception
-from torchweft.runtime.timers import Timer
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
+from torchweft.threads.reactor import LAST as RUN_LAST
+from torchweft.threads.reactor import OWN
+from torchweft.threads.reports import log_exception
+from torchweft.threads.timers import Timer
+from torchweft.worker.agent import Agent, Slot
 
 _TRY_AGAIN_S = 1.0
 

@@ -8,15 +8,15 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from torchweft.agent.served_calls import current_call
 from torchweft.autograd.contexts import current_id, set_current_id
 from torchweft.rpc.batching import stacking
 from torchweft.rpc.batching.gradients import Joined, Own, graph_of, own_outputs, shared_outputs
 from torchweft.rpc.batching.stacking import Parts, named, put_together
 from torchweft.rpc.worker import Worker
-from torchweft.runtime import device_streams
-from torchweft.runtime.device_streams import Mark
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
 from torchweft.wire.messages import NO_GRAD
+from torchweft.worker.calls import current_call
 
 
 class Options(NamedTuple):

@@ -7,7 +7,6 @@ from _thread import get_ident
 from collections.abc import Callable
 from typing import Any
 
-from torchweft.agent.calls import PendingCall
 from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Progress
@@ -18,6 +17,7 @@ from torchweft.rpc.tracing.passes import operations_due
 from torchweft.rpc.tracing.rows import Rows
 from torchweft.rpc.watching import Watcher
 from torchweft.wire.messages import ERROR_REPLY, NO_CREATION
+from torchweft.worker.calls import PendingCall
 
 _MOST_NAMES = 10_000
 _clock: Callable[[], float] = time.monotonic

@@ -10,13 +10,13 @@ from collections.abc import Iterable
 
 from torch.autograd.graph import Node
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.autograd.contexts import PLACEHOLDER
 from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.walk import Reached
 from torchweft.protocol.observing.trace import FETCH, RAN
 from torchweft.rpc.tracing.rows import Note, Number
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import TensorMessage, TensorMessages
 
 _MOST_NODES = 2000
 """Nodes of a part of a pass that are looked at for their names."""

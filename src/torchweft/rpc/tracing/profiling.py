@@ -16,7 +16,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile as Profile
 
 from torchweft.protocol.observing.trace import Row
-from torchweft.runtime.reports import log_exception
+from torchweft.threads.reports import log_exception
 
 _READINGS = 5
 _NS = 1e-9

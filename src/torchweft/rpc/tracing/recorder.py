@@ -18,10 +18,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchweft.agent.agent import Slot
-from torchweft.agent.peers import Peer
-from torchweft.agent.served_calls import current_call
-from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.errors import ObserveError
 from torchweft.protocol.greetings import HOST
 from torchweft.protocol.observing.trace import (
@@ -40,6 +36,10 @@ from torchweft.rpc.tracing.rows import Note, Number, Rows
 from torchweft.rpc.worker import Worker
 from torchweft.transport.link import Link
 from torchweft.wire.messages import Kind
+from torchweft.worker.agent import Slot
+from torchweft.worker.calls import current_call
+from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import TensorMessages
 
 
 class Recording:

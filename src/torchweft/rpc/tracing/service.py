@@ -9,15 +9,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from torchweft.agent.agent import Agent
-from torchweft.agent.current import current
-from torchweft.agent.served_calls import current_call
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.observing.trace import Row
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.serialize.registry import remotely_callable
+from torchweft.worker.agent import Agent
+from torchweft.worker.calls import current_call
+from torchweft.worker.current import current
 
 MOST_ROWS = 5_000_000
 """Records that a worker keeps at most, about 350 bytes each."""

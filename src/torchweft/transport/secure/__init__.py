@@ -13,15 +13,12 @@ Rules of this folder:
   and no end of file: otherwise an attacker on the path could truncate a stream unnoticed.
 
 ========== ===================================================================
-options    a worker's TLS options, and the OpenSSL contexts made from them
-stream     one TLS connection without a socket: bytes in, bytes out; readable failures
-connection a stream and its socket
-handshake  the TLS handshake, within a time limit
+options    a worker's TLS options, the OpenSSL contexts made from them, and the TLS handshake
+connection a TLS stream without a socket, and the stream with its socket
 ========== ===================================================================
 """
 
 from torchweft.transport.secure.connection import SecureConnection
-from torchweft.transport.secure.handshake import secure_client, secure_server
-from torchweft.transport.secure.options import TlsOptions
+from torchweft.transport.secure.options import TlsOptions, secure_client, secure_server
 
 __all__ = ["SecureConnection", "TlsOptions", "secure_client", "secure_server"]

@@ -20,7 +20,7 @@ from torchweft.channel.striping import (
     TransferKey,
 )
 from torchweft.errors import ProtocolError, WorkerLost
-from torchweft.runtime.transfer_loop import NOTHING, READABLE
+from torchweft.threads.transfer_loop import NOTHING, READABLE
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 24

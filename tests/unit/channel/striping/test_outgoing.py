@@ -19,7 +19,7 @@ from torchweft.channel.striping import (
     Stripe,
     decode_stripe,
 )
-from torchweft.runtime.transfer_loop import NOTHING, WRITABLE
+from torchweft.threads.transfer_loop import NOTHING, WRITABLE
 from torchweft.wire.frames import Buffer
 
 LIMIT_S = 20.0

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from torchweft.agent import current
 from torchweft.compat.rpc import backend_registry
 from torchweft.compat.rpc.backend_registry import (
     Backend,
@@ -21,6 +20,7 @@ from torchweft.compat.rpc.backend_registry import (
 from torchweft.compat.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.errors import WeftError
 from torchweft.serialize.exceptions import pack_error, unpack_error
+from torchweft.worker import current
 
 CALLER: Any = SimpleNamespace(name="trainer")
 

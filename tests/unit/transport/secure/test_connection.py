@@ -453,11 +453,11 @@ def test_a_link_works_over_it(narrow: Pair) -> None:
     messages: list[list[Buffer]] = [
         encode_frame(1, 0, number, b"control", [memoryview(body)]) for number in range(3)
     ]
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(2) as pool:
         for message in messages:
             one.link.send(message, may_block=False)  # The main thread leaves it to ``flush``.
         reading = pool.submit(other.read, 3)
-        one.flush()
+        pool.submit(one.flush).result(LIMIT_S)
         frames = reading.result(LIMIT_S)
         assert [frame.id for frame in frames] == [0, 1, 2]
         assert all(bytes(frame.buffers[0]) == body for frame in frames)

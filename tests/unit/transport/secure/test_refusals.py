@@ -4,7 +4,7 @@ import ssl
 
 import pytest
 
-from torchweft.transport.secure.stream import broken, refusal
+from torchweft.transport.secure.connection import broken, refusal
 
 
 def ssl_error(reason: str) -> ssl.SSLError:

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from tests.certificates import Authority
+from torchweft.transport.secure.connection import TlsStream
 from torchweft.transport.secure.options import PROTOCOL
-from torchweft.transport.secure.stream import TlsStream
 
 
 @pytest.fixture

@@ -1,0 +1,450 @@
+"""Dials the connections of one worker; both sides authenticate first.
+
+``torchweft.worker.accepting`` accepts the connections that other workers dial. It uses the code
+here that both sides share.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torchweft import knobs
+from torchweft.channel.channels import Channels, close_all
+from torchweft.errors import ConfigurationError, DuplicateName, ProtocolError
+from torchweft.protocol.connecting import (
+    Busy,
+    Dial,
+    Done,
+    FirstDial,
+    Lose,
+    Probe,
+    Resume,
+    Wait,
+    no_connection,
+)
+from torchweft.protocol.greetings import (
+    HandshakeTimeout,
+    Hello,
+    Means,
+    Purpose,
+    Reaching,
+    Refused,
+    Taken,
+    Terms,
+    check_welcome,
+    error_of,
+    failure_of,
+    position_in,
+)
+from torchweft.protocol.registration import Registration
+from torchweft.secret import Secret
+from torchweft.transport import addresses
+from torchweft.transport.handshake import Greeting, Handshake, check_user, frame_with, new_voucher
+from torchweft.transport.link import Link, LinkClosed, shut
+from torchweft.transport.session import ResumableLink
+from torchweft.wire.frames import Buffer, encode_frame
+from torchweft.wire.messages import Kind
+from torchweft.worker.connections import Links
+from torchweft.worker.peers import Peer
+
+if TYPE_CHECKING:
+    from torchweft.transport.secure import TlsOptions
+
+REGISTRATION = "registration"
+CAPABILITIES, VERDICT = "capabilities", "verdict"
+_DATA_LIMIT_S = 2.0
+"""Time limit for making a data connection: a thread with tensors to send waits for it."""
+
+
+class Connector:
+    """Makes the connections of one worker.
+
+    Args:
+        me: This worker.
+        is_open: Whether the group is open, so that other workers may not know this worker yet.
+        key: The key that both sides must have.
+        channels: The channels for tensors.
+        links: Takes over the connections.
+        tls: How TCP connections are secured; None for no TLS.
+        has_secret: Whether the key includes a secret that other users of this machine, or readers
+            of the rendezvous store, do not know. If not, this worker talks only to workers of this
+            user on this machine.
+    """
+
+    def __init__(
+        self,
+        me: Registration,
+        is_open: bool,
+        key: Secret,
+        channels: Channels,
+        links: Links,
+        tls: TlsOptions | None,
+        *,
+        has_secret: bool,
+    ) -> None:
+        self.me = me
+        self.worker = me.id
+        self.key = key
+        self.tls = tls
+        self.has_secret = has_secret
+        self.links = links
+        self.channels = channels
+        self.timeout_s = knobs.CONNECT_TIMEOUT_S.get()
+        # In an open group, the dialled worker may not know this worker yet.
+        self._registration = {REGISTRATION: me.as_json()} if is_open else {}
+        self._means = Means(has_secret, tls is not None, bool(knobs.UNIX_SOCKETS.get()))
+        self._dialling: dict[int, socket.socket] = {}
+        """The first connections that are being made, by peer."""
+        self._greeting: set[socket.socket] = set()
+        """The further connections that are being made."""
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Aborts connections that are being dialled."""
+        self._closed.set()
+        for connection in [*self._dialling.values(), *self._greeting]:
+            shut(connection)
+
+    # The first connection to a peer
+
+    def connect(self, peer: Peer, deadline_s: float) -> Link:
+        """Returns the link to ``peer``, dialled now if needed. Blocks until ``deadline_s`` at most.
+
+        Args:
+            peer: The other worker.
+            deadline_s: When to give up, by ``time.monotonic``; may be infinite.
+
+        Raises:
+            WorkerLost: The peer is lost.
+            Unreachable: The peer does not answer at its addresses.
+            HandshakeTimeout: The peer's address accepts connections, but the peer did not answer
+                in time: it may be busy.
+        """
+        remaining_s = deadline_s - time.monotonic()
+        patience_s = -1 if remaining_s > threading.TIMEOUT_MAX else max(remaining_s, 0)
+        if not peer.dial_lock.acquire(timeout=patience_s):
+            raise HandshakeTimeout("it is being dialled already")
+        try:
+            return self._carry_out(peer, deadline_s)
+        finally:
+            with peer.state_lock:
+                peer.connecting.want_no_more()
+            peer.dial_lock.release()
+
+    def _carry_out(self, peer: Peer, deadline_s: float) -> Link:
+        """Carries out the steps of the state machine until there is a link or it gives up."""
+        connecting, cause = peer.connecting, None
+        with peer.state_lock:
+            name = secrets.token_hex(16)
+            step = connecting.want(time.monotonic(), deadline_s, self.timeout_s, name)
+        while not isinstance(step, Done):
+            error = None
+            if isinstance(step, Busy):
+                raise HandshakeTimeout(step.cause) from cause
+            if isinstance(step, Lose) or self._closed.is_set():
+                raise no_connection(peer.name, peer.registration.addresses, step) from cause
+            if isinstance(step, Dial):
+                error = self._try_to_dial(peer, step)
+                cause = error or cause
+            else:
+                peer.linked.wait(max(step.until_s - time.monotonic(), 0.0))
+            with peer.state_lock:
+                now_s = time.monotonic()
+                if error is None:
+                    step = connecting.go_on(now_s)
+                else:
+                    step = connecting.dial_failed(now_s, failure_of(error), str(error))
+        if peer.lost is not None:
+            raise peer.lost_error() from cause
+        assert peer.link is not None
+        return peer.link
+
+    def end_attempt(self, peer: Peer) -> bool:
+        """Aborts the attempt to make the first connection; returns whether there was one."""
+        connection = self._dialling.get(peer.id)
+        if connection is not None:
+            shut(connection)
+        return connection is not None
+
+    def _try_to_dial(self, peer: Peer, step: Dial) -> Exception | None:
+        """Makes one attempt; returns the error if it failed."""
+        try:
+            self._dial(peer, step.terms, step.limit_s)
+        except LinkClosed as error:
+            return Refused(str(error))  # It comes too late.
+        except (OSError, ProtocolError, ConfigurationError) as error:
+            return error
+        return None
+
+    def _dial(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
+        connection = self._open(peer, deadline_s)
+        self._dialling[peer.id] = connection
+        descriptors: list[int] = []
+        offered = None if connection.family == socket.AF_UNIX else terms
+        try:
+            self._check_open()
+            handshake = self._begin(connection, deadline_s)
+            with peer.state_lock:
+                may_offer = peer.connecting.offer()
+            if not may_offer:
+                connection.close()
+                return
+            said = Hello.about(Purpose.LINK, peer.id, offered)
+            answer = self._ask(handshake, said, self.facts(), descriptors)
+            self.channels.meet(peer, connection, answer.facts.get(CAPABILITIES), descriptors)
+            peer.ways.confirm(answer.facts.get(VERDICT))
+            if offered is None:
+                verdict = Greeting(self.worker, facts={VERDICT: peer.ways.verdict()})
+                with self.channels.handed_over(connection) as descriptor:
+                    handshake.send(Kind.VERDICT, verdict, descriptor)
+            link = self.install(peer, connection, offered)
+            if offered is not None:
+                send_verdict(peer, link)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            close_all(descriptors)
+            self._dialling.pop(peer.id)
+
+    # Further connections
+
+    def redial(self, peer: Peer, link: ResumableLink) -> None:
+        """Resumes a session, or asks the side that dialled it to, as the state machine decides.
+
+        Blocks for a limited time.
+
+        Raises:
+            Refused: The peer is gone, or has forgotten the session.
+            ProtocolError: The answer does not come from the peer.
+            TimeoutError: The peer's address accepts connections, but the peer does not answer.
+            LinkClosed: The session has ended.
+            OSError: No connection could be made.
+        """
+        session = peer.connecting.session
+        was_dialled = session is not None and session.was_dialled
+        with link.resuming if was_dialled else contextlib.nullcontext():
+            # Race: the session may have been resumed while this thread waited for the lock.
+            with peer.state_lock:
+                asked = peer.connecting.redial(time.monotonic(), self.timeout_s)
+            if isinstance(asked, Resume):
+                self.resume(peer, link, asked.limit_s)
+            elif isinstance(asked, Probe):
+                self.probe(peer, asked.terms, asked.limit_s)
+                with peer.state_lock:
+                    peer.connecting.probed(time.monotonic())
+
+    def resume(self, peer: Peer, link: ResumableLink, deadline_s: float) -> None:
+        """Continues a session that this side dialled, over a new connection."""
+        with self._greeted(peer, deadline_s) as (connection, handshake):
+            with peer.state_lock:
+                terms = peer.connecting.next_attempt()
+            if terms is None:
+                raise LinkClosed("the session has ended")
+            # Data that arrives over the old connection from here on is retransmitted.
+            position = link.stop()
+            said = Hello.about(Purpose.RESUME, peer.id, terms, position)
+            answer = self._ask(handshake, said)
+            self.links.resume(peer, link, connection, position_in(answer.facts))
+
+    def probe(self, peer: Peer, terms: Terms, deadline_s: float) -> None:
+        """Tells the side that dialled a session that its connection broke."""
+        with self._greeted(peer, deadline_s) as (connection, handshake):
+            self._ask(handshake, Hello.about(Purpose.PROBE, peer.id, terms))
+            connection.close()
+
+    def introduce(self, peer: Peer, timeout_s: float) -> None:
+        """Introduces this worker to a member of an open group. Blocks at most the timeout.
+
+        Dials again if the connection breaks. A member that does not answer is given up after
+        ``WEFT_CONNECT_TIMEOUT_S``.
+
+        Raises:
+            DuplicateName: The member has the name or rank of this worker.
+            OSError: The member does not answer, or another worker does.
+            ProtocolError: The answer does not come from a worker of the group.
+        """
+        now_s = time.monotonic()
+        tries = FirstDial(now_s, now_s + min(timeout_s, self.timeout_s), self.timeout_s)
+        while True:
+            try:
+                self._introduce_once(peer, tries.limit_s(time.monotonic()))
+                return
+            except (OSError, ProtocolError) as error:
+                now_s = time.monotonic()
+                step = tries.failed(now_s, failure_of(error), str(error))
+                if not isinstance(step, Wait) or self._closed.wait(step.until_s - now_s):
+                    raise
+
+    def _introduce_once(self, peer: Peer, deadline_s: float) -> None:
+        with self._greeted(peer, deadline_s) as (connection, handshake):
+            try:
+                self._ask(handshake, Hello(Purpose.INTRODUCTION, peer.id))
+            except Taken:
+                is_namesake = peer.name == self.me.name or peer.info.id == self.me.rank
+                where = "is" if is_namesake else "knows another worker that is"
+                raise DuplicateName(
+                    f"worker name {self.me.name!r} or rank {self.me.rank} is not unique: "
+                    f"worker {peer.name!r} (rank {peer.info.id}) {where} there already"
+                ) from None
+            connection.close()
+
+    def dial_data(self, peer: Peer, count: int, number: int) -> list[socket.socket]:
+        """Dials a numbered set of connections that carry tensors to a peer.
+
+        Raises:
+            OSError: The connections cannot be made.
+            ProtocolError: The answer does not come from the peer.
+        """
+        connections: list[socket.socket] = []
+        try:
+            for _ in range(count):
+                deadline_s = time.monotonic() + min(self.timeout_s, _DATA_LIMIT_S)
+                with self._greeted(peer, deadline_s) as (connection, handshake):
+                    self._ask(handshake, Hello(Purpose.DATA, peer.id, set_number=number))
+                    connections.append(connection)
+        except BaseException:
+            for connection in connections:
+                connection.close()
+            raise
+        return connections
+
+    @contextlib.contextmanager
+    def _greeted(self, peer: Peer, deadline_s: float) -> Iterator[tuple[socket.socket, Handshake]]:
+        """Connects and awaits the peer's challenge; closes the connection if the block raises."""
+        connection = self._open(peer, deadline_s)
+        self._greeting.add(connection)
+        try:
+            self._check_open()
+            yield connection, self._begin(connection, deadline_s)
+        except BaseException:
+            connection.close()
+            raise
+        finally:
+            self._greeting.discard(connection)
+
+    def _check_open(self) -> None:
+        """Raises if closed; called once ``close`` can find a connection that it may have missed."""
+        if self._closed.is_set():
+            raise ConnectionAbortedError("this worker has shut down")
+
+    def _begin(self, connection: socket.socket, deadline_s: float) -> Handshake:
+        """Waits for the challenge; without a secret, accepts only a process of this user."""
+        handshake = Handshake.dial(connection, self.key, deadline_s)
+        if not self.has_secret:
+            check_user(connection)
+        return handshake
+
+    def _ask(
+        self,
+        handshake: Handshake,
+        said: Hello,
+        facts: dict[str, Any] | None = None,
+        descriptors: list[int] | None = None,
+    ) -> Greeting:
+        """Sends the ``HELLO`` of a connection; returns the ``WELCOME`` if it is not a refusal."""
+        facts = (facts or {}) | self._registration | said.facts()
+        handshake.send(Kind.HELLO, Greeting(self.worker, facts=facts))
+        answer = handshake.receive(Kind.WELCOME, descriptors)
+        check_welcome(answer.refusal)
+        return answer
+
+    def _open(self, peer: Peer, deadline_s: float) -> socket.socket:
+        """Connects to an address at which a peer listens.
+
+        Raises:
+            Refused: Nothing listens there, or the peer cannot be dialled from here.
+            OSError: The network does not reach the peer now.
+        """
+        reaching = Reaching(self.me.facts, peer.registration.facts, self._means)
+        for text in peer.registration.addresses:
+            try:
+                address = addresses.parse(text)
+                is_secure = getattr(address, "is_secure", None)  # Not of a Unix socket.
+                if reaching.may_dial(text, is_secure, is_far=addresses.is_far(address)):
+                    return self._open_at(address, peer.id, deadline_s)
+            except (OSError, ProtocolError, ConfigurationError) as error:
+                if not reaching.goes_on_after(text, error):
+                    raise
+        raise error_of(reaching.failure, reaching.cause)
+
+    def _open_at(self, address: addresses.Address, to: int, deadline_s: float) -> socket.socket:
+        """Connects to a worker's address, and sends a voucher at once."""
+        remaining_s = deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise OSError("there was no time left to dial")
+        try:
+            connection = addresses.dial(address, remaining_s, speaks_first=True)
+        except TimeoutError:
+            raise ConnectionError(f"no answer within {remaining_s:.1f} s") from None
+        voucher = new_voucher(self.key, to)
+        try:
+            if self.tls is None or isinstance(address, addresses.UnixAddress):
+                connection.sendall(frame_with(voucher))
+                return connection
+            from torchweft.transport.secure import secure_client  # Imported with the options.
+
+            remaining_s = max(deadline_s - time.monotonic(), 0.01)
+            return secure_client(connection, self.tls, remaining_s, voucher)
+        except BaseException as error:
+            connection.close()
+            if isinstance(error.__cause__, ConnectionError):
+                raise ConnectionError(str(error)) from error  # The network may be the cause.
+            raise
+
+    # What both ends do
+
+    def facts(self, verdict: dict[str, str] | None = None) -> dict[str, Any]:
+        """Returns the facts about this side's channels for a greeting."""
+        return {CAPABILITIES: self.channels.describe(), VERDICT: verdict}
+
+    def install(
+        self,
+        peer: Peer,
+        connection: socket.socket,
+        terms: Terms | None,
+        *,
+        begins_with_verdict: bool = False,
+    ) -> Link:
+        """Installs a connection as the link to a peer.
+
+        Args:
+            peer: The peer.
+            connection: The connection, after its handshake; owned from here on.
+            terms: The terms of the session; None without one.
+            begins_with_verdict: Whether the verdict is sent before the messages of other threads,
+                so that the peer can use each channel from its first tensor on. Not for a session,
+                which may break only once it is adopted.
+        """
+        link = self.links.make_link(connection, peer, terms)
+        if begins_with_verdict:
+            send_verdict(peer, link)
+        self.links.adopt(peer, link, terms)
+        peer.linked.set()
+        return link
+
+
+def send_verdict(peer: Peer, link: Link) -> None:
+    """Tells a peer, over its new link, over which channels this side can receive from it.
+
+    Raises nothing if the link has ended: the link owns the connection, and its reader finds out.
+    """
+    control = json.dumps(peer.ways.verdict()).encode()
+    with contextlib.suppress(LinkClosed):
+        link.send(encode_frame(Kind.VERDICT, 0, 0, control), may_block=False)
+
+
+def verdict_in(control: Buffer) -> object:
+    """Decodes the message of ``send_verdict``; raises ProtocolError if it is malformed."""
+    try:
+        # As UTF-8: if json detected another encoding, Python would import a codec.
+        return json.loads(bytes(control).decode())
+    except (ValueError, RecursionError) as error:
+        raise ProtocolError(f"a verdict is malformed: {error}") from error
