@@ -118,6 +118,8 @@ class PlainStream:
     def write(self, parts: Sequence[Buffer]) -> bool:
         """Queues a message and writes the queue; returns False if the socket is full."""
         self._queue.extend(parts)
+        if self._is_closed:
+            raise BrokenPipeError("the connection is closed")
         if get_ident() == interrupts.main_id:
             return False
         while self._queue or self._unsent:

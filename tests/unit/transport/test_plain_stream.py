@@ -24,8 +24,8 @@ def before_the_release(stream: PlainStream, step: Callable[[], object]) -> None:
     """Has another thread's step come when the writer has found nothing more in the queue."""
     write_queue, steps = stream._write_queue, [step]
 
-    def write_then_step(patience_s: float) -> bool:
-        is_written = write_queue(patience_s)
+    def write_then_step() -> bool:
+        is_written = write_queue()
         if steps:
             steps.pop()()
         return is_written
