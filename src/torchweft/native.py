@@ -38,7 +38,7 @@ class Native(Protocol):
     def set_value_parts(
         self, rebuild: Callable[..., Any], reference_type: type[ReferenceId], /
     ) -> None:
-        """Takes what ``serialize.values`` makes in Python; called once."""
+        """Takes what ``serialize.value_reading`` makes in Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
         """Does as ``inline.encode``; None for tensors that it leaves to the plain twin."""
@@ -67,7 +67,7 @@ class Native(Protocol):
         come_home: Callable[[ReferenceId], Any],
         /,
     ) -> Any:
-        """Does as ``values.decode`` without a limit."""
+        """Does as ``value_reading.decode`` without a limit."""
 
 
 def _find() -> tuple[Native | None, str]:
