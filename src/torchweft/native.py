@@ -43,7 +43,7 @@ class Native(Protocol):
         """Takes a dtype of ``serialize.inline``; called once for each."""
 
     def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
-        """Takes what ``serialize.values`` makes in Python; called once."""
+        """Takes what ``serialize.value_reading`` needs of Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
         """Does as ``inline.encode``; None for tensors that it leaves to the plain twin."""
@@ -70,7 +70,7 @@ class Native(Protocol):
         come_home: Callable[[ReferenceId], Any],
         /,
     ) -> Any:
-        """Does as ``values.decode`` without a limit."""
+        """Does as ``value_reading.decode`` without a limit."""
 
 
 def _find() -> tuple[Native | None, str]:

@@ -92,7 +92,7 @@ class CounterWorker:
         assert (self.id, peer) not in self.world.lost_at_s, f"{self.id} loses {peer} again"
         self.world.causes[self.id, peer] = cause
         self.world.lost_at_s[self.id, peer] = self.world.timeline.now_s
-        self.failed += len(self.calls.take_of_worker(peer))
+        self.failed += len(self.calls.take_where(lambda call: call.worker == peer))
 
 
 def _views(buffers: Any) -> list[memoryview]:

@@ -250,5 +250,5 @@ class Member:
 
     def on_lost(self, peer: int, cause: str) -> None:
         self.group.references.lose(self.id, peer)
-        for entry in self.calls.take_of_worker(peer):
+        for entry in self.calls.take_where(lambda call: call.worker == peer):
             self._fail(entry)

@@ -402,6 +402,6 @@ class World:
 
     def _check_forgotten(self, machine: References) -> None:
         """Checks private fields: numbers remembered one by one would accumulate without bound."""
-        seen = [*machine._handovers._seen.values(), *machine._owned._created.values()]
+        seen = [*machine._seen.values(), *machine._owned._created.values()]
         above = sum(len(numbers._above) for numbers in seen)
         assert above == 0, f"{above} numbers are remembered one by one"

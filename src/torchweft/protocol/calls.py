@@ -104,14 +104,6 @@ class CallTable(Generic[Entry]):
                 expired.append(entry)
         return expired, earliest_s
 
-    def take_of_worker(self, worker: int) -> list[Entry]:
-        """Removes and returns all entries that wait for ``worker``."""
-        return self.take_where(lambda entry: entry.worker == worker)
-
-    def take_all(self) -> list[Entry]:
-        """Removes and returns all entries."""
-        return self.take_where(lambda entry: True)
-
     def take_where(self, is_meant: Callable[[Entry], bool]) -> list[Entry]:
         """Removes and returns the entries that satisfy ``is_meant``; scans the whole table."""
         numbers = [number for number, entry in self._entries.copy().items() if is_meant(entry)]
@@ -430,11 +422,15 @@ class CallClient(CallTable[Call]):
         self, worker: int, make_error: Callable[[], BaseException]
     ) -> list[Action[Call]]:
         """Ends the calls to a lost worker, each with an error of its own."""
-        return self._end(self.take_of_worker(worker), lambda _, __: make_error(), is_told=False)
+        return self._end(
+            self.take_where(lambda call: call.worker == worker),
+            lambda _, __: make_error(),
+            is_told=False,
+        )
 
     def closed(self, error: BaseException) -> list[Call]:
         """Ends all calls, because this worker has left; returns them to be completed."""
-        calls = self.take_all()
+        calls = self.take_where(lambda _: True)
         self._end(calls, lambda _, __: error, is_told=False)
         return calls
 

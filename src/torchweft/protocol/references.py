@@ -28,7 +28,7 @@ from typing import Any
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.entitlement import check_reference_message
-from torchweft.protocol.numbers import SeenNumbers, WorkerIds
+from torchweft.protocol.numbers import SeenNumbers
 from torchweft.protocol.reference_halves import (
     Action,
     Census,
@@ -55,61 +55,6 @@ _INTERVALS_TO_ARRIVE = 2
 """Ends of intervals after ``drop_all`` until all messages have arrived that were sent before it."""
 
 
-class Handovers:
-    """Numbers the handovers to each peer, and remembers those received from each.
-
-    Tokens count from 1 for every pair of sender and receiver, without gaps, so that the receiver
-    can remember them in little memory.
-
-    Args:
-        lost: The lost workers. Nothing is remembered of them.
-    """
-
-    def __init__(self, lost: WorkerIds) -> None:
-        self._lost = lost
-        self._outstanding: dict[tuple[int, int], ReferenceId] = {}
-        self._last_token: dict[int, int] = {}
-        self._seen: dict[int, SeenNumbers] = {}
-
-    def __len__(self) -> int:
-        return len(self._outstanding)
-
-    def open(self, reference: ReferenceId, to: int) -> int:
-        """Begins a handover and returns its token."""
-        token = self._last_token[to] = self._last_token.get(to, 0) + 1
-        self._outstanding[to, token] = reference
-        return token
-
-    def is_open(self, to: int, token: int) -> bool:
-        return (to, token) in self._outstanding
-
-    def close(self, to: int, token: int) -> ReferenceId | None:
-        """Ends a handover; returns its reference, or None if it has ended before."""
-        return self._outstanding.pop((to, token), None)
-
-    def tokens_to(self, peer: int) -> list[int]:
-        """Returns the tokens of the open handovers to ``peer``."""
-        return [token for to, token in self._outstanding if to == peer]
-
-    def lose(self, peer: int) -> None:
-        """Forgets the numbers of a lost worker; its open handovers must have been closed."""
-        self._last_token.pop(peer, None)
-        self._seen.pop(peer, None)
-
-    def all(self) -> list[tuple[int, int]]:
-        """Returns receiver and token of each open handover."""
-        return list(self._outstanding)
-
-    def is_new(self, sender: int, token: int) -> bool:
-        """Notes a handover from ``sender``; returns whether it comes for the first time."""
-        seen = self._seen.get(sender)
-        if seen is None:
-            if sender in self._lost:
-                return True  # It came before the loss, once; it cannot be taken back any more.
-            seen = self._seen[sender] = SeenNumbers(first=1)
-        return seen.add(token)
-
-
 class References:
     """Keeps count of the remote references of one worker: those it holds and those it owns.
 
@@ -127,7 +72,11 @@ class References:
     def __init__(self, worker: int, resend_s: float) -> None:
         self._worker = worker
         self._outbox = Outbox(resend_s)
-        self._handovers = Handovers(self._outbox.lost)
+        self._handovers: dict[tuple[int, int], ReferenceId] = {}
+        """The references under way, by receiver and token. Tokens count from 1 for every pair of
+        sender and receiver, without gaps, so that the receiver remembers them in little memory."""
+        self._last_token: dict[int, int] = {}
+        self._seen: dict[int, SeenNumbers] = {}
         self._owned = OwnedValues(worker, self._outbox)
         self._held = HeldReferences(worker, self._outbox)
         self._is_closed = False
@@ -213,7 +162,9 @@ class References:
         if to in self._outbox.lost or self._is_closed:
             return NO_TOKEN
         self._half(reference).change(reference, handovers=1)
-        return self._handovers.open(reference, to)
+        token = self._last_token[to] = self._last_token.get(to, 0) + 1
+        self._handovers[to, token] = reference
+        return token
 
     def received(self, reference: ReferenceId, token: int, sender: int) -> bool:
         """Notes a reference that came in a message, and counts one handle.
@@ -226,7 +177,7 @@ class References:
             if not self._is_closed:
                 self._half(reference).remind(reference)
             return not self._is_closed
-        if not self._handovers.is_new(sender, token):
+        if not self._is_new(sender, token):
             return False
         if self._is_closed or reference.owner == self._worker:
             if not self._is_closed:
@@ -258,7 +209,7 @@ class References:
         """Notes a reference that came in a message that will not be read."""
         if sender == self._worker:
             self.handle_dropped(reference)
-        elif self._handovers.is_new(sender, token):
+        elif self._is_new(sender, token):
             self._held.handed(sender, token)
 
     def undeliverable(self, reference: ReferenceId, token: int, to: int) -> None:
@@ -269,7 +220,7 @@ class References:
         """
         if to == self._worker:
             self.handle_dropped(reference)
-        elif self._handovers.is_open(to, token):
+        elif (to, token) in self._handovers:
             self._outbox.request((NotHanded, to, token), to, NotHanded(token))
 
     # Messages, time and losses.
@@ -294,7 +245,7 @@ class References:
             self._intervals_closed += 1
             if self._intervals_closed == _INTERVALS_TO_ARRIVE:
                 self._held.none_created()
-                for to, token in self._handovers.all():
+                for to, token in list(self._handovers):
                     self._outbox.request((NotHanded, to, token), to, NotHanded(token))
 
     def peer_joined(self, peer: int) -> None:
@@ -306,9 +257,11 @@ class References:
         self._outbox.lose(peer)
         self._held.peer_lost(peer)
         self._owned.peer_lost(peer)
-        for token in self._handovers.tokens_to(peer):
-            self._close_handover(peer, token)
-        self._handovers.lose(peer)
+        for to, token in list(self._handovers):
+            if to == peer:
+                self._close_handover(peer, token)
+        self._last_token.pop(peer, None)
+        self._seen.pop(peer, None)
 
     # Shutdown.
 
@@ -339,8 +292,17 @@ class References:
         """Drops the first handle of a new reference: after ``drop_all`` no handle counts."""
         self._half(reference).change(reference, handles=-1)
 
+    def _is_new(self, sender: int, token: int) -> bool:
+        """Notes a handover from ``sender``; returns whether it comes for the first time."""
+        seen = self._seen.get(sender)
+        if seen is None:
+            if sender in self._outbox.lost:
+                return True  # It came before the loss, once; it cannot be taken back any more.
+            seen = self._seen[sender] = SeenNumbers(first=1)
+        return seen.add(token)
+
     def _close_handover(self, to: int, token: int) -> None:
-        reference = self._handovers.close(to, token)
+        reference = self._handovers.pop((to, token), None)
         if reference is not None:
             self._outbox.answered((NotHanded, to, token))
             self._half(reference).change(reference, handovers=-1)
@@ -362,5 +324,5 @@ class References:
     def _on_not_handed(self, sender: int, message: NotHanded) -> None:
         # If not new, the message was received and is answered separately, unless the thread that
         # received it was interrupted.
-        if self._handovers.is_new(sender, message.token) or self._is_closed:
+        if self._is_new(sender, message.token) or self._is_closed:
             self._held.handed(sender, message.token)

@@ -189,7 +189,7 @@ class Others:
         return ReferenceId(self._worker(), self._worker(), _signed(self._near(made)))
 
     def _token(self) -> int:
-        seen = self._trio.victim.worker.references._machine._handovers._last_token
+        seen = self._trio.victim.worker.references._machine._last_token
         return _signed(self._near(seen.get(HONEST, 0)))
 
     def _number_of_call(self) -> int:

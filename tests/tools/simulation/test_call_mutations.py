@@ -110,7 +110,7 @@ class EndsCallsToOthers(CallClient[Asked]):
     """Ends all calls when one worker is lost."""
 
     def worker_lost(self, worker: int, make_error: Callable[[], BaseException]) -> Actions:
-        return self._end(self.take_all(), lambda _, __: make_error(), is_told=False)
+        return self._end(self.take_where(lambda _: True), lambda _, __: make_error(), is_told=False)
 
 
 class BlamesTheCallee(CallClient[Asked]):

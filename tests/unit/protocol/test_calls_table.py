@@ -60,9 +60,9 @@ def test_the_entries_of_a_lost_worker_are_taken_together() -> None:
     entries = [Entry(worker=number % 3) for number in range(9)]
     for entry in entries:
         table.add(entry)
-    assert table.take_of_worker(1) == entries[1::3]
-    assert table.take_of_worker(1) == []
-    assert table.take_all() == [entry for entry in entries if entry.worker != 1]
+    assert table.take_where(lambda entry: entry.worker == 1) == entries[1::3]
+    assert table.take_where(lambda entry: entry.worker == 1) == []
+    assert table.take_where(lambda _: True) == [entry for entry in entries if entry.worker != 1]
     assert len(table) == 0
 
 
@@ -80,7 +80,7 @@ def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
     def take_all() -> None:
         start.wait()
         for _ in range(60):
-            taken.extend(table.take_of_worker(1))
+            taken.extend(table.take_where(lambda entry: entry.worker == 1))
             taken.extend(table.take_expired(2.0)[0])
 
     def answer() -> None:
@@ -96,7 +96,7 @@ def test_everybody_takes_at_once_and_nothing_is_taken_twice_or_left() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    taken.extend(table.take_all())
+    taken.extend(table.take_where(lambda _: True))
     assert len(set(numbers)) == 3000
     assert sorted(map(id, taken)) == sorted(map(id, entries))
 
@@ -122,7 +122,7 @@ def test_a_collection_in_the_middle_of_a_look_does_no_harm() -> None:
         for _ in range(100):
             AddsWhenCollected(table)
             assert table.take_expired(0.0) == ([], math.inf)
-            assert table.take_of_worker(7) == []
+            assert table.take_where(lambda entry: entry.worker == 7) == []
     finally:
         gc.set_threshold(*threshold)
     gc.collect()

@@ -114,11 +114,11 @@ def test_frames_that_are_written_together_are_noted_one_by_one(
 ) -> None:
     link, rows = traced
     first = encode_frame(Kind.GRADIENTS, 0, 5, b"c" * 60, [memoryview(b"x" * 9000)] * 2)
-    joined = encode_frame(Kind.GRADIENTS, 0, 6, b"c" * 60, [memoryview(b"x" * 10)])
+    small = encode_frame(Kind.GRADIENTS, 0, 6, b"c" * 60, [memoryview(b"x" * 10)])
     empty = encode_frame(Kind.GRADIENTS, 0, 7, b"c" * 60, [memoryview(b"")] * 2)
-    assert [len(each) for each in (first, joined, empty)] == [3, 1, 3]
-    link.send([*first, *joined, *empty, REPLY], may_block=True)
-    sizes = [sum(map(len, each)) for each in (first, joined, empty, [REPLY])]
+    assert [len(each) for each in (first, small, empty)] == [3, 2, 3]
+    link.send([*first, *small, *empty, REPLY], may_block=True)
+    sizes = [sum(map(len, each)) for each in (first, small, empty, [REPLY])]
     found = records(rows)
     assert all(isinstance(each, Sent) for each in found)
     assert [each.size_bytes for each in found] == sizes
