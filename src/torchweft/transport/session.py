@@ -115,7 +115,7 @@ class ResumableLink(Link):
             self._wait_for_room()
         if self._counted().is_due:
             # Before the message: one write wakes the peer once.
-            self._acknowledge_by(self.hold, self._incoming.acknowledgement())
+            self.hold(_acknowledgement(self._incoming.repetition()))
         super()._send(parts, may_block)
 
     def _cannot_write(self, error: OSError) -> None:
@@ -153,15 +153,9 @@ class ResumableLink(Link):
             self._acknowledge(self._counted().repetition())
 
     def _acknowledge(self, position: int | None) -> None:
-        if not self._is_broken:
-            self._acknowledge_by(lambda parts: self.send(parts, may_block=False), position)
-
-    def _acknowledge_by(
-        self, write: Callable[[list[Buffer]], object], position: int | None
-    ) -> None:
-        if position is not None:
+        if position is not None and not self._is_broken:
             with contextlib.suppress(LinkClosed):
-                write(encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(position)))
+                self.send(_acknowledgement(position), may_block=False)
 
     # Receiving
 
@@ -297,6 +291,10 @@ class ResumableLink(Link):
     def _release(self) -> None:
         with self._receiving:
             super()._release()
+
+
+def _acknowledgement(position: int) -> list[Buffer]:
+    return encode_frame(Kind.ACKNOWLEDGED, 0, 0, encode_ints(position))
 
 
 def position_in(control: Buffer) -> int:

@@ -68,7 +68,7 @@ class Way:
 
     read_fd = write_fd = -1
     is_free = is_broken = False
-    watcher = None
+    watcher = native = None
 
     def __init__(self, queue: deque[tuple[Way, bytes]] | None) -> None:
         self._queue = queue

@@ -48,6 +48,7 @@ class _Link:
     """A connection whose other end accepts everything and sends nothing."""
 
     read_fd = -1
+    native = None
     reading = threading.Lock()
 
     def send(self, message: list[Buffer], *, may_block: bool) -> None:

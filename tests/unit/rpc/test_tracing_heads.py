@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,7 +76,8 @@ class FakeLink(Link):
     def __init__(self) -> None:
         self.incoming = deque()
         self.parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, 4096, 1 << 20)
-        self._bytes_sent = self._bytes_received = 0
+        self._bytes_received = 0
+        self._stream = SimpleNamespace(bytes_sent=0, bytes_received=0, is_looking=False)
         self._is_closed = False
 
     def _send(self, parts: list[Buffer], may_block: bool) -> None: ...
