@@ -64,6 +64,10 @@ class PendingCall(OpenCall):
         """Seconds since the call was made."""
         return time.monotonic() - self.started_s
 
+    def unfinished(self) -> list[PendingCall]:
+        """Returns the call itself until it is done; for ``Reactor.waiting``."""
+        return [] if self.is_done else [self]
+
     def finish(self) -> None:
         """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
         for each in self.watchers:

@@ -166,7 +166,9 @@ class OpenCalls:
         def is_over() -> object:
             return call.frame or call.error or call.is_done or peer.lost
 
-        is_there = self._waiter.read(lease, wanted, Spins.ANSWERS, call.deadline_s, is_over)
+        is_there = self._waiter.read(
+            lease, wanted, Spins.ANSWERS, call.deadline_s, is_over, call.unfinished
+        )
         link, frame = peer.link, call.frame
         if is_there and link is not None and link.watcher is not None and frame is not None:
             link.watcher.received(frame)  # One that another thread has read is noted there.
@@ -191,15 +193,11 @@ class OpenCalls:
 
     def _wait_for_others(self, call: PendingCall) -> None:
         """Waits for another thread to complete ``call``."""
-        is_counted = self._reactor.begin_wait()
-        try:
+        with self._reactor.waiting(call.unfinished):
             if not call.wait(call.deadline_s - time.monotonic()):
                 # Either the call ends here, or another thread completes it now.
                 self.expire(time.monotonic())
                 call.wait(math.inf)
-        finally:
-            if is_counted:
-                self._reactor.end_wait()
 
     def expire(self, now_s: float) -> float:
         """Fails the calls that are past their deadlines; a timer job."""

@@ -85,6 +85,7 @@ class Waiter:
         spins: Spins,
         deadline_s: float,
         is_over: Callable[[], object],
+        parts: Callable[[], Sequence[Any]],
         wake_fd: int = -1,
     ) -> bool:
         """Reads until a wanted message is there; returns False if this thread is to wait otherwise.
@@ -95,16 +96,13 @@ class Waiter:
             spins: What the thread spins for.
             deadline_s: By the clock of ``time.monotonic``.
             is_over: Whether the wait has ended otherwise; asked now and then.
+            parts: What the thread waits for, as ``Reactor.waiting`` takes it.
             wake_fd: An eventfd that has ``is_over`` asked; -1 for none.
         """
         taken = lease.wait(*wanted, spins, 0.0, wake_fd)
         if taken or is_over():
             return bool(taken > 0)
-        is_counted = self._reactor.begin_wait()
-        try:
+        with self._reactor.waiting(parts):
             while not taken and not is_over() and monotonic() < deadline_s:
                 taken = lease.wait(*wanted, -1, deadline_s, wake_fd)
-        finally:
-            if is_counted:
-                self._reactor.end_wait()
         return bool(taken > 0)

@@ -117,13 +117,8 @@ class Shared:
             self._turns.give_back()
 
     def _wait(self, place: Place) -> None:
-        reactor = current_worker().agent.reactor
-        is_counted = reactor.begin_wait()
-        try:
+        with current_worker().agent.reactor.waiting():
             has_turn = self._turns.wait(place, _LOOK_S, is_cancelled)
-        finally:
-            if is_counted:
-                reactor.end_wait()
         if not has_turn:
             raise CallCancelled("the caller of the map does not want this part any more")
 

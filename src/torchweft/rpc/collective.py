@@ -87,7 +87,7 @@ class Gatherings:
             # Race: the loss may have been reported before this gathering was registered.
             if leader.lost is not None:
                 gathering.fail(leader.lost_error())
-            if not gathering.wait(self._agent, limits.all_s):
+            if not gathering.wait(self._agent, key, limits.all_s):
                 raise CallTimeout(
                     f"timed out in {ways.name} after {limits.all_s:.2f} seconds: worker "
                     f"{leader.name!r}, which leads it, has not said that all have come",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from _thread import get_ident
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import CoroutineType
@@ -175,6 +176,7 @@ def proceed(
     if owned.mark is not None:
         device_streams.use(owned.mark, owned.value)
     before = current_call.set(call)
+    worker.serving[get_ident()] = call
     try:
         with enter(context_id):
             function, result = waiting.then(owned.value)
@@ -183,4 +185,5 @@ def proceed(
     else:
         settle(worker, context_id, function, result, call)
     finally:
+        worker.serving.pop(get_ident(), None)
         current_call.reset(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import queue
 import time
@@ -12,6 +13,7 @@ import torch
 
 from torchweft.agent import current as current_agent
 from torchweft.agent.agent import Agent
+from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ArgumentTypeError, CallTimeout, WorkerLost
 from torchweft.ids import WorkerInfo
@@ -19,7 +21,7 @@ from torchweft.rpc.api import Answer, Kwargs
 from torchweft.rpc.calls import Destination, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
-from torchweft.rpc.futures import Future, fail
+from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
 
@@ -83,28 +85,31 @@ def _yielded(
     limit_s: float,
 ) -> Iterator[AnyFuture]:
     while pending:
-        future = next_done(done, began_s + limit_s)
+        future = next_done(done, began_s + limit_s, lambda: open_calls(pending.copy().values()))
         if future is None:
             raise _timed_out(list(pending.values()), limit_s)
         yield pending.pop(id(future))
 
 
-def next_done(done: queue.SimpleQueue[T], deadline_s: float) -> T | None:
-    """Returns the next of what is done, or None at the deadline. Blocks, and is counted as such."""
-    try:
+def next_done(
+    done: queue.SimpleQueue[T], deadline_s: float, calls: Callable[[], Sequence[PendingCall]]
+) -> T | None:
+    """Returns the next of what is done, or None at the deadline. Blocks, and is counted as such.
+
+    Args:
+        done: Gets what is done.
+        deadline_s: By the clock of ``time.monotonic``.
+        calls: Returns the open calls of which any lets this thread go on; for reports.
+    """
+    with contextlib.suppress(queue.Empty):
         return done.get_nowait()
-    except queue.Empty:
-        pass
-    reactor = current_agent.current().reactor if current_agent.is_set() else None
-    is_counted = reactor is not None and reactor.begin_wait()
+    waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if current_agent.is_set():
+        waiting = current_agent.current().reactor.waiting(calls, needs_any=True)
     left_s = deadline_s - time.monotonic()
-    try:
+    with waiting, contextlib.suppress(queue.Empty):
         return done.get(timeout=None if math.isinf(left_s) else max(left_s, 0.0))
-    except queue.Empty:
-        return None
-    finally:
-        if reactor is not None and is_counted:
-            reactor.end_wait()
+    return None
 
 
 def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> CallTimeout:

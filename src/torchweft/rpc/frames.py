@@ -23,12 +23,14 @@ class ThreadFrames(NamedTuple):
     """The stack of one thread.
 
     Attributes:
-        name: The thread's name.
+        ident: The thread's number.
+        name: Its name.
         is_main: Whether it is the main thread.
         stack: All its frames, innermost last.
         frames: The frames from the first one that is not Weft's; empty for an idle thread of Weft.
     """
 
+    ident: int
     name: str
     is_main: bool
     stack: list[FrameType]
@@ -44,7 +46,7 @@ def thread_frames() -> list[ThreadFrames]:
         if ident != threading.get_ident():
             frames = [] if stack[-1].f_code in _IDLE else inwards(stack)
             name = names.get(ident, f"thread {ident}")
-            found.append(ThreadFrames(name, ident == main, stack, frames))
+            found.append(ThreadFrames(ident, name, ident == main, stack, frames))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextvars import Context, copy_context
 from typing import Any, TypeVar, cast
 
@@ -21,7 +21,7 @@ from torchweft.serialize.tracebacks import drop_frames, shorten
 T = TypeVar("T")
 S = TypeVar("S")
 
-__all__ = ["Future", "fail", "ignore_errors"]
+__all__ = ["Future", "fail", "ignore_errors", "open_calls"]
 
 
 class Future(OrderedFuture[T]):
@@ -191,6 +191,12 @@ def _in_order(future: OrderedFuture[T], waiter: asyncio.Future[T]) -> Generator[
     """Awaits the result, and has the streams of the loop's thread wait for it."""
     yield from waiter.__await__()
     return OrderedFuture.wait(future)
+
+
+def open_calls(futures: Iterable[object]) -> list[PendingCall]:
+    """Returns the open calls of those futures that stand for calls; see ``Reactor.waiting``."""
+    found = [each for each in futures if isinstance(each, Future) and not each.done()]
+    return [each._call for each in found]
 
 
 def ignore_errors(future: Future[Any]) -> None:

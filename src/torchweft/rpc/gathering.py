@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
+from torchweft.protocol.observing.report import GATHERING, Wait
 from torchweft.rpc.api import rpc_async
 from torchweft.rpc.current_call import check_types, detached, refuse
 from torchweft.rpc.futures import Future, ignore_errors
@@ -127,14 +128,17 @@ class Gathering:
                 self.gathered_objects = {}
                 self.proceed_signal.set()
 
-    def wait(self, agent: Agent, limit_s: float) -> bool:
+    def wait(self, agent: Agent, key: Key, limit_s: float) -> bool:
         """Blocks until the gathering has ended, at most ``limit_s``; returns whether it has."""
-        is_counted = agent.reactor.begin_wait()
-        try:
+
+        def parts() -> list[Wait]:
+            names = tuple(agent.peers[each].name for each in key.workers)
+            text = f"{key.kind} {key.number} of {' '.join(names)}"
+            wait = Wait(GATHERING, text, time.monotonic() - self.began_s, key.kind, names)
+            return [] if self.has_ended else [wait]
+
+        with agent.reactor.waiting(parts):
             return self.proceed_signal.wait(None if math.isinf(limit_s) else limit_s)
-        finally:
-            if is_counted:
-                agent.reactor.end_wait()
 
     def values(self) -> dict[str, Any]:
         """Returns the values of an ended gathering, or raises its error."""
@@ -205,7 +209,7 @@ class Led:
     def gather(self, key: Key, value: Any, ways: Ways, limits: Limits) -> Outcome:
         """Brings this worker's value, waits for the others, then sends the values to them."""
         gathering = self.brought(key, self._agent.me.name, value)
-        if not gathering.wait(self._agent, limits.all_s):
+        if not gathering.wait(self._agent, key, limits.all_s):
             late = (
                 f"timed out in {ways.name} after {limits.all_s:.2f} seconds: these workers had not "
                 f"come: {self._missing(gathering)}"

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 from torchweft.agent.peers import Peer
 from torchweft.errors import ShutdownError
@@ -25,6 +26,7 @@ from torchweft.protocol.membership.leaving import (
     Watch,
 )
 from torchweft.protocol.membership.registration import LEADER
+from torchweft.protocol.observing.report import SHUTDOWN, Wait
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame
@@ -96,7 +98,9 @@ class Leaving:
                 self._feed(self._machine.begin)
                 for peer in list(self._agent.peers.values()):
                     self._on_member(peer)
-                if not self._await_end(end_s):
+                with self._agent.reactor.waiting(partial(self._shown, began_s)):
+                    is_over = self._await_end(end_s)
+                if not is_over:
                     return self._late(timeout)
         finally:
             self._on_left()
@@ -127,6 +131,11 @@ class Leaving:
             elif self._left is None:
                 self._changed.wait(min(_SIGNAL_S, left_s))
         return True
+
+    def _shown(self, began_s: float) -> list[Wait]:
+        """Returns what the thread in ``wait`` waits for."""
+        age_s, workers = time.monotonic() - began_s, self.lacking().workers
+        return [] if self._left else [Wait(SHUTDOWN, "", age_s, "shutdown", workers)]
 
     def lacking(self) -> Lacking:
         """Returns the awaited workers, and the reason."""

@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from torchweft.agent.calls import PendingCall
 from torchweft.arguments import limit_of, wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError
 from torchweft.free_threading import shared_count
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.fan_out import next_done
+from torchweft.rpc.futures import open_calls
 from torchweft.rpc.streams import Stream
 
 if TYPE_CHECKING:
@@ -92,7 +94,7 @@ class Merged(Closing, Generic[T]):
         if limit_s is None:
             limit_s = max(each.limit_s for each in self._open.values())
         limit_s = min(limit_s, remaining_time())
-        number = next_done(self._arrived, time.monotonic() + limit_s)
+        number = next_done(self._arrived, time.monotonic() + limit_s, self._pulled)
         if number is None:
             raise CallTimeout(
                 f"none of these streams had a value within {limit_s:.1f} s: "
@@ -101,6 +103,10 @@ class Merged(Closing, Generic[T]):
                 elapsed_s=limit_s,
             )
         return number
+
+    def _pulled(self) -> list[PendingCall]:
+        pulled = [each._pulled for each in self.streams]
+        return open_calls([each[0] for each in pulled if each])
 
     def close(self) -> None:
         """Closes all streams. Does not block."""

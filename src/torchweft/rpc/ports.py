@@ -170,7 +170,7 @@ class Listener:
             with contextlib.suppress(OSError):  # The owner has closed it.
                 os.eventfd_write(self._wake_fd, 1)
 
-    def wait(self, peer: Peer, deadline_s: float) -> None:
+    def wait(self, peer: Peer, deadline_s: float, parts: Callable[[], Sequence[Any]]) -> None:
         """Reads the connection to ``peer`` until there is a message in the inbox.
 
         Returns without one if the message is to be awaited at the inbox: where another thread reads
@@ -179,6 +179,7 @@ class Listener:
         Args:
             peer: The worker whose message is awaited.
             deadline_s: By the clock of ``time.monotonic``.
+            parts: What the thread waits for, as ``Reactor.waiting`` takes it.
         """
         agent = self._agent
         lease = agent.waiter.lease((peer,))
@@ -196,6 +197,7 @@ class Listener:
                 Spins.PASSES,
                 deadline_s,
                 lambda: not self._inbox.empty() or peer.lost,
+                parts,
                 self._wake_fd,
             )
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from _thread import get_ident
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -96,6 +97,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
         entered_id = context_id
         set_current_id(entered_id)
     current_call.set(call)  # Never reset: each task has a Python context of its own.
+    worker.serving[get_ident()] = call
     try:
         if is_local:
             values = worker.decoder.open_own(control, context_id)
@@ -119,6 +121,7 @@ def _serve(worker: Worker, peer: Peer, call: Call) -> None:
     else:
         settle(worker, entered_id, function, result, call)
     finally:
+        worker.serving.pop(get_ident(), None)
         is_slow = time.monotonic() - began_s > SLOW_S
         if code is not None:
             code.is_slow = is_slow

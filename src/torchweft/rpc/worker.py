@@ -20,7 +20,7 @@ from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.errors import ProtocolError
-from torchweft.protocol.calls import AnsweredCall, SlowFunctions
+from torchweft.protocol.calls import AnsweredCall, ServedCall, SlowFunctions
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.encoding import Encoder
@@ -77,6 +77,8 @@ class Worker:
         self.coroutines = CoroutineRunner(
             f"weft-{agent.info.name}-asyncio", agent.slots[SERVED_STREAMS]
         )
+        self.serving: dict[int, ServedCall | None] = {}
+        """The call whose function each thread runs, by thread; for reports."""
         self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside

@@ -37,10 +37,11 @@ import logging
 import os
 import select
 import threading
+from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchweft.free_threading import LONGEST_WAIT_S
 from torchweft.runtime.fair_queue import FairQueue, Task
@@ -57,6 +58,19 @@ _PAUSED = select.EPOLLONESHOT
 _CLOSED = -1  # A late write to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
+
+
+class Awaited(NamedTuple):
+    """What a thread waits for, written down by itself; for reports.
+
+    Attributes:
+        parts: Returns the open calls, and the ``Wait`` of anything else, that the thread needs to
+            go on. Called by other threads. Does not block. What has ended by now is left out.
+        needs_any: Whether any of them lets the thread go on.
+    """
+
+    parts: Callable[[], Sequence[Any]]
+    needs_any: bool = False
 
 
 class Reactor:
@@ -108,6 +122,8 @@ class Reactor:
         """Called before each task, in its thread, if set."""
         self.after_task: Callable[[Any], None] = lambda begun: None
         """Called after each task with the result of ``before_task``. Neither may raise."""
+        self.awaited: dict[int, Awaited] = {}
+        """What threads wait for, by thread; see ``waiting``."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -261,6 +277,34 @@ class Reactor:
             os.eventfd_write(self.wake_fd, 1)
         except (OSError, ValueError):
             pass  # closed
+
+    @contextlib.contextmanager
+    def waiting(
+        self, parts: Callable[[], Sequence[Any]] | None = None, *, needs_any: bool = False
+    ) -> Iterator[None]:
+        """Lets another task run while this thread blocks in a remote wait, and notes for what.
+
+        A signal handler that waits meanwhile has a note of its own. A note goes with this frame,
+        wherever a handler raises, and tells nothing of what has ended.
+
+        Args:
+            parts: As in ``Awaited``; None if reports have no name for them.
+            needs_any: As in ``Awaited``.
+        """
+        thread = get_ident()
+        before = self.awaited.get(thread)
+        is_counted = self.begin_wait()
+        try:
+            if parts is not None:
+                self.awaited[thread] = Awaited(parts, needs_any)
+            yield
+        finally:
+            if before is None:
+                self.awaited.pop(thread, None)
+            else:
+                self.awaited[thread] = before
+            if is_counted:
+                self.end_wait()
 
     def begin_wait(self) -> bool:
         """Stops counting this thread as running a task, before it blocks in a remote wait.

@@ -369,13 +369,9 @@ class _Batches:
         queue = self._queue_of(bound, agent)
         limit_s = min(agent.default_timeout_s, remaining_time())
         deadline_s = time.monotonic() + limit_s
-        is_counted = agent.reactor.begin_wait()
-        try:
+        with agent.reactor.waiting():
             if queue.put_or_wait(call, bound, parts, deadline_s) and call.wait(deadline_s):
                 return call
-        finally:
-            if is_counted:
-                agent.reactor.end_wait()
         raise CallTimeout(
             f"the batched call of {self._name} on its own worker had no result within "
             f"{limit_s:.1f} s",

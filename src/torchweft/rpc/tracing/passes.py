@@ -1,48 +1,20 @@
-"""Notes fetched tensors, and names the operations in parts of backward passes."""
+"""Names the operations in parts of backward passes."""
 
 from __future__ import annotations
 
 import itertools
-import time
-from _thread import get_ident
 from collections import Counter
 from collections.abc import Iterable
 
 from torch.autograd.graph import Node
 
-from torchweft.agent.peers import Peer
-from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
 from torchweft.autograd.contexts import PLACEHOLDER
 from torchweft.autograd.graph import LocalPass
 from torchweft.autograd.walk import Reached
-from torchweft.protocol.observing.trace import FETCH, RAN
-from torchweft.rpc.tracing.rows import Note, Number
 
 _MOST_NODES = 2000
 """Nodes of a part of a pass that are looked at for their names."""
 _MOST_NAMES = 40
-
-
-def traced_messages(note: Note, number: Number) -> type[TensorMessages]:
-    """Returns a type of ``TensorMessages`` that notes how long it fetches tensors."""
-
-    class Traced(TensorMessages):
-        """Notes how long it fetches tensors."""
-
-        def fetch(self, peer: Peer, message: TensorMessage) -> None:
-            if not message.channel_table:
-                super().fetch(peer, message)
-                return
-            began_s = time.monotonic()
-            try:
-                super().fetch(peer, message)
-            finally:
-                ended_s = time.monotonic()
-                details = (("from", peer.name),)
-                row = (number(), RAN, began_s, ended_s, get_ident(), FETCH, "tensors", 0, details)
-                note(row)
-
-    return Traced
 
 
 def operations_due(local: LocalPass) -> dict[str, int]:

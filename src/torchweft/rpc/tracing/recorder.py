@@ -1,7 +1,7 @@
 """Records what one worker does while it is traced.
 
-A watcher notes calls and passes, and subclasses of links and of tensor messages note these. So a
-worker that is not traced pays nothing. ``rows`` keeps the rows.
+Calls, backward passes, links and tensor messages tell whoever has subscribed. ``rows`` keeps what
+was told.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.optim.optimizer import (
 from torchweft.agent.agent import Slot
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
-from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.errors import ObserveError
 from torchweft.protocol.connecting.reaching import HOST
 from torchweft.protocol.observing.trace import (
+    FETCH,
     OFFERED,
     PULLED,
     RAN,
@@ -34,7 +34,6 @@ from torchweft.protocol.observing.trace import (
 from torchweft.rpc.node import current_node
 from torchweft.rpc.tracing.calls import Names, TracingWatcher
 from torchweft.rpc.tracing.links import TracedLinks
-from torchweft.rpc.tracing.passes import traced_messages
 from torchweft.rpc.tracing.profiling import Profiling
 from torchweft.rpc.tracing.rows import Note, Number, Rows
 from torchweft.rpc.worker import Worker
@@ -126,7 +125,7 @@ class Recorder:
         agent, worker = self._agent, self._worker
         self._watcher = TracingWatcher(rows, recording.names)
         worker.watch(self._watcher)
-        worker.tensor_messages.__class__ = traced_messages(note, number)
+        worker.tensor_messages.on_fetched = _note_fetched(note, number)
         worker.tensor_messages.on_offered = _note_offered(note, number)
         agent.on_pulled = _note_pulled(note, number)
         self._hooks = _note_steps(note, number)
@@ -146,7 +145,7 @@ class Recorder:
         recording.links.end()
         agent.on_pulled = None
         worker.tensor_messages.on_offered = None
-        worker.tensor_messages.__class__ = TensorMessages
+        worker.tensor_messages.on_fetched = None
         for hook in self._hooks:
             hook.remove()
         if self._watcher is not None:
@@ -264,6 +263,15 @@ def _note_offered(
         note((number(), OFFERED, now_s, get_ident(), peer.id, int(kind), of, channels))
 
     return note_offered
+
+
+def _note_fetched(note: Note, number: Number) -> Callable[[Peer, float], None]:
+    def note_fetched(peer: Peer, began_s: float) -> None:
+        details = (("from", peer.name),)
+        now_s = time.monotonic()
+        note((number(), RAN, began_s, now_s, get_ident(), FETCH, "tensors", 0, details))
+
+    return note_fetched
 
 
 def _note_pulled(note: Note, number: Number) -> Callable[[Peer, str, int], None]:
