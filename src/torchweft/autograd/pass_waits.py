@@ -9,7 +9,7 @@ from functools import partial
 from torchweft.agent.agent import Agent
 from torchweft.autograd.pass_state import LedPassState, PassState
 from torchweft.errors import BackwardTimeout
-from torchweft.protocol.observing.report import PASS, Wait
+from torchweft.protocol.observing.keys import PASS, Wait
 from torchweft.runtime.reports import OpenWait, names_of
 
 

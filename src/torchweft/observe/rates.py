@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from torchweft.protocol.observing.keys import SHUTDOWN
 from torchweft.protocol.observing.latency import percentile, since, sum_of
-from torchweft.protocol.observing.report import SHUTDOWN, FunctionCounts, Report
+from torchweft.protocol.observing.report import FunctionCounts, Report
 
 IN, OUT = "in", "out"
 

@@ -32,7 +32,7 @@ from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
 from torchweft.protocol.calls import ServedCall
-from torchweft.protocol.observing.report import MESSAGE, Wait
+from torchweft.protocol.observing.keys import MESSAGE, Wait
 from torchweft.rpc import on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker

@@ -16,8 +16,8 @@ import torch
 
 from torchweft.agent.calls import PendingCall
 from torchweft.protocol.calls import ServedCall
-from torchweft.protocol.observing.keys import call_key
-from torchweft.protocol.observing.report import CALL, Thread, Wait
+from torchweft.protocol.observing.keys import CALL, Wait, call_key
+from torchweft.protocol.observing.report import Thread
 from torchweft.rpc.completion import key_of
 from torchweft.rpc.counting import name_of
 from torchweft.rpc.frames import inwards, is_own, lines, source_of, thread_frames

@@ -19,7 +19,8 @@ from collections.abc import Iterator
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, NotInitialized, WorkerLost
 from torchweft.files import replacing
-from torchweft.protocol.observing.report import DETAIL, FILE_SUFFIX, SHUTDOWN, encode
+from torchweft.protocol.observing.keys import SHUTDOWN
+from torchweft.protocol.observing.report import DETAIL, FILE_SUFFIX, encode
 from torchweft.rpc.activity import threads
 from torchweft.rpc.reporting import Reporter
 from torchweft.rpc.worker import Worker

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Iterable
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled
 from torchweft.protocol.calls import failures
-from torchweft.rpc.ordered_futures import OrderedFuture, begin, fail
+from torchweft.rpc.ordered_futures import OrderedFuture, begin, fail, raise_copy
 from torchweft.rpc.unseen import Guard
 from torchweft.rpc.worker import Worker
 from torchweft.runtime import device_streams
@@ -86,7 +87,7 @@ class Future(OrderedFuture[T]):
         self._guard = guard
         if self.is_watched:  # just now, before there was a guard
             guard.was_seen = True
-        self._set_unwrap_func(guard.raise_copy)
+        self._set_unwrap_func(partial(_raise_seen, guard))
         self.set_result(error)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
@@ -202,6 +203,12 @@ def open_calls(futures: Iterable[object]) -> list[PendingCall]:
 def ignore_errors(future: Future[Any]) -> None:
     """Suppresses the error report of a best-effort call."""
     future._watch()
+
+
+def _raise_seen(guard: Guard, held: Any) -> None:
+    """Raises a copy of the error that a future holds, when the value of the future is read."""
+    guard.was_seen = True
+    raise_copy(held)
 
 
 def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:

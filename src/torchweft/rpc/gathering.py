@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
-from torchweft.protocol.observing.report import GATHERING, Wait
+from torchweft.protocol.observing.keys import GATHERING, Wait
 from torchweft.rpc.api import rpc_async
 from torchweft.rpc.current_call import check_types, detached, refuse
 from torchweft.rpc.futures import Future, ignore_errors

@@ -26,7 +26,7 @@ from torchweft.protocol.membership.leaving import (
     Watch,
 )
 from torchweft.protocol.membership.registration import LEADER
-from torchweft.protocol.observing.report import SHUTDOWN, Wait
+from torchweft.protocol.observing.keys import SHUTDOWN, Wait
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import Following, Lacking, LongWaits, names_of
 from torchweft.wire.frames import Frame

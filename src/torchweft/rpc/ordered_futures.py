@@ -280,11 +280,12 @@ def is_shown(value: Any, devices: Sequence[int]) -> bool:
 def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
     """Completes any future with an error; each waiter raises a copy of the error."""
     drop_frames(error)
-    future._set_unwrap_func(_raise_copy)
+    future._set_unwrap_func(raise_copy)
     future.set_result(error)
 
 
-def _raise_copy(held: Any) -> None:
+def raise_copy(held: Any) -> None:
+    """Raises a copy of the error that a future holds; its traceback begins at the read."""
     try:
         raise fresh_copy(content_of(held))
     except BaseException as copy:

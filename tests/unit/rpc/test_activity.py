@@ -12,7 +12,8 @@ import torch
 from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.agent import current as current_agent
-from torchweft.protocol.observing.report import CALL, VALUE, Thread
+from torchweft.protocol.observing.keys import CALL, VALUE
+from torchweft.protocol.observing.report import Thread
 from torchweft.rpc import calls, fan_out
 from torchweft.rpc.activity import threads
 from torchweft.rpc.futures import Future

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 from torchweft.errors import ProtocolError
 from torchweft.protocol.observing.fields import read
+from torchweft.protocol.observing.keys import Wait
 
 WHO, REPORT, DETAIL, METRICS = "who", "report", "detail", "metrics"
 """The questions of an observer. ``DETAIL`` asks for stacks and references as well as a report,
@@ -18,10 +19,6 @@ WHO, REPORT, DETAIL, METRICS = "who", "report", "detail", "metrics"
 
 FILE_SUFFIX = ".weft.json"
 """Ends the name of a file with a report."""
-
-CALL, GATHERING, PASS, VALUE, SHUTDOWN = "call", "gathering", "pass", "value", "shutdown"
-MESSAGE = "message"
-"""The kinds of waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,25 +146,6 @@ class ServedCall:
     has_begun: bool
     makes: str
     awaits: str
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What a thread waits for.
-
-    Attributes:
-        kind: One of the kinds above.
-        key: Names the call, gathering, pass or value; empty for a shutdown.
-        age_s: Seconds since the wait began.
-        name: What it is, for people: ``"barrier"``.
-        workers: The workers that are lacking, as far as this worker knows; in a gathering, all.
-    """
-
-    kind: str
-    key: str
-    age_s: float
-    name: str
-    workers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,17 @@ from dataclasses import dataclass, replace
 
 from torchweft.protocol.observing import circles
 from torchweft.protocol.observing.circles import Needs
-from torchweft.protocol.observing.keys import making_key
-from torchweft.protocol.observing.report import (
+from torchweft.protocol.observing.keys import (
     CALL,
     GATHERING,
     MESSAGE,
     PASS,
     SHUTDOWN,
     VALUE,
-    Report,
-    ServedCall,
-    Thread,
     Wait,
+    making_key,
 )
+from torchweft.protocol.observing.report import Report, ServedCall, Thread
 
 LEAST_S = 1.0
 """Seconds for which an activity must have waited, as reports are not of the same moment."""

@@ -19,7 +19,7 @@ from torchweft.rpc.tracing.rows import Rows
 from torchweft.rpc.watching import Watcher
 from torchweft.wire.messages import ERROR_REPLY, NO_CREATION
 
-_MOST_NAMES = 10_000
+_MOST_KEPT_NAMES = 10_000
 _clock: Callable[[], float] = time.monotonic
 
 
@@ -40,7 +40,7 @@ class Names:
         name = self.by_key.get(key)
         if name is None:
             name = name_of(function)
-            if len(self._kept) < _MOST_NAMES and not isinstance(key, str):
+            if len(self._kept) < _MOST_KEPT_NAMES and not isinstance(key, str):
                 self._kept.append(kept_of(function))
                 self.by_key[key] = name
         return name
