@@ -28,7 +28,7 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.protocol.calls import CallTable
 from torchweft.rpc import serving
-from torchweft.rpc.completion import Call
+from torchweft.rpc.serving import Call
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.fair_queue import FairQueue
 from torchweft.runtime.reactor import Reactor

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torchweft import observe, rpc
 from torchweft.observe.group import Group
+from torchweft.observe.tracing import recorder
+from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.rpc.node import current_node
-from torchweft.rpc.tracing import service
-from torchweft.rpc.tracing.recorder import RECORDER
 
 _TRACE = 1
 _LIMIT = 200_000
@@ -77,7 +77,7 @@ def watch(mode: str) -> None:
     else:
         node.observed.counting.stop()
     if mode in (TRACE, BOTH):
-        service.begin(_TRACE, _LIMIT, False)
+        recorder.begin(_TRACE, _LIMIT, False)
 
 
 def measure(callee: str, mode: str, calls: int) -> Block:

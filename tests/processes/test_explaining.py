@@ -26,8 +26,7 @@ from torchweft.observe import files
 from torchweft.observe.files import read_folder
 from torchweft.observe.group import Group, find
 from torchweft.observe.session import Access
-from torchweft.protocol.observing.waits import WaitGraph
-from torchweft.protocol.observing.wording import explain
+from torchweft.protocol.observing.waits import WaitGraph, explain
 
 STOPPED_S = 0.5
 LATE_S = 1.2

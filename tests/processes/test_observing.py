@@ -30,8 +30,8 @@ from torchweft.observe.session import ask
 from torchweft.protocol.connecting import Hello, Purpose
 from torchweft.protocol.connecting.hello import OBSERVER
 from torchweft.protocol.observing.report import DETAIL, Report
-from torchweft.rpc.counting import LEASE_S
 from torchweft.rpc.node import current_node
+from torchweft.rpc.observing.counting import LEASE_S
 from torchweft.secret import key_of_observers
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake

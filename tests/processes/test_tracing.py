@@ -27,16 +27,16 @@ from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule
 from torchweft.observe.tracing import chrome, session
 from torchweft.observe.tracing.joining import Joined
+from torchweft.observe.tracing.notes import TracingWatcher
+from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
 from torchweft.rpc.node import current_node
-from torchweft.rpc.tracing.calls import TracingWatcher
-from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.wire.messages import Kind
 
 LIMIT_S = 50.0
-SERVICE = "torchweft.rpc.tracing.service."
+SERVICE = "torchweft.observe.tracing.recorder."
 
 
 def double(value: Any) -> Any:

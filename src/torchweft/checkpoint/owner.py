@@ -28,8 +28,7 @@ from torchweft.errors import CallTimeout, CheckpointError, WeftError, WorkerLost
 from torchweft.optim.owners import Failure, described, name_of
 from torchweft.rpc import functions, rpc_sync
 from torchweft.rpc.current_call import caller
-from torchweft.rpc.futures import fail
-from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.rpc.futures import OrderedFuture, fail
 
 T = TypeVar("T")
 

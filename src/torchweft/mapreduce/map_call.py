@@ -15,8 +15,7 @@ from torchweft.mapreduce.parts import Cut
 from torchweft.mapreduce.plan import Manner, make_plan, may_have_graph
 from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
-from torchweft.rpc.futures import Future, fail, open_calls
-from torchweft.rpc.ordered_futures import OrderedFuture, begin
+from torchweft.rpc.futures import Future, OrderedFuture, begin, fail, open_calls
 from torchweft.rpc.worker import WORKER
 from torchweft.runtime.reactor import Reactor
 

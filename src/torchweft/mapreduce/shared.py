@@ -19,11 +19,10 @@ from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import original
 from torchweft.mapreduce.turns import Place, Turns
 from torchweft.rpc.calls import start
-from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.current_call import check_called, check_types, is_cancelled
-from torchweft.rpc.requests import own_copy
+from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.rref import RRef
-from torchweft.rpc.serving import owned
+from torchweft.rpc.serving import WhenReady, owned
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.functions import describe
 from torchweft.serialize.objects import unpack

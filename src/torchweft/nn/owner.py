@@ -19,7 +19,6 @@ from torchweft.agent.current import current
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
-from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.current_call import (
     check_called,
     check_types,
@@ -27,7 +26,7 @@ from torchweft.rpc.current_call import (
     refuse,
     serves_another_strictly,
 )
-from torchweft.rpc.serving import method_of
+from torchweft.rpc.serving import WhenReady, method_of
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.callables import is_exposed
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable

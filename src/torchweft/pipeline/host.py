@@ -16,7 +16,7 @@ from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions
-from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.rpc.futures import OrderedFuture
 from torchweft.runtime import device_streams
 
 _runners: weakref.WeakValueDictionary[int, Runner] = weakref.WeakValueDictionary()

@@ -17,10 +17,10 @@ from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerL
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
-from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import WORKER, Worker
 
 Destination = str | int | WorkerInfo

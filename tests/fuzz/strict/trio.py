@@ -30,7 +30,7 @@ from torchweft.protocol.membership.leaving import Stage
 from torchweft.protocol.membership.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, remote, rpc_sync, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.node import Leaving
 from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.runtime.reactor import Reactor

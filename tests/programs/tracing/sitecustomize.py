@@ -14,7 +14,7 @@ from typing import Any
 
 from torchweft.launch import Cluster
 
-_SERVICE = "torchweft.rpc.tracing.service."
+_SERVICE = "torchweft.observe.tracing.recorder."
 _LIMIT = 1_000_000
 _ANSWERED_S = 30.0
 

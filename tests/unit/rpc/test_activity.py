@@ -14,9 +14,9 @@ from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.agent import current as current_agent
 from torchweft.protocol.observing.keys import CALL, VALUE
 from torchweft.protocol.observing.report import Thread
-from torchweft.rpc import calls, fan_out
-from torchweft.rpc.activity import threads
+from torchweft.rpc import calls, several
 from torchweft.rpc.futures import Future
+from torchweft.rpc.observing.reporting import threads
 
 _may_end = threading.Event()
 
@@ -41,7 +41,7 @@ def shown_in(pair: Pair, name: str) -> Thread:
 WAYS: dict[str, Callable[[list[Future[Any]]], object]] = {
     "wait": lambda futures: [each.wait() for each in futures[:1]],
     "wait_all": torch.futures.wait_all,
-    "as_completed": lambda futures: list(fan_out.as_completed(futures)),
+    "as_completed": lambda futures: list(several.as_completed(futures)),
 }
 
 

@@ -12,7 +12,7 @@ from tests.unit.protocol.observing.reports import report
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.observing.report import decode_report
-from torchweft.rpc.dumps import Dumps
+from torchweft.rpc.observing.reporting import Dumps
 from torchweft.runtime.events import Events
 
 

@@ -14,10 +14,9 @@ import pytest
 
 from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
+from torchweft.observe.tracing.notes import WIDTH, Names, Rows, TracingWatcher
 from torchweft.protocol.observing.trace import Created, Made, Served, read
-from torchweft.rpc.completion import Call
-from torchweft.rpc.tracing.calls import Names, TracingWatcher
-from torchweft.rpc.tracing.rows import WIDTH, Rows
+from torchweft.rpc.serving import Call
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 

@@ -9,11 +9,18 @@ from typing import Any
 import pytest
 
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
+from torchweft.observe.tracing.notes import (
+    HEAD_OF_CONTROL,
+    WIDTH,
+    Ids,
+    Rows,
+    TracedLinks,
+    frames_noter,
+    head_in,
+    ids_in,
+)
 from torchweft.protocol.backward import Failed, Gradients, Progress
 from torchweft.protocol.observing.trace import Received, Sent, read
-from torchweft.rpc.tracing.heads import Ids, head_in, ids_in
-from torchweft.rpc.tracing.links import TracedLinks, frames_noter
-from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, WIDTH, Rows
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (

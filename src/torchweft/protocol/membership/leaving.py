@@ -11,7 +11,7 @@ is ready, answers probes, drops its references when the group is quiet, and leav
 says so.
 
 Both take the same events and return the same actions, so one shell serves both
-(``torchweft.rpc.leaving``). See ``docs/protocols/membership.md``.
+(``torchweft.rpc.node``). See ``docs/protocols/membership.md``.
 """
 
 from __future__ import annotations

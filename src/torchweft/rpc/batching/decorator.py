@@ -21,10 +21,9 @@ from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
 from torchweft.protocol.calls import ServedCall
-from torchweft.rpc.batching.queue import BatchQueue, LocalCall
+from torchweft.rpc.batching.queue import BatchQueue, BatchStatistics, LocalCall
 from torchweft.rpc.batching.running import Entry, Keywords, Options, Runner
 from torchweft.rpc.batching.stacking import Parts, take_apart
-from torchweft.rpc.batching.statistics import BatchStatistics
 from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
 from torchweft.runtime import device_streams

@@ -14,8 +14,7 @@ from tests.unit.protocol.observing.reports import (
 )
 from torchweft.protocol.observing.keys import PASS, SHUTDOWN, VALUE, Wait, making_key
 from torchweft.protocol.observing.report import Report
-from torchweft.protocol.observing.waits import WaitGraph
-from torchweft.protocol.observing.wording import as_json, explain
+from torchweft.protocol.observing.waits import WaitGraph, as_json, explain
 
 SILENT = {"b": "does not answer"}
 

@@ -23,9 +23,8 @@ from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 
 if TYPE_CHECKING:
-    from torchweft.rpc.counting import Counting
-    from torchweft.rpc.dumps import Dumps
-    from torchweft.rpc.reporting import Observers
+    from torchweft.rpc.observing.counting import Counting
+    from torchweft.rpc.observing.reporting import Dumps, Observers
 
 _GROUP_DIGITS = 8
 
@@ -68,9 +67,8 @@ class Observed:
         return self._reporting()[1]
 
     def _reporting(self) -> tuple[Observers, Dumps]:
-        from torchweft.rpc.counting import Counting
-        from torchweft.rpc.dumps import Dumps
-        from torchweft.rpc.reporting import Observers, Reporter
+        from torchweft.rpc.observing.counting import Counting
+        from torchweft.rpc.observing.reporting import Dumps, Observers, Reporter
 
         with self._lock:
             if self._reports is None:

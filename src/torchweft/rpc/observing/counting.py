@@ -19,10 +19,8 @@ from torchweft import knobs
 from torchweft.agent.calls import PendingCall
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import AnsweredCall
-from torchweft.protocol.observing.latency import LEAST_S, STEPS
-from torchweft.protocol.observing.report import FunctionCounts
-from torchweft.rpc.watching import Watcher
-from torchweft.rpc.worker import Worker
+from torchweft.protocol.observing.report import LEAST_S, STEPS, FunctionCounts
+from torchweft.rpc.worker import Watcher, Worker
 from torchweft.serialize.functions import describe, own_name
 from torchweft.wire.messages import ERROR_REPLY
 

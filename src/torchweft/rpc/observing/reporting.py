@@ -6,24 +6,34 @@ threads that change them go on.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import queue
 import resource
+import stat
+import tempfile
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from types import FrameType
 
 import torch
 
+from torchweft import knobs
 from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
-from torchweft.errors import ProtocolError
+from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, WorkerLost
+from torchweft.files import replacing
 from torchweft.protocol.calls import ServedCall as Served
 from torchweft.protocol.connecting.reaching import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
-from torchweft.protocol.observing.keys import call_key, reference_key
+from torchweft.protocol.observing.keys import CALL, SHUTDOWN, Wait, call_key, reference_key
 from torchweft.protocol.observing.report import (
     DETAIL,
+    FILE_SUFFIX,
     METRICS,
     REPORT,
     WHO,
@@ -34,17 +44,123 @@ from torchweft.protocol.observing.report import (
     OpenCall,
     Report,
     ServedCall,
+    Thread,
     Traffic,
     encode,
 )
-from torchweft.rpc.activity import threads
-from torchweft.rpc.completion import Call, key_of
-from torchweft.rpc.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
-from torchweft.rpc.examining import facts_of, measured_for_observer
 from torchweft.rpc.health import health_of
-from torchweft.rpc.stack_report import function_of, served_by
+from torchweft.rpc.observing.counting import (
+    LEASE_S,
+    METRICS_LEASE_S,
+    Counting,
+    name_of,
+)
+from torchweft.rpc.observing.examining import facts_of, measured_for_observer
+from torchweft.rpc.observing.stacks import (
+    function_of,
+    inwards,
+    is_own,
+    lines,
+    served_by,
+    source_of,
+    thread_frames,
+)
+from torchweft.rpc.serving import Call, key_of
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
+from torchweft.runtime.reactor import Awaited
+from torchweft.wire.frames import encode_frame
+from torchweft.wire.messages import Kind
+
+_LIBRARIES = tuple(
+    os.path.dirname(module.__file__ or "") + os.sep for module in (os, torch) if module.__file__
+)
+_INSTALLED = f"{os.sep}site-packages{os.sep}"
+_LOCKING = {threading.__file__, queue.__file__}
+_WAIT_ALL = torch.futures.wait_all.__code__
+
+
+def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
+    """Yields the threads and coroutines of a worker; not the calling thread."""
+    has_source = not worker.agent.me.registration.is_strict
+    awaited = worker.agent.reactor.awaited.copy()
+    serving = worker.serving.copy()
+    for each in thread_frames():
+        code = list(each.frames)
+        own = bool(code) and not each.is_main and not any(map(_is_of_program, code))
+        call = serving.get(each.ident)
+        waits_for = awaited.get(each.ident) or _in_wait_all(worker, each.stack, call)
+        yield Thread(
+            name=each.name,
+            is_idle=not code,
+            is_own=own,
+            is_main=each.is_main,
+            serves="" if call is None or call.has_ended else key_of(call),
+            waits=tuple(_told(worker, waits_for.parts())),
+            needs_any=waits_for.needs_any,
+            is_at_lock=bool(code) and not own and _is_at_lock(each.stack[-1]),
+            place=_place(code),
+            frames=lines(code, has_source) if with_frames else (),
+        )
+    for name, stack in worker.coroutines.frames():
+        code = inwards(stack)
+        told = lines(code, has_source) if with_frames else ()
+        yield Thread(name, False, False, False, "", (), False, _place(code), told)
+
+
+def _in_wait_all(worker: Worker, stack: Sequence[FrameType], parent: Served | None) -> Awaited:
+    """Returns what a thread waits for that has noted nothing.
+
+    PyTorch's ``wait_all`` blocks in C++ for futures that it tells nobody. So the thread may wait
+    for any of the calls that were made where it is.
+    """
+    if not any(frame.f_code is _WAIT_ALL for frame in stack):
+        return Awaited(list)
+    calls = [call for call in worker.agent.calls.all() if call.parent is parent]
+    return Awaited(lambda: calls, needs_any=True)
+
+
+def _told(worker: Worker, parts: Iterable[PendingCall | Wait]) -> Iterator[Wait]:
+    name = worker.agent.info.name
+    for part in parts:
+        if isinstance(part, Wait):
+            yield part
+        elif part.number:
+            key, function = call_key(name, part.number), name_of(part.function)
+            yield Wait(CALL, key, part.elapsed_s, function, (part.worker_name,))
+
+
+# The program's line
+
+
+def _place(frames: Sequence[FrameType]) -> str:
+    """Returns the innermost line of the program; else that of Weft or of a library."""
+    program = list(filter(_is_of_program, frames))
+    for frame in [*program[-1:], *frames[-1:]]:
+        return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return ""
+
+
+def _is_of_program(frame: FrameType) -> bool:
+    return not is_own(frame) and not _is_library(frame)
+
+
+def _is_library(frame: FrameType) -> bool:
+    path = frame.f_code.co_filename
+    if path.startswith(_LIBRARIES[1:]):
+        return True
+    return path.startswith((_LIBRARIES[0], "<frozen")) and _INSTALLED not in path
+
+
+def _is_at_lock(frame: FrameType) -> bool:
+    """Whether a thread waits for a lock, an event or a queue, as far as its last frame tells."""
+    if frame.f_code.co_filename in _LOCKING:
+        return True
+    if is_own(frame):
+        return False
+    source = source_of(frame)  # Told to nobody, so a strict worker looks as well.
+    return source.startswith("with ") or ".acquire(" in source
+
 
 _MOST_CALLS = 500
 """Open calls, and served ones, that a report names; the oldest."""
@@ -271,3 +387,132 @@ class Observers:
     def identity(self) -> Identity:
         """Returns who this worker is, and which others it knows."""
         return self._reporter.identity()
+
+
+_log = logging.getLogger("torchweft")
+
+_LEAST_PAUSE_S = 5.0
+"""Two files of one worker are at least so far apart, unless a signal asks."""
+_LOOK_S = 1.0
+
+
+class Dumps:
+    """Writes the reports of one worker to files.
+
+    Args:
+        worker: The worker.
+        reporter: Makes the reports.
+        group: The name of the group.
+    """
+
+    def __init__(self, worker: Worker, reporter: Reporter, group: str) -> None:
+        self._worker = worker
+        self._agent = agent = worker.agent
+        self._reporter = reporter
+        self._group = group
+        self._after_s = knobs.DUMP_AFTER_S.get() or math.inf
+        self._told: set[str] = set()
+        self._lock = threading.Lock()
+        self._last_s = -math.inf
+        if not math.isinf(self._after_s):
+            agent.timers.add(self.tick)
+
+    def folder(self) -> str:
+        """Returns the folder for the files of the group, which is made now if it is missing.
+
+        Raises:
+            ConfigurationError: It cannot be made, or others can write into it.
+        """
+        chosen = knobs.DUMP_DIR.get()
+        path = chosen or os.path.join(tempfile.gettempdir(), f"torchweft-{os.geteuid()}")
+        try:
+            os.makedirs(path, 0o700, exist_ok=True)
+            if not chosen:
+                _check_own(path)
+                path = os.path.join(path, self._group)
+                os.makedirs(path, 0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"cannot make the folder {path!r}: {error.strerror}; set "
+                f"{knobs.DUMP_DIR.variable} to one that this user can write to"
+            ) from error
+        return path
+
+    def write(self, reason: str, *, is_wanted: bool = False) -> str:
+        """Writes the report; returns the path of the file, or "" if there is a fresh one.
+
+        Args:
+            reason: Why, for the log.
+            is_wanted: Whether a person asks, so that a fresh file is replaced as well.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s - self._last_s < _LEAST_PAUSE_S and not is_wanted:
+                return ""
+            self._last_s = now_s
+            folder = self.folder()
+            path = os.path.join(folder, self._agent.info.name.replace(":", "_") + FILE_SUFFIX)
+            self._agent.events.note("wrote a report: %s", reason)
+            data = encode(self._reporter.report(DETAIL))
+            with replacing(path) as file:
+                file.write(data)
+        _log.warning(
+            "worker %r wrote what it does to %s, as %s; torchweft explain %s",
+            self._agent.info.name,
+            path,
+            reason,
+            folder,
+        )
+        return path
+
+    def try_to_write(self, reason: str, is_wanted: bool = False) -> None:
+        """Writes the report as ``write`` does; logs an error."""
+        try:
+            self.write(reason, is_wanted=is_wanted)
+        except (OSError, ConfigurationError) as error:
+            name = self._agent.info.name
+            _log.warning("worker %r could not write what it does: %s", name, error)
+
+    # Long waits
+
+    def tick(self, now_s: float) -> float:
+        """Looks for waits that take too long; a job of the timers."""
+        late = {
+            key: text for key, age_s, text in _long_waits(self._worker) if age_s > self._after_s
+        }
+        news = late.keys() - self._told
+        self._told = set(late)
+        if news:
+            self._agent.reactor.submit(self.try_to_write, late[min(news)], False)
+            self._agent.reactor.submit(self._tell_others)
+        return now_s + min(_LOOK_S, self._after_s)
+
+    def _tell_others(self, _: object, __: object) -> None:
+        for peer in self._agent.members.present():
+            if not peer.is_self and peer.lost is None:
+                try:
+                    self._agent.sender.post(peer, encode_frame(Kind.DUMP, 0, 0, b""))
+                except (WorkerLost, NotInitialized):
+                    continue
+
+
+def _long_waits(worker: Worker) -> Iterator[tuple[str, float, str]]:
+    """Yields the key, the age and a description of each wait of a thread for other workers.
+
+    A wait in ``shutdown`` is as long as other workers have work, and is left out.
+    """
+    for thread in threads(worker, with_frames=False):
+        for wait in thread.waits:
+            if wait.kind != SHUTDOWN:
+                text = f"thread {thread.name} has waited {wait.age_s:.1f} s for {wait.name}"
+                yield f"{wait.kind} {wait.key}", wait.age_s, text
+
+
+def _check_own(path: str) -> None:
+    """Raises ConfigurationError if others could have put a folder there, or write into it."""
+    status = os.stat(path, follow_symlinks=False)
+    is_sound = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_sound or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigurationError(
+            f"{path!r} is no folder of this user alone; set {knobs.DUMP_DIR.variable} to one"
+        )
