@@ -73,9 +73,9 @@ def watch(mode: str) -> None:
         if mode == SPANS:
             spans().start()
     if mode in (COUNTERS, BOTH):
-        node.observed.counting.extend(3600.0)
+        node.observed.observers.counting.extend(3600.0)
     else:
-        node.observed.counting.stop()
+        node.observed.observers.counting.stop()
     if mode in (TRACE, BOTH):
         recorder.begin(_TRACE, _LIMIT, False)
 

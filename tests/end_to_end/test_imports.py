@@ -36,7 +36,6 @@ def test_modules_for_few_programs_are_not_imported_with_rpc() -> None:
     assert len(ours) <= MOST_MODULES, sorted(ours)
     parts = "checkpoint embedding hybrid launch mapreduce observe pipeline rl weights".split()
     later = [f"torchweft.{part}" for part in parts]
-    later += [f"torchweft.rpc.observing.{part}" for part in "counting examining reporting".split()]
     later += ["torchweft.rpc.batching"]
     later += ["torchweft.protocol.batching", "torchweft.protocol.observing.report"]
     assert not [name for name in ours if name.startswith(tuple(later))]

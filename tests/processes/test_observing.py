@@ -25,13 +25,13 @@ from torchweft.launch import Cluster, Nursery
 from torchweft.mapreduce import dim_partitioner, parallelize
 from torchweft.nn import RemoteModule
 from torchweft.observe import rates
+from torchweft.observe.counting import LEASE_S
 from torchweft.observe.group import Answers, find
 from torchweft.observe.session import ask
 from torchweft.protocol.connecting import Hello, Purpose
 from torchweft.protocol.connecting.hello import OBSERVER
 from torchweft.protocol.observing.report import DETAIL, Report
 from torchweft.rpc.node import current_node
-from torchweft.rpc.observing.counting import LEASE_S
 from torchweft.secret import key_of_observers
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
@@ -54,7 +54,7 @@ def fail() -> None:
 
 
 def is_counting() -> bool:
-    return current_node().observed.counting.since_s >= 0
+    return current_node().observed.observers.counting.since_s >= 0
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +135,10 @@ def test_an_observer_changes_nothing_in_the_group(trio: Cluster) -> None:
 def test_calls_are_counted_no_longer_than_they_are_watched(trio: Cluster) -> None:
     group_of(trio).ask(ANSWER_S)
     node = current_node()
-    assert node.observed.counting.since_s >= 0
-    assert node.worker.watchers == (node.observed.counting,)
-    node.observed.counting.tick(time.monotonic() + LEASE_S + 1.0)
-    assert node.observed.counting.since_s < 0
+    assert node.observed.observers.counting.since_s >= 0
+    assert node.worker.watchers == (node.observed.observers.counting,)
+    node.observed.observers.counting.tick(time.monotonic() + LEASE_S + 1.0)
+    assert node.observed.observers.counting.since_s < 0
     assert not node.worker.watchers
 
 

@@ -11,8 +11,8 @@ from torchweft.hybrid.passes import BatchStream
 from torchweft.hybrid.plan import Dense, HybridPlan
 from torchweft.hybrid.remote import RemoteHybridModel, norms_of_means
 from torchweft.hybrid.starting import init_process_group
-from torchweft.rpc.observing.examining import Devices as Facts
-from torchweft.rpc.observing.examining import find_devices as gather_facts
+from torchweft.rpc.devices import Devices as Facts
+from torchweft.rpc.devices import find_devices as gather_facts
 
 CALLABLES = (begun_for, measure, norms_of_means)
 """The functions that a strict worker names in ``RpcBackendOptions(callables=...)``, beside those of

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.observing.examining import Devices as Facts
+from torchweft.rpc.devices import Devices as Facts
 
 
 @dataclass(frozen=True)

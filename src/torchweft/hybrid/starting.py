@@ -16,7 +16,7 @@ from torchweft.arguments import UNSET_TIMEOUT, limit_of
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid.backends import Choice, choose_backend
 from torchweft.rpc import all_gather, get_worker_info
-from torchweft.rpc.observing.examining import find_devices
+from torchweft.rpc.devices import find_devices
 from torchweft.transport import addresses
 
 _WAIT_S = 300.0

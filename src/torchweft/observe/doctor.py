@@ -17,6 +17,7 @@ from torchweft.channel.rdma_transport import NO_DEVICE
 from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
+from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
 from torchweft.observe.group import Group
 from torchweft.protocol.observing.facts import (
     HostFacts,
@@ -26,7 +27,6 @@ from torchweft.protocol.observing.facts import (
     decode_pair,
 )
 from torchweft.rpc import get_worker_infos, rpc_sync
-from torchweft.rpc.observing.examining import THOROUGH, gather, tell_host, tell_pair
 
 
 class Level(enum.Enum):

@@ -274,7 +274,7 @@ ENTRIES: dict[str, str] = {
     "torchweft.rpc.serving": "a value whose number the caller knows; a pass of a context likewise",
     "torchweft.rpc.collective": "a gathering that both take part in: its own value and failure, or "
     "the outcome, if the caller leads it",
-    "torchweft.rpc.observing.examining": "nothing: they measure",
+    "torchweft.observe.examining": "nothing: they measure",
     "torchweft.rpc.stream_sources": "a stream that the caller has begun",
     "torchweft.observe.tracing.recorder": "a trace that the caller has begun",
     "torchweft.nn.owner": "a module whose number the caller knows",

@@ -56,7 +56,7 @@ from torchweft.protocol.membership.registration import (
     differences,
 )
 from torchweft.rpc.node import Node
-from torchweft.rpc.observing.observed import group_of
+from torchweft.rpc.observed import group_of
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.runtime.reports import names_of
 from torchweft.transport.addresses import (

@@ -39,10 +39,9 @@ from torchweft.protocol.membership.leaving import (
 )
 from torchweft.protocol.membership.registration import LEADER
 from torchweft.protocol.observing.keys import SHUTDOWN, Wait
-from torchweft.rpc import serving
+from torchweft.rpc import serving, stacks
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.observing import stacks
-from torchweft.rpc.observing.observed import OBSERVED, Observed, answer_signal
+from torchweft.rpc.observed import OBSERVED, Observed, answer_signal
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.serving import key_of

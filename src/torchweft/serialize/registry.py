@@ -79,7 +79,7 @@ remotely_callable = Mark(
     "torchweft.optim.clipping",
     "torchweft.optim.local",
     "torchweft.rpc.collective",
-    "torchweft.rpc.observing.examining",
+    "torchweft.observe.examining",
     "torchweft.rpc.serving",
     "torchweft.rpc.stream_sources",
     "torchweft.observe.tracing.recorder",
@@ -90,7 +90,7 @@ their arguments: types, that functions are registered, and that objects were mad
 remotely_callable_unless_strict = Mark(
     "torchweft.compat.rpc.api",
     "torchweft.compat.rpc.references",
-    "torchweft.rpc.observing.examining",
+    "torchweft.observe.examining",
 )
 """Workers of Weft call these functions on one another; a strict worker refuses them."""
 

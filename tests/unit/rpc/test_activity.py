@@ -12,11 +12,11 @@ import torch
 from tests.unit.agent.group import LIMIT_S, wait_until
 from tests.unit.rpc.pair import Pair, pair_of
 from torchweft.agent import current as current_agent
+from torchweft.observe.reporting import threads
 from torchweft.protocol.observing.keys import CALL, VALUE
 from torchweft.protocol.observing.report import Thread
 from torchweft.rpc import calls, several
 from torchweft.rpc.futures import Future
-from torchweft.rpc.observing.reporting import threads
 
 _may_end = threading.Event()
 

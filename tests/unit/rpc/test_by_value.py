@@ -24,9 +24,8 @@ from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
-from torchweft.rpc import calls
+from torchweft.rpc import calls, stacks
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.observing import stacks
 from torchweft.serialize import by_value
 from torchweft.serialize.by_value import take_apart
 from torchweft.serialize.objects import pack

@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from torchweft.rpc.observing.observed import answer_signal
+from torchweft.rpc.observed import answer_signal
 
 
 @pytest.fixture

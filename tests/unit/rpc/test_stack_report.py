@@ -8,8 +8,8 @@ import pytest
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.observing import stacks
-from torchweft.rpc.observing.stacks import answer_signal, inwards, lines
+from torchweft.rpc import stacks
+from torchweft.rpc.stacks import answer_signal, inwards, lines
 
 
 @pytest.fixture(autouse=True)

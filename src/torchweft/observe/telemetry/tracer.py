@@ -33,11 +33,11 @@ from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
 from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.ids import ReferenceId, worker_of
+from torchweft.observe.counting import name_of
 from torchweft.observe.tracing.notes import operations_due
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.calls import AnsweredCall
-from torchweft.rpc.observing.counting import name_of
-from torchweft.rpc.observing.stacks import named_in
+from torchweft.rpc.stacks import named_in
 from torchweft.rpc.worker import Carrier
 from torchweft.version import VERSION
 from torchweft.wire.frames import Buffer

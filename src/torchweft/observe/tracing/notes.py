@@ -26,6 +26,7 @@ from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.autograd.walk import Reached
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId
+from torchweft.observe.counting import kept_of, key_of, name_of
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.calls import AnsweredCall
 from torchweft.protocol.observing.trace import (
@@ -40,7 +41,6 @@ from torchweft.protocol.observing.trace import (
     SERVED,
     Row,
 )
-from torchweft.rpc.observing.counting import kept_of, key_of, name_of
 from torchweft.rpc.worker import Watcher
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame

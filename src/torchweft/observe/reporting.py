@@ -27,6 +27,8 @@ from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, WorkerLost
 from torchweft.files import replacing
+from torchweft.observe.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
+from torchweft.observe.examining import facts_of, measured_for_observer
 from torchweft.protocol.calls import ServedCall as Served
 from torchweft.protocol.connecting.reaching import HOST
 from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
@@ -49,14 +51,8 @@ from torchweft.protocol.observing.report import (
     encode,
 )
 from torchweft.rpc.health import health_of
-from torchweft.rpc.observing.counting import (
-    LEASE_S,
-    METRICS_LEASE_S,
-    Counting,
-    name_of,
-)
-from torchweft.rpc.observing.examining import facts_of, measured_for_observer
-from torchweft.rpc.observing.stacks import (
+from torchweft.rpc.serving import Call, key_of
+from torchweft.rpc.stacks import (
     function_of,
     inwards,
     is_own,
@@ -65,7 +61,6 @@ from torchweft.rpc.observing.stacks import (
     source_of,
     thread_frames,
 )
-from torchweft.rpc.serving import Call, key_of
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
 from torchweft.runtime.reactor import Awaited
@@ -516,3 +511,15 @@ def _check_own(path: str) -> None:
         raise ConfigurationError(
             f"{path!r} is no folder of this user alone; set {knobs.DUMP_DIR.variable} to one"
         )
+
+
+def reporting_of(worker: Worker, group: str) -> tuple[Observers, Dumps]:
+    """Returns what answers the observers of a worker, and what writes its files.
+
+    Args:
+        worker: The worker.
+        group: The name of its group.
+    """
+    counting = Counting(worker)
+    reporter = Reporter(worker, counting, group)
+    return Observers(worker.agent, reporter, counting), Dumps(worker, reporter, group)

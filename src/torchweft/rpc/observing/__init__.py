@@ -1,1 +1,0 @@
-"""What a worker tells of itself; most of it is imported when somebody first asks."""
