@@ -87,7 +87,7 @@ def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
     to blame. If no lacking worker is to blame, all workers are asked.
     """
     from torchweft.agent.current import current
-    from torchweft.rpc.stacks import ask_all
+    from torchweft.rpc.stack_report import ask_all
     from torchweft.rpc.worker import WORKER
 
     agent = current()

@@ -52,7 +52,7 @@ from torchweft.protocol.observing.report import (
 )
 from torchweft.rpc.health import health_of
 from torchweft.rpc.serving import Call, key_of
-from torchweft.rpc.stacks import (
+from torchweft.rpc.stack_report import (
     function_of,
     inwards,
     is_own,

@@ -39,7 +39,7 @@ from torchweft.protocol.membership.leaving import (
 )
 from torchweft.protocol.membership.registration import LEADER
 from torchweft.protocol.observing.keys import SHUTDOWN, Wait
-from torchweft.rpc import serving, stacks
+from torchweft.rpc import serving, stack_report
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.observed import OBSERVED, Observed, answer_signal
 from torchweft.rpc.options import RpcBackendOptions
@@ -363,7 +363,7 @@ class Node:
         serving.install(self.worker)
         self.observed = Observed(self.worker, group)
         self.clock_id = clock_id()
-        stacks.install(self.worker)
+        stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
         self.waits.add(self.gatherings.open_waits)

@@ -24,7 +24,7 @@ from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft import knobs
 from torchweft.agent.calls import PendingCall
 from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
-from torchweft.rpc import calls, stacks
+from torchweft.rpc import calls, stack_report
 from torchweft.rpc.functions import async_execution
 from torchweft.serialize import by_value
 from torchweft.serialize.by_value import take_apart
@@ -448,7 +448,7 @@ def test_a_report_names_calls_that_wait(local: Pair) -> None:
     wait_until(lambda: len(local.callee.agent.reactor.tasks) == 0)
     late = local.start(made("late"))
     wait_until(lambda: len(local.callee.agent.reactor.tasks) == 1)
-    names = {status.function for status in stacks.calls_of(local.callee)}
+    names = {status.function for status in stack_report.calls_of(local.callee)}
     assert "a function sent by value" in names
     gate.set()
     for future in (*held, late):

@@ -8,15 +8,15 @@ import pytest
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
-from torchweft.rpc import stacks
-from torchweft.rpc.stacks import answer_signal, inwards, lines
+from torchweft.rpc import stack_report
+from torchweft.rpc.stack_report import answer_signal, inwards, lines
 
 
 @pytest.fixture(autouse=True)
 def answered_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the signals that would be answered, instead of answering them."""
     answered: list[int] = []
-    monkeypatch.setattr(stacks, "_answered", None)
+    monkeypatch.setattr(stack_report, "_answered", None)
     monkeypatch.setattr(faulthandler, "register", lambda number, **_: answered.append(number))
     return answered
 

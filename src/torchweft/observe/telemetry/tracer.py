@@ -37,7 +37,7 @@ from torchweft.observe.counting import name_of
 from torchweft.observe.tracing.notes import operations_due
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.calls import AnsweredCall
-from torchweft.rpc.stacks import named_in
+from torchweft.rpc.stack_report import named_in
 from torchweft.rpc.worker import Carrier
 from torchweft.version import VERSION
 from torchweft.wire.frames import Buffer
