@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torchweft.agent.peers import Peer
 from torchweft.native import native
-from torchweft.runtime.reactor import Reactor
+from torchweft.runtime.reactor import Parts, Reactor
 from torchweft.transport.native_link import NativeLink
 from torchweft.wire.messages import Kind
 
@@ -85,7 +85,7 @@ class Waiter:
         spins: Spins,
         deadline_s: float,
         is_over: Callable[[], object],
-        parts: Callable[[], Sequence[Any]],
+        parts: Parts,
         wake_fd: int = -1,
     ) -> bool:
         """Reads until a wanted message is there; returns False if this thread is to wait otherwise.

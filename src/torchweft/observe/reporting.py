@@ -63,7 +63,7 @@ from torchweft.rpc.stack_report import (
 )
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.reactor import Awaited
+from torchweft.runtime.reactor import Parts
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
@@ -84,15 +84,15 @@ def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
         code = list(each.frames)
         own = bool(code) and not each.is_main and not any(map(_is_of_program, code))
         call = serving.get(each.ident)
-        waits_for = awaited.get(each.ident) or _in_wait_all(worker, each.stack, call)
+        parts, needs_any = awaited.get(each.ident) or _in_wait_all(worker, each.stack, call)
         yield Thread(
             name=each.name,
             is_idle=not code,
             is_own=own,
             is_main=each.is_main,
             serves="" if call is None or call.has_ended else key_of(call),
-            waits=tuple(_told(worker, waits_for.parts())),
-            needs_any=waits_for.needs_any,
+            waits=tuple(_told(worker, parts())),
+            needs_any=needs_any,
             is_at_lock=bool(code) and not own and _is_at_lock(each.stack[-1]),
             place=_place(code),
             frames=lines(code, has_source) if with_frames else (),
@@ -103,16 +103,18 @@ def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
         yield Thread(name, False, False, False, "", (), False, _place(code), told)
 
 
-def _in_wait_all(worker: Worker, stack: Sequence[FrameType], parent: Served | None) -> Awaited:
+def _in_wait_all(
+    worker: Worker, stack: Sequence[FrameType], parent: Served | None
+) -> tuple[Parts, bool]:
     """Returns what a thread waits for that has noted nothing.
 
     PyTorch's ``wait_all`` blocks in C++ for futures that it tells nobody. So the thread may wait
     for any of the calls that were made where it is.
     """
     if not any(frame.f_code is _WAIT_ALL for frame in stack):
-        return Awaited(list)
+        return list, False
     calls = [call for call in worker.agent.calls.all() if call.parent is parent]
-    return Awaited(lambda: calls, needs_any=True)
+    return lambda: calls, True
 
 
 def _told(worker: Worker, parts: Iterable[PendingCall | Wait]) -> Iterator[Wait]:

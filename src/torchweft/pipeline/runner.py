@@ -38,6 +38,7 @@ from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
+from torchweft.runtime.reactor import Parts
 from torchweft.runtime.served_streams import Attached
 from torchweft.runtime.thread_modes import THREADS
 from torchweft.wire.frames import Frame
@@ -55,7 +56,6 @@ _END, _MESSAGE = -1, -2
 """In place of a step: the end of the runner, and a message that was not read yet."""
 _SHOWN = {FORWARD: "the values", BACKWARD: "the gradients"}
 
-_Parts = Callable[[], Sequence[Wait]]
 Key = tuple[int, ...]
 """Kind, stage, source and micro-batch of a message."""
 
@@ -310,7 +310,7 @@ class Runner:
                 notes.end_wait()
         return arrived.pop(wanted)
 
-    def _next_mail(self, key: Key, deadline_s: float, parts: _Parts) -> tuple[int, Key, Any]:
+    def _next_mail(self, key: Key, deadline_s: float, parts: Parts) -> tuple[int, Key, Any]:
         with contextlib.suppress(queue.Empty):
             return self._mail.get_nowait()
         remaining_s = max(deadline_s - time.monotonic(), 0.0)
@@ -325,7 +325,7 @@ class Runner:
         _, sender, wanted = self.awaited(key)
         return [Wait(MESSAGE, "", time.monotonic() - began_s, wanted, (sender,))]
 
-    def _listen(self, key: Key, deadline_s: float, parts: _Parts) -> None:
+    def _listen(self, key: Key, deadline_s: float, parts: Parts) -> None:
         """Reads the connection to the sender of a message itself, if that is possible."""
         kind, _, source, microbatch = key
         if kind in (FORWARD, BACKWARD):

@@ -23,6 +23,7 @@ from torchweft.agent.tensor_messages import LocalMessage
 from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
+from torchweft.runtime.reactor import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import TABLES, Kind, decode_call
 
@@ -170,7 +171,7 @@ class Listener:
             with contextlib.suppress(OSError):  # The owner has closed it.
                 os.eventfd_write(self._wake_fd, 1)
 
-    def wait(self, peer: Peer, deadline_s: float, parts: Callable[[], Sequence[Any]]) -> None:
+    def wait(self, peer: Peer, deadline_s: float, parts: Parts) -> None:
         """Reads the connection to ``peer`` until there is a message in the inbox.
 
         Returns without one if the message is to be awaited at the inbox: where another thread reads

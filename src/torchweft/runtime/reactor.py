@@ -41,7 +41,7 @@ from _thread import get_ident
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchweft.free_threading import LONGEST_WAIT_S
 from torchweft.runtime.fair_queue import FairQueue, Task
@@ -60,17 +60,9 @@ _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
 
 
-class Awaited(NamedTuple):
-    """What a thread waits for, written down by itself; for reports.
-
-    Attributes:
-        parts: Returns the open calls, and the ``Wait`` of anything else, that the thread needs to
-            go on. Called by other threads. Does not block. What has ended by now is left out.
-        needs_any: Whether any of them lets the thread go on.
-    """
-
-    parts: Callable[[], Sequence[Any]]
-    needs_any: bool = False
+Parts = Callable[[], Sequence[Any]]
+"""Returns the open calls, and the ``Wait`` of anything else, that a thread waits for. Called by
+other threads, for reports. Does not block. What has ended by now is left out."""
 
 
 class Reactor:
@@ -122,8 +114,8 @@ class Reactor:
         """Called before each task, in its thread, if set."""
         self.after_task: Callable[[Any], None] = lambda begun: None
         """Called after each task with the result of ``before_task``. Neither may raise."""
-        self.awaited: dict[int, Awaited] = {}
-        """What threads wait for, by thread; see ``waiting``."""
+        self.awaited: dict[int, tuple[Parts, bool]] = {}
+        """What threads wait for, and whether any of it lets them go on; see ``waiting``."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -279,24 +271,22 @@ class Reactor:
             pass  # closed
 
     @contextlib.contextmanager
-    def waiting(
-        self, parts: Callable[[], Sequence[Any]] | None = None, *, needs_any: bool = False
-    ) -> Iterator[None]:
+    def waiting(self, parts: Parts | None = None, *, needs_any: bool = False) -> Iterator[None]:
         """Lets another task run while this thread blocks in a remote wait, and notes for what.
 
         A signal handler that waits meanwhile has a note of its own. A note goes with this frame,
         wherever a handler raises, and tells nothing of what has ended.
 
         Args:
-            parts: As in ``Awaited``; None if reports have no name for them.
-            needs_any: As in ``Awaited``.
+            parts: What it waits for; None if reports have no name for that.
+            needs_any: Whether any of the parts lets the thread go on.
         """
         thread = get_ident()
         before = self.awaited.get(thread)
         is_counted = self.begin_wait()
         try:
             if parts is not None:
-                self.awaited[thread] = Awaited(parts, needs_any)
+                self.awaited[thread] = parts, needs_any
             yield
         finally:
             if before is None:

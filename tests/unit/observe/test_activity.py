@@ -108,11 +108,11 @@ def test_a_note_goes_with_its_frame_and_tells_nothing_of_what_has_ended(pair: Pa
     future = pair.start(halt)
     interrupted = reactor.waiting(future._call.unfinished)
     interrupted.__enter__()
-    note = reactor.awaited[threading.get_ident()]
-    assert note.parts() == [future._call]
+    parts, _ = note = reactor.awaited[threading.get_ident()]
+    assert parts() == [future._call]
     _may_end.set()
     future.wait()
-    assert note.parts() == []
+    assert parts() == []
     assert reactor.awaited == {threading.get_ident(): note}
     del interrupted
     assert reactor.awaited == {}

@@ -2,10 +2,6 @@
 
 While a call waits, as little as possible is done: numbers, times and the head of a message are kept
 as they are. They are decoded when the rows are taken.
-
-The fields of all rows stand one after the other in one ring. A tuple for each row would be one more
-object to keep, and to look at for the garbage collector. A row is appended in one step of C, and no
-lock is taken. A time that is known only later is noted beside it, under its number.
 """
 
 from __future__ import annotations
@@ -20,6 +16,7 @@ from typing import Any, NamedTuple
 from torch.autograd.graph import Node
 
 from torchweft.agent.calls import PendingCall
+from torchweft.agent.peers import Peer
 from torchweft.autograd import codec
 from torchweft.autograd.contexts import PLACEHOLDER
 from torchweft.autograd.graph import LocalPass, Outgoing
@@ -32,6 +29,7 @@ from torchweft.protocol.calls import AnsweredCall
 from torchweft.protocol.observing.trace import (
     BACKWARD,
     CREATED,
+    FETCH,
     MADE,
     OFFERED,
     PULLED,
@@ -122,97 +120,75 @@ def context_of(context_id: int) -> int:
     return 0 if context_id == NO_GRAD else context_id
 
 
-Note = Callable[[Any], None]
-Number = Callable[[], int]
-Fields = list[Any]
-
-WIDTH = 13
-"""Fields of a row. Shorter rows are filled up, so that each old row gives way to one new row."""
-_MADE_FIELDS, _SENT_FIELDS, _RECEIVED_FIELDS = 12, 7, 10
-_FILLED_UP = (0,) * (WIDTH - 3)
-
-HEAD_OF_CONTROL: Sequence[slice] = [slice(LENGTHS.get(kind, 0)) for kind in range(256)]
-"""Cuts from a control part what is kept of it, by the kind of message."""
-
-
 class Rows:
-    """The newest rows of one recording. Thread-safe.
+    """The newest rows of one recording. Thread-safe: a row is appended in one step of C.
 
     Args:
         limit: How many are kept.
-
-    Attributes:
-        note_fields: Takes ``WIDTH`` fields: the number of the row of a call or message, its tag,
-            other fields, and zeros.
-        note_end: Takes the number of a row of a message or of a served call, and the time at which
-            that was written or answered. Until then, that is the last time in the row.
-        number: Returns the number of the next row.
     """
 
     def __init__(self, limit: int) -> None:
-        self._fields: deque[Any] = deque(maxlen=limit * WIDTH)
-        self._ends: deque[Any] = deque(maxlen=limit * 2)
+        self._rows: deque[Row] = deque(maxlen=limit)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=limit)
         self._ended: dict[int, float] = {}
-        self.note_fields: Note = self._fields.extend
-        self.note_end: Note = self._ends.extend
-        self.number: Number = shared_count().__next__
+        self._numbers = shared_count()
 
     def __len__(self) -> int:
-        return len(self._fields) // WIDTH
+        return len(self._rows)
 
-    def note(self, row: Row) -> None:
-        """Takes any other row: its number, its tag, and fields."""
-        self.note_fields((*row[:2], row, *_FILLED_UP))
+    def note(self, tag: int, *fields: Any) -> int:
+        """Takes a new row: its tag and fields; returns its number."""
+        number = next(self._numbers)
+        self._rows.append((number, tag, *fields))
+        return number
+
+    def note_end(self, number: int, at_s: float) -> None:
+        """Takes the time at which the message or the answer of a row was written.
+
+        Until then, that is the last time in the row.
+        """
+        self._ends.append((number, at_s))
 
     def end(self) -> int:
         """Is called once, when no new row is noted; returns how many rows were dropped."""
-        return self.number() - len(self)
+        return next(self._numbers) - len(self)
 
     def take(self, count: int) -> list[Row]:
         """Takes out the oldest rows, as they travel: with the fields of their records."""
         while self._ends:  # A thread may still note the end of its last message.
-            number = self._ends.popleft()
-            self._ended[number] = self._ends.popleft()
-        pop, width = self._fields.popleft, range(WIDTH)
-        taken = [[pop() for _ in width] for _ in range(min(count, len(self)))]
-        return [_COMPLETE[row[1]](row, self._ended) for row in taken]
+            number, at_s = self._ends.popleft()
+            self._ended[number] = at_s
+        return [self._complete(self._rows.popleft()) for _ in range(min(count, len(self)))]
+
+    def _complete(self, row: Row) -> Row:
+        complete = _COMPLETE.get(row[1])
+        return row if complete is None else complete(row, self._ended)
 
 
-def _made(row: Fields, _: Mapping[int, float]) -> Row:
-    return tuple(row[:_MADE_FIELDS])
-
-
-def _served(row: Fields, ended: Mapping[int, float]) -> Row:
+def _served(row: Row, ended: Mapping[int, float]) -> Row:
     number, tag, arrived_s, began_s, ended_s, *fields, context_id, failed = row
     answered_s = ended.get(number, ended_s)
     context_id = context_of(context_id)
     return (number, tag, arrived_s, began_s, ended_s, answered_s, *fields, context_id, failed)
 
 
-def _sent(row: Fields, ended: Mapping[int, float]) -> Row:
-    number, tag, began_s, thread, peer, size_bytes, head = row[:_SENT_FIELDS]
+def _sent(row: Row, ended: Mapping[int, float]) -> Row:
+    number, tag, began_s, thread, peer, size_bytes, head = row
     kind, flags, count, control_bytes, identity = HEADER.unpack_from(head)
     ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
     stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
     front = (number, tag, began_s, ended.get(number, began_s), thread, peer)
-    told = (ids.context_id, ids.message_id, ids.creation, ids.inline_bytes, stream_bytes)
-    return (*front, kind, identity, size_bytes, *told)
+    return (*front, kind, identity, size_bytes, *ids, stream_bytes)
 
 
-def _received(row: Fields, _: Mapping[int, float]) -> Row:
-    *front, size_bytes, kind, flags, identity, head = row[:_RECEIVED_FIELDS]
+def _received(row: Row, _: Mapping[int, float]) -> Row:
+    *front, size_bytes, kind, flags, identity, head = row
     ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
     told = (ids.context_id, ids.message_id, ids.creation)
     return (*front, kind, identity, size_bytes, *told)
 
 
-def _other(row: Fields, _: Mapping[int, float]) -> Row:
-    whole: Row = row[2]
-    return whole
-
-
-_COMPLETE = {MADE: _made, SERVED: _served, SENT: _sent, RECEIVED: _received}
-_COMPLETE |= dict.fromkeys((CREATED, OFFERED, PULLED, RAN), _other)
+_COMPLETE = {SERVED: _served, SENT: _sent, RECEIVED: _received}
 
 
 _clock: Callable[[], float] = time.monotonic
@@ -290,7 +266,6 @@ class LinkNotes:
     def __init__(self, rows: Rows, peer: int) -> None:
         self._rows = rows
         self._peer = peer
-        self._note_frames = frames_noter(rows)
         self.unwritten = set[int]()
         """The rows of messages that are not written yet."""
 
@@ -304,29 +279,16 @@ class LinkNotes:
         """Notes that they are written."""
         now_s = _clock()
         for row in noted:
-            self._rows.note_end((row, now_s))
+            self._rows.note_end(row, now_s)
         self.unwritten.difference_update(noted)
 
     def received(self, frame: Frame) -> None:
         """Notes a frame that was received."""
-        self._note_frames((frame,), self._peer)
-
-
-def frames_noter(rows: Rows) -> Callable[[Sequence[Frame], int], None]:
-    """Returns what notes frames that were received from a worker."""
-    note, number, clock, cuts = rows.note_fields, rows.number, _clock, HEAD_OF_CONTROL
-
-    def note_frames(frames: Sequence[Frame], peer: int) -> None:
-        now_s, thread = clock(), get_ident()
-        for kind, flags, identity, control, buffers in frames:
-            size = HEADER_BYTES + len(control)
-            if buffers:
-                size += sum([8 + len(each) for each in buffers])
-            head = bytes(control[cuts[kind]])
-            row = number()
-            note((row, RECEIVED, now_s, thread, peer, size, kind, flags, identity, head, 0, 0, 0))
-
-    return note_frames
+        kind, flags, identity, control, buffers = frame
+        size = HEADER_BYTES + len(control) + sum([8 + len(each) for each in buffers])
+        where = _clock(), get_ident(), self._peer
+        head = head_in(kind, control)
+        self._rows.note(RECEIVED, *where, size, kind, flags, identity, head)
 
 
 def note_parts(rows: Rows, parts: list[Buffer], peer: int) -> list[int]:
@@ -344,9 +306,7 @@ def note_parts(rows: Rows, parts: list[Buffer], peer: int) -> list[int]:
             size += sum([len(each) for each in parts[place : place + count]])
             place += count
         head = bytes(part[:HEADER_BYTES]) + head_in(kind, part[begin:least])
-        number = rows.number()
-        rows.note_fields((number, SENT, now_s, thread, peer, size, head, 0, 0, 0, 0, 0, 0))
-        numbers.append(number)
+        numbers.append(rows.note(SENT, now_s, thread, peer, size, head))
     return numbers
 
 
@@ -421,9 +381,8 @@ class TracingWatcher(Watcher):
 
     def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
         """Notes a call that makes a value."""
-        rows, name = self._rows, self._names.name_of(call.function)
-        owner, number = reference.owner, reference.number
-        rows.note((rows.number(), CREATED, _clock(), get_ident(), owner, number, name))
+        name = self._names.name_of(call.function)
+        self._rows.note(CREATED, _clock(), get_ident(), reference.owner, reference.number, name)
 
     def call_ends(self, call: PendingCall) -> None:
         """Notes a call at its caller."""
@@ -433,22 +392,18 @@ class TracingWatcher(Watcher):
             name = self._names.by_key[id(function.__code__)]
         except (AttributeError, KeyError):
             name = self._names.name_of(function)
-        self._rows.note_fields(
-            (
-                self._rows.number(),
-                MADE,
-                call.started_s,
-                _clock(),
-                call.notes.get(self, 0),
-                call.worker,
-                call.number,
-                name,
-                -1 if parent is None else parent.peer.id,
-                0 if parent is None else parent.number,
-                call.on_done is not None,
-                frame is None or frame.flags & ERROR_REPLY != 0,
-                0,
-            )
+        self._rows.note(
+            MADE,
+            call.started_s,
+            _clock(),
+            call.notes.get(self, 0),
+            call.worker,
+            call.number,
+            name,
+            -1 if parent is None else parent.peer.id,
+            0 if parent is None else parent.number,
+            call.on_done is not None,
+            frame is None or frame.flags & ERROR_REPLY != 0,
         )
 
     def serving_begins(self, call: AnsweredCall) -> None:
@@ -466,30 +421,26 @@ class TracingWatcher(Watcher):
         except (TypeError, KeyError):
             name = self._names.name_of(function)
         made = getattr(call, "reference", None)
-        serving.row = self._rows.number()
-        self._rows.note_fields(
-            (
-                serving.row,
-                SERVED,
-                call.arrived_s,
-                serving.began_s,
-                _clock(),
-                serving.thread,
-                get_ident(),
-                call.peer.id,
-                call.number,
-                NO_CREATION if made is None else made.number,
-                name,
-                call.context_id,
-                error is not None,
-            )
+        serving.row = self._rows.note(
+            SERVED,
+            call.arrived_s,
+            serving.began_s,
+            _clock(),
+            serving.thread,
+            get_ident(),
+            call.peer.id,
+            call.number,
+            NO_CREATION if made is None else made.number,
+            name,
+            call.context_id,
+            error is not None,
         )
 
     def served(self, call: AnsweredCall, error: BaseException | None) -> None:
         """Notes when a call was answered."""
         serving = self._serving(call)
         if serving is not None and serving.row is not None:
-            self._rows.note_end((serving.row, _clock()))
+            self._rows.note_end(serving.row, _clock())
 
     def _serving(self, call: AnsweredCall) -> _Serving | None:
         notes: dict[Any, _Serving] = getattr(call, "notes", {})
@@ -510,9 +461,33 @@ class TracingWatcher(Watcher):
                 ("answered", tuple(progress.answered)),
             )
             name, context_id = next(iter(names), "leaves"), local.context_id
-            row = (self._rows.number(), RAN, began_s, ended_s, get_ident(), BACKWARD)
-            self._rows.note((*row, name, context_id, details))
+            self.ran(began_s, ended_s, BACKWARD, name, context_id, details)
         return outgoing, progress
+
+    def ran(
+        self,
+        began_s: float,
+        ended_s: float,
+        category: str,
+        name: str,
+        context_id: int,
+        details: tuple[tuple[str, Any], ...],
+    ) -> None:
+        """Notes work of this thread that is no call; see ``Ran``."""
+        self._rows.note(RAN, began_s, ended_s, get_ident(), category, name, context_id, details)
+
+    def fetched(self, peer: Peer, began_s: float) -> None:
+        """Notes that tensors of a message have come, or could not be fetched."""
+        self.ran(began_s, _clock(), FETCH, "tensors", 0, (("from", peer.name),))
+
+    def offered(self, peer: Peer, kind: Kind, number: int, moved: Mapping[str, int]) -> None:
+        """Notes tensors of a message that go over other channels than its connection."""
+        channels = tuple([(name.removeprefix("sent "), n) for name, n in moved.items() if n])
+        self._rows.note(OFFERED, _clock(), get_ident(), peer.id, int(kind), number, channels)
+
+    def pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
+        """Notes tensors that were fetched over a channel."""
+        self._rows.note(PULLED, _clock(), get_ident(), peer.id, channel, size_bytes)
 
 
 class _Serving:

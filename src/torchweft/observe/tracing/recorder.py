@@ -12,7 +12,6 @@ import threading
 import time
 from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +27,9 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.errors import ConfigurationError, ObserveError
-from torchweft.observe.tracing.notes import Names, Note, Number, Rows, TracedLinks, TracingWatcher
+from torchweft.observe.tracing.notes import Names, Rows, TracedLinks, TracingWatcher
 from torchweft.protocol.connecting.reaching import HOST
 from torchweft.protocol.observing.trace import (
-    FETCH,
-    OFFERED,
-    PULLED,
-    RAN,
     STEP,
     Row,
 )
@@ -44,7 +39,6 @@ from torchweft.rpc.worker import Worker
 from torchweft.runtime.reports import log_exception
 from torchweft.serialize.registry import remotely_callable
 from torchweft.transport.link import Link
-from torchweft.wire.messages import Kind
 
 _READINGS = 5
 _NS = 1e-9
@@ -159,7 +153,6 @@ class Recording:
         self.trace = trace
         self.leader = leader
         self.rows = Rows(limit)
-        self.names = Names()
         self.began_s = time.monotonic()
         self.ended_s = 0.0
         self.own_calls: list[tuple[int, int]] = []
@@ -225,14 +218,13 @@ class Recorder:
             self.forget(recording.trace, recording.leader)
 
     def _switch_on(self, recording: Recording) -> None:
-        rows, note, number = recording.rows, recording.rows.note, recording.rows.number
         agent, worker = self._agent, self._worker
-        self._watcher = TracingWatcher(rows, recording.names)
-        worker.watch(self._watcher)
-        worker.tensor_messages.on_fetched = _note_fetched(note, number)
-        worker.tensor_messages.on_offered = _note_offered(note, number)
-        agent.on_pulled = _note_pulled(note, number)
-        self._hooks = _note_steps(note, number)
+        self._watcher = watcher = TracingWatcher(recording.rows, Names())
+        worker.watch(watcher)
+        worker.tensor_messages.on_fetched = watcher.fetched
+        worker.tensor_messages.on_offered = watcher.offered
+        agent.on_pulled = watcher.pulled
+        self._hooks = _note_steps(watcher)
         agent.links.on_made = self._trace_link
         for peer in list(agent.peers.values()):
             if peer.link is not None:
@@ -358,34 +350,7 @@ def _of_this_worker() -> Recorder:
 RECORDER: Slot[Recorder] = Slot(_of_this_worker)
 
 
-def _note_offered(
-    note: Note, number: Number
-) -> Callable[[Peer, Kind, int, Mapping[str, int]], None]:
-    def note_offered(peer: Peer, kind: Kind, of: int, moved: Mapping[str, int]) -> None:
-        channels = tuple([(name.removeprefix("sent "), n) for name, n in moved.items() if n])
-        now_s = time.monotonic()
-        note((number(), OFFERED, now_s, get_ident(), peer.id, int(kind), of, channels))
-
-    return note_offered
-
-
-def _note_fetched(note: Note, number: Number) -> Callable[[Peer, float], None]:
-    def note_fetched(peer: Peer, began_s: float) -> None:
-        details = (("from", peer.name),)
-        now_s = time.monotonic()
-        note((number(), RAN, began_s, now_s, get_ident(), FETCH, "tensors", 0, details))
-
-    return note_fetched
-
-
-def _note_pulled(note: Note, number: Number) -> Callable[[Peer, str, int], None]:
-    def note_pulled(peer: Peer, channel: str, size_bytes: int) -> None:
-        note((number(), PULLED, time.monotonic(), get_ident(), peer.id, channel, size_bytes))
-
-    return note_pulled
-
-
-def _note_steps(note: Note, number: Number) -> list[Any]:
+def _note_steps(watcher: TracingWatcher) -> list[Any]:
     """Notes the steps of all optimizers of the process; returns the handles of the hooks."""
     began: dict[int, float] = {}
 
@@ -393,12 +358,10 @@ def _note_steps(note: Note, number: Number) -> list[Any]:
         began[get_ident()] = time.monotonic()
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        thread = get_ident()
         now_s = time.monotonic()
-        name = type(optimizer).__name__
+        began_s, name = began.pop(get_ident(), now_s), type(optimizer).__name__
         count = sum([len(group["params"]) for group in optimizer.param_groups])
-        details = (("parameters", count),)
-        note((number(), RAN, began.pop(thread, now_s), now_s, thread, STEP, name, 0, details))
+        watcher.ran(began_s, now_s, STEP, name, 0, (("parameters", count),))
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
 
