@@ -73,9 +73,9 @@ def watch(mode: str) -> None:
         if mode == SPANS:
             spans().start()
     if mode in (COUNTERS, BOTH):
-        node.observed.observers.counting.extend(3600.0)
+        node.observed.reporter.counting.extend(3600.0)
     else:
-        node.observed.observers.counting.stop()
+        node.observed.reporter.counting.stop()
     if mode in (TRACE, BOTH):
         recorder.begin(_TRACE, _LIMIT, False)
 

@@ -54,7 +54,7 @@ def fail() -> None:
 
 
 def is_counting() -> bool:
-    return current_node().observed.observers.counting.since_s >= 0
+    return current_node().observed.reporter.counting.since_s >= 0
 
 
 @pytest.fixture(scope="module")
@@ -135,10 +135,10 @@ def test_an_observer_changes_nothing_in_the_group(trio: Cluster) -> None:
 def test_calls_are_counted_no_longer_than_they_are_watched(trio: Cluster) -> None:
     group_of(trio).ask(ANSWER_S)
     node = current_node()
-    assert node.observed.observers.counting.since_s >= 0
-    assert node.worker.watchers == (node.observed.observers.counting,)
-    node.observed.observers.counting.tick(time.monotonic() + LEASE_S + 1.0)
-    assert node.observed.observers.counting.since_s < 0
+    assert node.observed.reporter.counting.since_s >= 0
+    assert node.worker.watchers == (node.observed.reporter.counting,)
+    node.observed.reporter.counting.tick(time.monotonic() + LEASE_S + 1.0)
+    assert node.observed.reporter.counting.since_s < 0
     assert not node.worker.watchers
 
 

@@ -58,7 +58,7 @@ def fail() -> None:
 def counted() -> dict[tuple[str, str], int]:
     """Returns how often each function was called, by the counters of this worker."""
     counts: Counter[tuple[str, str]] = Counter()
-    for each in current_node().observed.observers.counting.counts():
+    for each in current_node().observed.reporter.counting.counts():
         if not each.function.startswith(SERVICE):
             counts[each.function, each.direction] += each.calls
     return dict(counts)

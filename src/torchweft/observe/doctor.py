@@ -1,6 +1,8 @@
 """What ``torchweft doctor`` looks at: facts of each worker, and the checks of them.
 
-Facts are gathered; checks are pure functions of facts, and return findings.
+Facts are gathered, by a worker of the group or from outside. Checks are pure functions of facts,
+and return findings. From outside, some workers measure their ways to others: one way at a time, as
+two would disturb each other, and briefly, since the group is at work.
 """
 
 from __future__ import annotations

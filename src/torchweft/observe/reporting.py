@@ -1,7 +1,11 @@
-"""Makes the report of a worker: everything that it tells an observer, at this moment.
+"""Reports what one worker does, to observers and to files; see ``rpc.observed`` for who asks.
 
-The tables of calls, references and passes exist anyway. They are copied in single steps, while the
-threads that change them go on.
+Threads note what they wait for (``Reactor.waiting``), and which call they run. Stacks tell the line
+of the program. A thread may go on meanwhile, so a reported wait may just have ended.
+
+The timer thread notices a wait that takes long, and a thread of the reactor writes the file, so
+that threads of the program need not run. The worker that waits tells all others: the one that it
+waits for, through others perhaps, may wait for none itself.
 """
 
 from __future__ import annotations
@@ -22,7 +26,6 @@ from types import FrameType
 import torch
 
 from torchweft import knobs
-from torchweft.agent.agent import Agent
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.peers import Peer
 from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, WorkerLost
@@ -167,19 +170,40 @@ _PAGE_BYTES = resource.getpagesize()
 
 
 class Reporter:
-    """Makes the reports of one worker. Thread-safe.
+    """Makes the reports of one worker, and answers its observers. Thread-safe.
 
     Args:
         worker: The worker.
-        counting: Counts its calls.
+        counting: Counts its calls while it is observed.
         group: The name of its group.
+
+    Attributes:
+        counting: The argument.
     """
 
     def __init__(self, worker: Worker, counting: Counting, group: str) -> None:
         self._worker = worker
         self._agent = worker.agent
-        self._counting = counting
+        self.counting = counting
         self._group = group
+
+    def answer(self, question: str) -> bytes:
+        """Returns the answer to an observer; raises ProtocolError if there is no such question."""
+        if question == WHO:
+            return encode(self.identity())
+        if question == FACTS:
+            return encode_facts(facts_of(self._agent)).encode()
+        if question.startswith(MEASURE):
+            callee = question.removeprefix(MEASURE)
+            return encode_facts(measured_for_observer(self._agent, callee)).encode()
+        if question not in (REPORT, DETAIL, METRICS):
+            raise ProtocolError(f"an observer asks {question!r}")
+        return encode(self.observed(question))
+
+    def observed(self, question: str) -> Report:
+        """Returns a report, and has calls counted until the next one is due."""
+        self.counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
+        return self.report(question)
 
     def identity(self) -> Identity:
         """Returns who this worker is, and which others it knows."""
@@ -219,12 +243,12 @@ class Reporter:
             time=time.time(),
             cpu_s=time.process_time(),
             memory_bytes=_memory_bytes(),
-            counted_since_s=self._counting.since_s,
+            counted_since_s=self.counting.since_s,
             slots=reactor.limit,
             running=reactor.running,
             queued=len(reactor.tasks),
             traffic=tuple(self._traffic()),
-            functions=self._counting.counts(),
+            functions=self.counting.counts(),
             made=tuple(self._made()) if shows_calls else (),
             served=tuple(self._served()) if shows_calls else (),
             threads=tuple(threads(worker, with_frames=in_detail)) if shows_calls else (),
@@ -344,46 +368,6 @@ def _size_of_module(module: torch.nn.Module, seen: set[int]) -> int:
             if each is not None
         ]
     )
-
-
-class Observers:
-    """Answers the observers of one worker. Thread-safe.
-
-    Args:
-        agent: The worker's agent.
-        reporter: Makes the reports.
-        counting: Counts the worker's calls while it is observed.
-
-    Attributes:
-        counting: The argument.
-    """
-
-    def __init__(self, agent: Agent, reporter: Reporter, counting: Counting) -> None:
-        self._agent = agent
-        self._reporter = reporter
-        self.counting = counting
-
-    def answer(self, question: str) -> bytes:
-        """Returns the answer to a question; raises ProtocolError if there is no such question."""
-        if question == WHO:
-            return encode(self.identity())
-        if question == FACTS:
-            return encode_facts(facts_of(self._agent)).encode()
-        if question.startswith(MEASURE):
-            callee = question.removeprefix(MEASURE)
-            return encode_facts(measured_for_observer(self._agent, callee)).encode()
-        if question not in (REPORT, DETAIL, METRICS):
-            raise ProtocolError(f"an observer asks {question!r}")
-        return encode(self.report(question))
-
-    def report(self, question: str) -> Report:
-        """Returns a report, and has calls counted until the next one is due."""
-        self.counting.extend(METRICS_LEASE_S if question == METRICS else LEASE_S)
-        return self._reporter.report(question)
-
-    def identity(self) -> Identity:
-        """Returns who this worker is, and which others it knows."""
-        return self._reporter.identity()
 
 
 _log = logging.getLogger("torchweft")
@@ -515,13 +499,12 @@ def _check_own(path: str) -> None:
         )
 
 
-def reporting_of(worker: Worker, group: str) -> tuple[Observers, Dumps]:
+def reporting_of(worker: Worker, group: str) -> tuple[Reporter, Dumps]:
     """Returns what answers the observers of a worker, and what writes its files.
 
     Args:
         worker: The worker.
         group: The name of its group.
     """
-    counting = Counting(worker)
-    reporter = Reporter(worker, counting, group)
-    return Observers(worker.agent, reporter, counting), Dumps(worker, reporter, group)
+    reporter = Reporter(worker, Counting(worker), group)
+    return reporter, Dumps(worker, reporter, group)

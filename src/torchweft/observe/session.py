@@ -2,6 +2,8 @@
 
 The greeting is that between workers, with the key of observers; see
 ``docs/protocols/observing.md``.
+
+Also what this host knows of a worker's process that does not answer.
 """
 
 from __future__ import annotations

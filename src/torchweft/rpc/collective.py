@@ -1,7 +1,15 @@
-"""Collective operations: workers wait for one another, and exchange one value each.
+"""Collective operations: each of several workers brings a value, and goes on when all have arrived.
 
-A worker that does not lead a gathering sends its value to the leader, and waits for all values; see
-``gathering``.
+The worker of the lowest id leads: the others send it their values, and when all have arrived it
+sends the values to every worker. That takes two calls per worker, for any number of workers.
+
+* A gathering is named by its workers, its kind and a number that each worker counts for itself.
+  So the same workers can gather repeatedly, also from several threads at once.
+* A failure ends the gathering: a worker is lost, a value cannot be serialized, or the leader gives
+  up. All workers that have arrived or still arrive are told the reason.
+* The leader (``Led``) remembers a gathering until every worker has arrived or is lost. A follower
+  remembers it while it waits. A follower that is told of an unknown gathering has given up, and
+  ignores the message.
 """
 
 from __future__ import annotations
@@ -49,17 +57,13 @@ class Key(NamedTuple):
 
 
 class Ways(NamedTuple):
-    """The name of a gathering, and the functions that it calls on other workers.
-
-    Attributes:
-        name: Its name in messages.
-        bring: Called on the leader with the key, the name of the caller and its value.
-        tell: Called on all other workers with the key and all values.
-    """
+    """The name of a gathering in messages, and the functions that it calls on other workers."""
 
     name: str
     bring: Callable[[Any, str, Any], None]
+    """Called on the leader with the key, the name of the caller and its value."""
     tell: Callable[[Any, dict[str, Any]], None]
+    """Called on all other workers with the key and all values."""
 
 
 class Limits(NamedTuple):
@@ -74,8 +78,8 @@ class Outcome(NamedTuple):
 
     Attributes:
         values: The values by worker name.
-        calls: On the leader, the calls that send the values to the others, by worker name. Until
-            they have ended, the values must not be changed.
+        calls: The leader's calls that send the values, by worker name. Until they have ended, the
+            values must not be changed.
     """
 
     values: dict[str, Any]
@@ -153,15 +157,7 @@ class Gathering:
 def check_key(key: Any, agent: Agent, caller: Peer, name: str | None = None) -> None:
     """Raises if a worker names a gathering in which it cannot take part.
 
-    Args:
-        key: The key that the worker sent.
-        agent: This worker's agent.
-        caller: The worker.
-        name: The name that the caller claims in a message to the leader; None from the leader.
-
-    Raises:
-        ArgumentTypeError: ``key`` is malformed.
-        NotAllowed: The caller, or this worker, has no such part in the gathering.
+    ``name`` is what the caller claims in a message to the leader; None in one of the leader.
     """
     check_types(key=(key, Key))
     check_types(workers=(key.workers, tuple), kind=(key.kind, str), number=(key.number, int))
@@ -184,16 +180,10 @@ def failure(error: Exception, ways: Ways, worker: str) -> CallError:
 
 
 class Led:
-    """The gatherings that this worker leads. Thread-safe.
+    """The gatherings that this worker leads. Thread-safe."""
 
-    Args:
-        agent: The worker's agent.
-        failed: Called on other workers, with the key and an error, when a gathering has failed.
-    """
-
-    def __init__(self, agent: Agent, failed: Callable[[Key, Exception], None]) -> None:
+    def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._failed = failed
         self._lock = threading.RLock()
         self._open: dict[Key, Gathering] = {}
         self._is_closed = False
@@ -256,15 +246,11 @@ class Led:
     def open_waits(self) -> list[OpenWait]:
         """Returns the gatherings in which this worker has arrived, and others have not."""
         with self._lock:
-            mine = [
-                (key, gathering)
+            return [
+                OpenWait(key, gathering.began_s, partial(self._awaited, key, gathering))
                 for key, gathering in self._open.items()
                 if key.workers[0] not in gathering.missing
             ]
-        return [
-            OpenWait(key, gathering.began_s, partial(self._awaited, key, gathering))
-            for key, gathering in mine
-        ]
 
     def _awaited(self, key: Key, gathering: Gathering) -> str:
         return f"in {key.kind} for {self._missing(gathering)}"
@@ -344,7 +330,7 @@ class Led:
     def _tell_failure(self, key: Key, peer: Peer, error: Exception) -> None:
         if not peer.is_self and peer.lost is None:
             with contextlib.suppress(WorkerLost, NotInitialized, CallTimeout), detached():
-                ignore_errors(rpc_async(peer.info, self._failed, args=(key, error)))
+                ignore_errors(rpc_async(peer.info, failed, args=(key, error)))
 
     def _watch(self, workers: tuple[int, ...], _: object) -> None:
         """Connects to the workers, so that the death of a missing one is noticed."""
@@ -364,11 +350,7 @@ T = TypeVar("T")
 
 
 class Gatherings:
-    """All gatherings of one worker, as leader and as follower. Thread-safe.
-
-    Args:
-        agent: The worker's agent.
-    """
+    """All gatherings of one worker, as leader and as follower. Thread-safe."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -376,7 +358,7 @@ class Gatherings:
         self._numbers: dict[tuple[tuple[int, ...], str], int] = {}
         self._awaited: dict[Key, Gathering] = {}
         self._is_closed = False
-        self.led = Led(agent, failed)
+        self.led = Led(agent)
 
     def __len__(self) -> int:
         return len(self._awaited) + len(self.led)
@@ -384,10 +366,7 @@ class Gatherings:
     def gather(self, value: Any, workers: Iterable[Peer], ways: Ways, limits: Limits) -> Outcome:
         """Brings ``value`` and waits until all ``workers``, including this one, have brought one.
 
-        Raises:
-            CallTimeout: Not all arrived in time; the leader's error names the missing workers.
-            WorkerLost: A worker was lost before it arrived.
-            CallError: Another worker's value cannot be serialized; names that worker.
+        Raises as ``all_gather``.
         """
         peers = {peer.id: peer for peer in workers}
         me = self._agent.me
@@ -446,11 +425,9 @@ class Gatherings:
 
     def open_waits(self) -> list[OpenWait]:
         """Returns the gatherings in which this worker waits for others."""
-        with self._lock:
-            awaited = list(self._awaited.items())
         return self.led.open_waits() + [
             OpenWait(key, gathering.began_s, partial(self._leader_awaited, key))
-            for key, gathering in awaited
+            for key, gathering in self._awaited.copy().items()
         ]
 
     def _leader_awaited(self, key: Key) -> str:
@@ -461,15 +438,13 @@ class Gatherings:
 
     def told(self, key: Key, values: dict[str, Any]) -> None:
         """Records that all workers have arrived, and their values."""
-        with self._lock:
-            gathering = self._awaited.get(key)
+        gathering = self._awaited.get(key)
         if gathering is not None:
             gathering.end(values)
 
     def failed(self, key: Key, error: Exception) -> None:
         """Records that not all workers can arrive."""
-        with self._lock:
-            gathering = self._awaited.get(key)
+        gathering = self._awaited.get(key)
         if gathering is not None:
             gathering.fail(error)
 
@@ -502,11 +477,7 @@ GATHERINGS: Slot[Gatherings] = Slot()
 
 
 def current_gatherings() -> Gatherings:
-    """Returns the gatherings of this process's worker.
-
-    Raises:
-        NotInitialized: This process is not a worker.
-    """
+    """Returns the gatherings of this process's worker; raises NotInitialized if it is none."""
     return current().slots[GATHERINGS]
 
 
@@ -567,11 +538,7 @@ def all_gather(
 
 
 def members(agent: Agent, workers: Iterable[Destination] | None) -> list[Peer]:
-    """Returns the named workers, or all if ``workers`` is None.
-
-    Raises:
-        UnknownWorker: No worker has a given name or rank.
-    """
+    """Returns the named workers, or all if ``workers`` is None."""
     return agent.members.present() if workers is None else [agent.find(each) for each in workers]
 
 
@@ -591,41 +558,37 @@ def _gather(
 @remotely_callable
 def bring(key: Key, name: str, value: Any) -> None:
     """Records, on the leader, that another worker has arrived, and its value."""
-    caller = strict_caller()
-    if caller is not None:
-        check_key(key, current(), caller, name)
+    _check(key, name)
     current_gatherings().led.brought(key, name, value)
 
 
 @remotely_callable
 def tell(key: Key, values: dict[str, Any]) -> None:
     """Records that all workers have arrived, and their values."""
-    caller = strict_caller()
-    if caller is not None:
-        check_key(key, current(), caller)
-        check_types(values=(values, dict))
+    _check(key, values=(values, dict))
     current_gatherings().told(key, values)
 
 
 @remotely_callable
 def failed(key: Key, error: Exception) -> None:
     """Records, on a follower, that a gathering has failed."""
-    _check(key, None, error)
+    _check(key, error=(error, Exception))
     current_gatherings().failed(key, error)
 
 
 @remotely_callable
 def withdrawn(key: Key, name: str, error: Exception) -> None:
     """Records, on the leader, that a worker cannot bring its value."""
-    _check(key, name, error)
+    _check(key, name, error=(error, Exception))
     current_gatherings().led.withdrawn(key, name, error)
 
 
-def _check(key: Any, name: str | None, error: Any) -> None:
+def _check(key: Any, name: str | None = None, **typed: Any) -> None:
+    """Checks what another worker says of a gathering, if this worker is strict."""
     caller = strict_caller()
     if caller is not None:
         check_key(key, current(), caller, name)
-        check_types(error=(error, Exception))
+        check_types(**typed)
 
 
 _BARRIER = Ways("barrier", bring, tell)

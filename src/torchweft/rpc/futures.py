@@ -1,4 +1,19 @@
-"""The future of a remote call: a real ``torch.futures.Future`` that can be awaited as well."""
+"""Futures of remote calls: real ``torch.futures.Future`` objects that can be awaited as well.
+
+The GPU work of a future's readers waits for the work that still computes its result. PyTorch's
+future does so itself, if it was made with the GPUs of its result. It records events when it is
+completed, and each reader's streams wait for them. That also serves readers that know nothing of
+Weft: ``torch.futures.wait_all``, and callbacks of C++. Three facts prevent a plain use of it.
+
+* A future is made before its result is known, and refuses a result on any other GPU. It cannot name
+  all GPUs of the machine: a callback makes streams, and so a context, on each of them.
+* PyTorch pickles a result to find its tensors, and drops a result that it cannot pickle.
+* Most processes have not initialized CUDA when they make their first futures.
+
+So a future names the GPUs that have a context when it is made. A result that PyTorch could not take
+is hidden from it, and ``OrderedFuture`` orders the work by a mark. Then only PyTorch's own
+functions for several futures, which make new objects for the same futures, show the hidden object.
+"""
 
 from __future__ import annotations
 

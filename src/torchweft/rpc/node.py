@@ -1,4 +1,7 @@
-"""One worker as a whole: makes, starts and ends its parts, and tells them of losses, in order."""
+"""One worker as a whole: makes, starts and ends its parts, and tells them of losses, in order.
+
+``Leaving`` takes it out of its group: the shell of ``torchweft.protocol.membership.leaving``.
+"""
 
 from __future__ import annotations
 

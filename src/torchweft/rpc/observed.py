@@ -49,8 +49,8 @@ class Observed:
             self._reporting()  # It has work before anybody asks.
 
     @property
-    def observers(self) -> Any:
-        """The ``Observers`` of ``torchweft.observe.reporting``: they answer who observes."""
+    def reporter(self) -> Any:
+        """The ``Reporter`` of ``torchweft.observe.reporting``, which answers observers."""
         return self._reporting()[0]
 
     def _reporting(self) -> tuple[Any, Any]:
@@ -63,7 +63,7 @@ class Observed:
 
     def answer(self, question: str) -> bytes:
         """Returns the answer to a question; raises ProtocolError if there is no such question."""
-        answer: bytes = self.observers.answer(question)
+        answer: bytes = self.reporter.answer(question)
         return answer
 
     def dump_soon(self, reason: str, is_wanted: bool = False) -> None:

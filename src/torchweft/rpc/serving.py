@@ -1,4 +1,4 @@
-"""Serves calls from other workers: runs the functions and sends the answers."""
+"""Serves calls from other workers: runs the functions, and answers or keeps what they return."""
 
 from __future__ import annotations
 

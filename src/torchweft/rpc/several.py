@@ -1,4 +1,4 @@
-"""Calls to several workers at once, and futures in the order in which they are done."""
+"""Calls to several workers at once: futures as they are done, ``rpc_all``, and actors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``torchweft.rpc.stream``: the values of a generator that runs on another worker."""
+"""Streams of values that a generator of another worker yields, and several of them ``merged``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""One worker's calls: the parts that make and serve them, and the results of its own calls."""
+"""One worker's calls, references, tensors and graphs, its answers, and who watches its calls.
+
+A worker has a tuple of watchers (counters, traces, spans), which is usually empty. Each step of a
+call looks whether there are any, and tells them. A call that has begun before somebody watches has
+no notes, and is told of without them.
+"""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_counts_grow_and_are_collected_once() -> None:
 
 def test_calls_without_an_end_have_no_time() -> None:
     tally = Tally("out")
-    tally.entry_of(work).untimed(0.0)
+    tally.entry_of(work).untimed.append(0.0)
     (counted,) = tally.counts()
     assert (counted.calls, counted.errors, counted.times) == (1, 0, {})
     assert math.isnan(percentile(counted.times, 0.5))

@@ -1,6 +1,9 @@
 """Makes the spans, by the API of OpenTelemetry.
 
 Names of attributes are those of the semantic conventions for RPC.
+
+Messages carry contexts of spans as text, made and read by the propagator of the process:
+``traceparent`` and ``baggage`` of the W3C unless the program has set another.
 """
 
 from __future__ import annotations

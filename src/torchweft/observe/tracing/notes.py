@@ -1,7 +1,8 @@
-"""The rows of one recording, of which each step of a call notes one.
+"""What a worker notes while it is traced: calls, messages, tensors, and parts of backward passes.
 
 While a call waits, as little as possible is done: numbers, times and the head of a message are kept
-as they are. They are decoded when the rows are taken.
+as they are. They are decoded when the rows are taken. No byte of a value is kept: the numbers at
+the begin of a control part have a fixed size for each kind of message.
 """
 
 from __future__ import annotations

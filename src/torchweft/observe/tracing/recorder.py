@@ -1,7 +1,12 @@
-"""Records what one worker does while it is traced.
+"""Records what one worker does while it is traced, and what ``torch.profiler`` records meanwhile.
 
-Calls, backward passes, links and tensor messages tell whoever has subscribed. ``rows`` keeps what
-was told.
+Calls, backward passes, links and tensor messages tell whoever has subscribed. Each profile that
+ends meanwhile is taken, whoever has started it. Its events tell the time since 1970; the difference
+to the clock of traces is measured when the profile ends.
+
+The leader of a trace calls the functions at the end of this file on the other workers. They tell
+names of functions, numbers, sizes and times, which any member may see by observing; they read and
+return no value of the program. So a strict worker runs them as well.
 """
 
 from __future__ import annotations

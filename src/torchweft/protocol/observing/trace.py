@@ -3,6 +3,12 @@
 A worker notes plain tuples: the number of the record, its tag, and the fields of one of the classes
 below. They travel as they are, and ``read`` gives them names. No record has a value of the program:
 only names of functions, numbers, sizes and times.
+
+Clocks of two workers are compared by calls that read the other one, at an unknown moment of the
+call. So its lead over the own clock lies in an interval as long as the call; the middle is wrong by
+at most half of its length, and the shortest of several calls counts. Two such measurements, before
+and after a trace, give the lead for all times in between, where both clocks run at constant rates
+meanwhile. The error there is at most the larger one of both.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""The graph of waits over all workers, made of their reports.
+"""The graph of waits over all workers, made of their reports, and what it says in words.
 
 Its nodes are activities: threads, served calls, gatherings, backward passes, values that are being
 made, and workers as a whole. ``docs/protocols/observing.md`` lists which activity waits for which.
+
+An activity waits for all, or for any one, of others. It can go on if it waits for nothing, or if
+all or any of those can go on: the least such set. The rest is stuck. Where stuck activities wait
+for each other in a circle, that is a deadlock: no activity outside of the circle can end it.
 """
 
 from __future__ import annotations

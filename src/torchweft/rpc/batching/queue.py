@@ -1,10 +1,4 @@
-"""The queue of one batched function: the shell of ``torchweft.protocol.batching.Batcher``.
-
-* A turn is a task of the worker. It runs the function on that thread, outside of any served call.
-* Calls of other workers, and of threads of this worker, are both a ``Waiting``, which is called
-  with its outcome. A served call answers its caller, a local one wakes its thread.
-* The lock is held for a few steps of Python at a time, and never while code of the program runs.
-"""
+"""Gathers the calls of a batched function, runs them in batches, and counts what it has done."""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Runs the function of a batch: stacks the arguments, splits the result, and tells who failed."""
+"""Runs the function of a batch: stacks the arguments, splits the result, and tells who failed.
+
+The graphs of the callers stay apart. To stack their tensors within one graph would fail: the pass
+of one caller would reach the tensors of all others, and free the graph for them. So the function
+runs on a detached stack, in a graph of its own. Each caller gets nodes that lead to its own
+arguments and to the leaves behind the function. Their backward runs the batch's graph, which no
+pass frees. See ``docs/protocols/batching.md``.
+"""
 
 from __future__ import annotations
 
