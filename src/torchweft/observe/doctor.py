@@ -30,6 +30,17 @@ from torchweft.protocol.observing.facts import (
 )
 from torchweft.rpc import get_worker_infos, rpc_sync
 
+__all__ = [
+    "Diagnosis",
+    "Finding",
+    "HostFacts",
+    "Level",
+    "PairFacts",
+    "examine",
+    "examine_group",
+    "gather",
+]
+
 
 class Level(enum.Enum):
     """How bad a finding is: only errors make the diagnosis fail."""
@@ -464,15 +475,3 @@ def _coverage(
         )
     fix = f"torchweft doctor --group --pairs {known} measures all" if most < known else ""
     yield Finding(Level.GOOD, "pairs", "all workers", text, fix)
-
-
-__all__ = [
-    "Diagnosis",
-    "Finding",
-    "HostFacts",
-    "Level",
-    "PairFacts",
-    "examine",
-    "examine_group",
-    "gather",
-]

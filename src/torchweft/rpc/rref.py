@@ -233,13 +233,11 @@ class Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Any:
-        value_type = getattr(self._reference, "value_type", None)
-        if value_type is not None and not hasattr(value_type, name):
-            try:
-                check_method(self._reference, name)
-            except AttributeError as error:
-                shorten(error)
-                raise
+        try:
+            check_method(self._reference, name)
+        except AttributeError as error:
+            shorten(error)
+            raise
         return functools.partial(self._call, name)
 
     def __dir__(self) -> list[str]:

@@ -277,14 +277,11 @@ class Trace:
             ],
         }
         try:
-            self._write_whole(joined, about)
+            # The whole file or none: a reader never finds a part.
+            with replacing(self.path, "w") as file:
+                chrome.write(file, joined, about, self._began_s)
         except OSError as error:
             raise ObserveError(f"the trace cannot be written to {self.path}: {error}") from error
-
-    def _write_whole(self, joined: Joined, about: dict[str, Any]) -> None:
-        """Writes the whole file or none: a reader never finds a part."""
-        with replacing(self.path, "w") as file:
-            chrome.write(file, joined, about, self._began_s)
 
     @property
     def joined(self) -> Joined:

@@ -304,12 +304,12 @@ class Runner:
             if kind == usual or self._options.mixed:
                 found = self._run(members)
             else:
-                found = [(None, self._differs(each, example)) for each in members]
+                found = [
+                    (None, stacking.differs(self._name, each.caller, each.parts, example.parts))
+                    for each in members
+                ]
             outcomes.update(zip(places, found, strict=True))
         return [outcomes[place] for place in range(len(entries))]
-
-    def _differs(self, entry: Entry, example: Entry) -> BaseException:
-        return stacking.differs(self._name, entry.caller, entry.parts, example.parts)
 
     def _run(self, entries: list[Entry]) -> list[Outcome]:
         """Runs calls of one kind; with ``isolate``, by halves after an error."""
