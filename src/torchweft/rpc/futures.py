@@ -286,20 +286,19 @@ def is_shown(value: Any, devices: Sequence[int]) -> bool:
 def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
     """Completes any future with an error; each waiter raises a copy of the error."""
     drop_frames(error)
-    future._set_unwrap_func(raise_copy)
+    future._set_unwrap_func(partial(_raise_copy, None))
     future.set_result(error)
 
 
-def raise_copy(held: Any) -> None:
-    """Raises a copy of the error that a future holds; its traceback begins at the read."""
+def _raise_copy(guard: Guard | None, held: Any) -> None:
+    """Raises a copy of the error that a future holds, when the value of the future is read."""
+    if guard is not None:
+        guard.was_seen = True
     try:
         raise fresh_copy(content_of(held))
     except BaseException as copy:
-        BaseException.with_traceback(copy, None)
+        BaseException.with_traceback(copy, None)  # The traceback begins at the read.
         raise
-
-
-__all__ = ["Future", "fail", "ignore_errors", "open_calls"]
 
 
 class Future(OrderedFuture[T]):
@@ -364,7 +363,7 @@ class Future(OrderedFuture[T]):
         self._guard = guard
         if self.is_watched:  # just now, before there was a guard
             guard.was_seen = True
-        self._set_unwrap_func(partial(_raise_seen, guard))
+        self._set_unwrap_func(partial(_raise_copy, guard))
         self.set_result(error)  # type: ignore[arg-type]
 
     def _watch(self) -> None:
@@ -480,12 +479,6 @@ def open_calls(futures: Iterable[object]) -> list[PendingCall]:
 def ignore_errors(future: Future[Any]) -> None:
     """Suppresses the error report of a best-effort call."""
     future._watch()
-
-
-def _raise_seen(guard: Guard, held: Any) -> None:
-    """Raises a copy of the error that a future holds, when the value of the future is read."""
-    guard.was_seen = True
-    raise_copy(held)
 
 
 def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:

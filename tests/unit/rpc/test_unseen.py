@@ -8,7 +8,7 @@ import math
 import pytest
 
 from torchweft.agent.calls import PendingCall
-from torchweft.rpc.futures import Future, _raise_seen
+from torchweft.rpc.futures import Future, _raise_copy
 from torchweft.rpc.unseen import Guard, Report, _log_all
 
 
@@ -34,7 +34,7 @@ def test_a_guard_whose_error_is_raised_reports_nothing() -> None:
     reports: list[Report] = []
     guard = Guard(Report("the call failed", KeyError("x")), reports.append)
     with pytest.raises(KeyError):
-        _raise_seen(guard, KeyError("x"))
+        _raise_copy(guard, KeyError("x"))
     del guard
     assert reports == []
 
