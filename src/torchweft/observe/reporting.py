@@ -66,7 +66,6 @@ from torchweft.rpc.stack_report import (
 )
 from torchweft.rpc.telling import TELLERS
 from torchweft.rpc.worker import Worker
-from torchweft.runtime.reactor import Parts
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
 
@@ -81,21 +80,22 @@ _WAIT_ALL = torch.futures.wait_all.__code__
 def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
     """Yields the threads and coroutines of a worker; not the calling thread."""
     has_source = not worker.agent.me.registration.is_strict
-    awaited = worker.agent.reactor.awaited.copy()
+    notes = worker.agent.reactor.notes.copy()
     serving = worker.serving.copy()
     for each in thread_frames():
         code = list(each.frames)
         own = bool(code) and not each.is_main and not any(map(_is_of_program, code))
         call = serving.get(each.ident)
-        parts, needs_any = awaited.get(each.ident) or _in_wait_all(worker, each.stack, call)
+        note = notes.get(each.ident, _no_note)()
+        parts = _in_wait_all(worker, each.stack, call) if note is None else note.parts()
         yield Thread(
             name=each.name,
             is_idle=not code,
             is_own=own,
             is_main=each.is_main,
             serves="" if call is None or call.has_ended else key_of(call),
-            waits=tuple(_told(worker, parts())),
-            needs_any=needs_any,
+            waits=tuple(_told(worker, parts)),
+            needs_any=bool(parts) and (note is None or note.needs_any),
             is_at_lock=bool(code) and not own and _is_at_lock(each.stack[-1]),
             place=_place(code),
             frames=lines(code, has_source) if with_frames else (),
@@ -106,18 +106,21 @@ def threads(worker: Worker, *, with_frames: bool) -> Iterator[Thread]:
         yield Thread(name, False, False, False, "", (), False, _place(code), told)
 
 
+def _no_note() -> None:
+    """Stands for the note of a thread that has none."""
+
+
 def _in_wait_all(
     worker: Worker, stack: Sequence[FrameType], parent: Served | None
-) -> tuple[Parts, bool]:
-    """Returns what a thread waits for that has noted nothing.
+) -> list[PendingCall]:
+    """Returns calls any of which a thread may wait for that has noted nothing.
 
     PyTorch's ``wait_all`` blocks in C++ for futures that it tells nobody. So the thread may wait
     for any of the calls that were made where it is.
     """
     if not any(frame.f_code is _WAIT_ALL for frame in stack):
-        return list, False
-    calls = [call for call in worker.agent.calls.all() if call.parent is parent]
-    return lambda: calls, True
+        return []
+    return [call for call in worker.agent.calls.all() if call.parent is parent]
 
 
 def _told(worker: Worker, parts: Iterable[PendingCall | Wait]) -> Iterator[Wait]:

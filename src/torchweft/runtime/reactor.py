@@ -42,6 +42,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from typing import Any
+from weakref import ref
 
 from torchweft.free_threading import LONGEST_WAIT_S
 from torchweft.runtime.fair_queue import FairQueue, Task
@@ -63,6 +64,35 @@ _LOOKS_UNTIL_STUCK = 10
 Parts = Callable[[], Sequence[Any]]
 """Returns the open calls, and the ``Wait`` of anything else, that a thread waits for. Called by
 other threads, for reports. Does not block. What has ended by now is left out."""
+
+
+class Waiting:
+    """A remote wait of one thread, which notes what it waits for; made by ``Reactor.waiting``.
+
+    The note ends with the block, also if a signal handler raises anywhere: only the block holds
+    this object. A handler that waits meanwhile has a note of its own.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_is_counted", "_reactor", "needs_any", "parts")
+
+    def __init__(self, reactor: Reactor, parts: Parts, needs_any: bool) -> None:
+        self._reactor = reactor
+        self.parts = parts
+        self.needs_any = needs_any
+
+    def __enter__(self) -> None:
+        reactor, thread = self._reactor, get_ident()
+        self._is_counted = reactor.begin_wait()
+        self._before = reactor.notes.get(thread)
+        reactor.notes[thread] = ref(self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            self._reactor.notes.pop(get_ident(), None)
+        else:
+            self._reactor.notes[get_ident()] = self._before
+        if self._is_counted:
+            self._reactor.end_wait()
 
 
 class Reactor:
@@ -114,8 +144,8 @@ class Reactor:
         """Called before each task, in its thread, if set."""
         self.after_task: Callable[[Any], None] = lambda begun: None
         """Called after each task with the result of ``before_task``. Neither may raise."""
-        self.awaited: dict[int, tuple[Parts, bool]] = {}
-        """What threads wait for, and whether any of it lets them go on; see ``waiting``."""
+        self.notes: dict[int, ref[Waiting]] = {}
+        """What threads wait for, by thread."""
         self._is_closing = False
         self._local = threading.local()
         # Edge-triggered and never read: each write wakes one waiting thread.
@@ -270,31 +300,14 @@ class Reactor:
         except (OSError, ValueError):
             pass  # closed
 
-    @contextlib.contextmanager
-    def waiting(self, parts: Parts | None = None, *, needs_any: bool = False) -> Iterator[None]:
-        """Lets another task run while this thread blocks in a remote wait, and notes for what.
-
-        A signal handler that waits meanwhile has a note of its own. A note goes with this frame,
-        wherever a handler raises, and tells nothing of what has ended.
+    def waiting(self, parts: Parts = list, *, needs_any: bool = False) -> Waiting:
+        """Returns a block in which this thread blocks in a remote wait: another task may run.
 
         Args:
-            parts: What it waits for; None if reports have no name for that.
+            parts: What it waits for; by default nothing that reports have a name for.
             needs_any: Whether any of the parts lets the thread go on.
         """
-        thread = get_ident()
-        before = self.awaited.get(thread)
-        is_counted = self.begin_wait()
-        try:
-            if parts is not None:
-                self.awaited[thread] = parts, needs_any
-            yield
-        finally:
-            if before is None:
-                self.awaited.pop(thread, None)
-            else:
-                self.awaited[thread] = before
-            if is_counted:
-                self.end_wait()
+        return Waiting(self, parts, needs_any)
 
     def begin_wait(self) -> bool:
         """Stops counting this thread as running a task, before it blocks in a remote wait.

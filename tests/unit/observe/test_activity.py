@@ -61,7 +61,7 @@ def test_calls_are_shown_until_the_wait_for_them_ends(pair: Pair, way: str) -> N
     finally:
         _may_end.set()
         waiter.join()
-    assert pair.caller.agent.reactor.awaited == {}
+    assert pair.caller.agent.reactor.notes == {}
 
 
 @pytest.mark.keeps("threads", "descriptors")
@@ -108,11 +108,12 @@ def test_a_note_goes_with_its_frame_and_tells_nothing_of_what_has_ended(pair: Pa
     future = pair.start(halt)
     interrupted = reactor.waiting(future._call.unfinished)
     interrupted.__enter__()
-    parts, _ = note = reactor.awaited[threading.get_ident()]
-    assert parts() == [future._call]
+    note = reactor.notes[threading.get_ident()]
+    assert note() is interrupted
+    assert interrupted.parts() == [future._call]
     _may_end.set()
     future.wait()
-    assert parts() == []
-    assert reactor.awaited == {threading.get_ident(): note}
+    assert interrupted.parts() == []
+    assert reactor.notes == {threading.get_ident(): note}
     del interrupted
-    assert reactor.awaited == {}
+    assert note() is None
