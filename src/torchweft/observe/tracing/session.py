@@ -317,20 +317,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _trace_of(about: dict[str, Any], rows: list[Row], profiled: list[Row]) -> WorkerTrace:
+    """Returns what a worker has noted; ``about`` is the answer of ``recorder.end``."""
+    threads, own_calls, links = (about.pop(name) for name in ("threads", "own_calls", "links"))
     return WorkerTrace(
-        id=about["id"],
-        name=about["name"],
-        rank=about["rank"],
-        host=about["host"],
-        pid=about["pid"],
-        began_s=about["began_s"],
-        ended_s=about["ended_s"],
-        peers=about["peers"],
-        threads={thread: Thread(*known) for thread, known in about["threads"].items()},
-        own_calls=frozenset(map(tuple, about["own_calls"])),
-        links=tuple([LinkBytes(*each) for each in about["links"]]),
-        dropped=about["dropped"],
+        threads={thread: Thread(*known) for thread, known in threads.items()},
+        own_calls=frozenset(map(tuple, own_calls)),
+        links=tuple([LinkBytes(*each) for each in links]),
         records=read(rows),
         profiled=[Profiled._make(row) for row in profiled],
-        profiled_dropped=about["profiled_dropped"],
+        **about,
     )
