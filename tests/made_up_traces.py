@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchweft.observe.tracing.joining import Joined, join
-from torchweft.protocol.observing.clocks import SAME, Alignment, Lead
 from torchweft.protocol.observing.trace import (
     BACKWARD,
+    SAME,
+    Alignment,
+    Lead,
     Made,
     Ran,
     Received,

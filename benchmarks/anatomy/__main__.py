@@ -24,13 +24,14 @@ from benchmarks.machine import describe_machine
 from torchweft import rpc
 from torchweft.protocol.calls import CallTable
 from torchweft.rpc import serving
-from torchweft.rpc.completion import Call
+from torchweft.rpc.serving import Call
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.value_reading import decode
 from torchweft.serialize.values import encode
-from torchweft.threads.reactor import FairQueue, Reactor
+from torchweft.threads.fair_queue import FairQueue
+from torchweft.threads.reactor import Reactor
 from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_reply
 from torchweft.worker.agent import Agent

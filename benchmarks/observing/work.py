@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 from torchweft import observe, rpc
 from torchweft.observe.group import Group
+from torchweft.observe.tracing import recorder
+from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.rpc.node import current_node
-from torchweft.rpc.tracing import service
-from torchweft.rpc.tracing.recorder import RECORDER
 
 _TRACE = 1
 _LIMIT = 200_000
@@ -73,11 +73,11 @@ def watch(mode: str) -> None:
         if mode == SPANS:
             spans().start()
     if mode in (COUNTERS, BOTH):
-        node.observed.counting.extend(3600.0)
+        node.observed.reporter.counting.extend(3600.0)
     else:
-        node.observed.counting.stop()
+        node.observed.reporter.counting.stop()
     if mode in (TRACE, BOTH):
-        service.begin(_TRACE, _LIMIT, False)
+        recorder.begin(_TRACE, _LIMIT, False)
 
 
 def measure(callee: str, mode: str, calls: int) -> Block:

@@ -24,9 +24,8 @@ from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
 from torchweft.protocol.leaving import Send, Step
 from torchweft.rpc import bootstrap
-from torchweft.rpc.completion import Call
-from torchweft.rpc.leaving import Leaving
-from torchweft.rpc.node import Node
+from torchweft.rpc.node import Leaving, Node
+from torchweft.rpc.serving import Call
 from torchweft.transport.handshake import Handshake
 from torchweft.transport.link import Link
 from torchweft.transport.session import ResumableLink

@@ -10,7 +10,7 @@ from tests.contract.launchers.commands import (
     environment,
 )
 from tests.contract.launchers.slurm_cluster import SlurmCluster
-from torchweft.rpc.meeting_places import expand
+from torchweft.rpc.placement import expand
 
 pytestmark = pytest.mark.timeout(180)
 

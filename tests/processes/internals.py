@@ -14,7 +14,7 @@ from torchweft.channel.copying import PullError
 from torchweft.channel.memory import PoolStatistics
 from torchweft.channel.ways import HeldStatistics
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
-from torchweft.rpc.leaving import Leaving
+from torchweft.rpc.node import Leaving
 from torchweft.worker.current import current
 
 

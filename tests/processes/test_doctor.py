@@ -16,7 +16,7 @@ from tests.contract.processes import deadlocks
 from tests.contract.processes.functions import options
 from torchweft import rpc
 from torchweft.launch import Nursery
-from torchweft.rpc.examining import read_time
+from torchweft.observe.examining import read_time
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")
 

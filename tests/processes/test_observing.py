@@ -24,11 +24,11 @@ from torchweft.launch import Cluster, Nursery
 from torchweft.mapreduce import dim_partitioner, parallelize
 from torchweft.nn import RemoteModule
 from torchweft.observe import rates
+from torchweft.observe.counting import LEASE_S
 from torchweft.observe.group import Answers, find
 from torchweft.observe.session import ask
 from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
 from torchweft.protocol.observing.report import DETAIL, Report
-from torchweft.rpc.counting import LEASE_S
 from torchweft.rpc.node import current_node
 from torchweft.secret import key_of_observers
 from torchweft.transport import addresses
@@ -53,7 +53,7 @@ def fail() -> None:
 
 
 def is_counting() -> bool:
-    return current_node().observed.counting.since_s >= 0
+    return current_node().observed.reporter.counting.since_s >= 0
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,10 @@ def test_an_observer_changes_nothing_in_the_group(trio: Cluster) -> None:
 def test_calls_are_counted_no_longer_than_they_are_watched(trio: Cluster) -> None:
     group_of(trio).ask(ANSWER_S)
     node = current_node()
-    assert node.observed.counting.since_s >= 0
-    assert node.worker.watchers == (node.observed.counting,)
-    node.observed.counting.tick(time.monotonic() + LEASE_S + 1.0)
-    assert node.observed.counting.since_s < 0
+    assert node.observed.reporter.counting.since_s >= 0
+    assert node.worker.watchers == (node.observed.reporter.counting,)
+    node.observed.reporter.counting.tick(time.monotonic() + LEASE_S + 1.0)
+    assert node.observed.reporter.counting.since_s < 0
     assert not node.worker.watchers
 
 

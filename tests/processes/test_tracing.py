@@ -26,17 +26,17 @@ from torchweft.launch import Cluster, Nursery
 from torchweft.nn import RemoteModule
 from torchweft.observe.tracing import chrome, session
 from torchweft.observe.tracing.joining import Joined
+from torchweft.observe.tracing.notes import TracingWatcher
+from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
 from torchweft.rpc.node import current_node
-from torchweft.rpc.tracing.calls import TracingWatcher
-from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.wire.messages import Kind
 from torchweft.worker.current import current
 
 LIMIT_S = 50.0
-SERVICE = "torchweft.rpc.tracing.service."
+SERVICE = "torchweft.observe.tracing.recorder."
 
 
 def double(value: Any) -> Any:
@@ -58,7 +58,7 @@ def fail() -> None:
 def counted() -> dict[tuple[str, str], int]:
     """Returns how often each function was called, by the counters of this worker."""
     counts: Counter[tuple[str, str]] = Counter()
-    for each in current_node().observed.counting.counts():
+    for each in current_node().observed.reporter.counting.counts():
         if not each.function.startswith(SERVICE):
             counts[each.function, each.direction] += each.calls
     return dict(counts)

@@ -15,9 +15,9 @@ from tests.trace_reader import read_trace
 from torchweft import rpc
 from torchweft.errors import ObserveError
 from torchweft.launch import Nursery
+from torchweft.observe.tracing import recorder
+from torchweft.observe.tracing.recorder import RECORDER
 from torchweft.observe.tracing.session import Trace
-from torchweft.rpc.tracing import service
-from torchweft.rpc.tracing.recorder import RECORDER
 from torchweft.worker.current import current
 
 
@@ -27,9 +27,9 @@ def test_strict_workers_are_traced(nursery: Nursery, tmp_path: Path) -> None:
         with Trace(tmp_path / "trace.json") as trace:
             rpc.rpc_sync("worker0", double, args=(2,))
         with pytest.raises(ObserveError, match="does not record this trace"):
-            rpc.rpc_sync("worker0", service.take, args=(5,))
+            rpc.rpc_sync("worker0", recorder.take, args=(5,))
         with pytest.raises(TypeError, match="trace"):
-            rpc.rpc_sync("worker0", service.end, args=("5",))
+            rpc.rpc_sync("worker0", recorder.end, args=("5",))
     assert trace.missing == {}
     (run,) = read_trace(tmp_path / "trace.json").of("run")
     assert run["name"] == f"{double.__module__}.double"

@@ -380,7 +380,12 @@ class Engine:
             if lease is not None and led.outcome is None:
                 wanted = Wanted(_PASS_KINDS, led.pass_id, taken)
                 agent.waiter.read(
-                    lease, wanted, Spins.PASSES, led.deadline_s(), partial(_is_over, led, others)
+                    lease,
+                    wanted,
+                    Spins.PASSES,
+                    led.deadline_s(),
+                    partial(_is_over, led, others),
+                    partial(self._waits.shown, led),
                 )
         finally:
             if lease is not None:
@@ -414,16 +419,12 @@ class Engine:
 
     def _wait_for_others(self, led: LedPassState) -> None:
         """Waits for other threads to fill the inbox."""
-        is_counted = self._agent.reactor.begin_wait()
-        try:
+        with self._agent.reactor.waiting(partial(self._waits.shown, led)):
             while not led.wait(_LOOK_S):
                 if self._agent.reactor.is_closing:
                     raise NotInitialized("this worker shut down before a backward pass had ended")
                 if time.monotonic() > led.deadline_s():
                     raise self._waits.timeout_error(led)
-        finally:
-            if is_counted:
-                self._agent.reactor.end_wait()
 
     def _follow_up(self, led: LedPassState, actions: list[protocol.Action]) -> list[Send]:
         """Carries out actions for this worker; returns the messages for other workers."""

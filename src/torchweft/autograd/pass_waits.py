@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from functools import partial
 
 from torchweft.autograd.pass_state import LedPassState, PassState
 from torchweft.errors import BackwardTimeout
+from torchweft.protocol.observing.keys import PASS, Wait
 from torchweft.threads.reports import OpenWait, names_of
 from torchweft.worker.agent import Agent
 
@@ -32,6 +34,15 @@ class PassWaits:
             for state in states
             if self._awaited_in(state)
         ]
+
+    def shown(self, led: LedPassState) -> list[Wait]:
+        """Returns what the thread that leads a pass waits for; nothing if it is not for others."""
+        names = self._names_awaited(led)
+        if led.outcome is not None or not names:
+            return []
+        now_s = time.monotonic()
+        age_s = now_s - min(led.waits_since_s, now_s)
+        return [Wait(PASS, str(led.pass_id), age_s, "a backward pass", names)]
 
     def _awaited_in(self, state: PassState) -> set[int]:
         if isinstance(state, LedPassState):

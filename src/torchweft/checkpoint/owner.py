@@ -26,8 +26,7 @@ from torchweft.errors import CallTimeout, CheckpointError, WeftError, WorkerLost
 from torchweft.optim.owners import Failure, described, name_of
 from torchweft.rpc import functions, rpc_sync
 from torchweft.rpc.current_call import caller
-from torchweft.rpc.futures import fail
-from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.rpc.futures import OrderedFuture, fail
 from torchweft.worker.current import current
 
 T = TypeVar("T")

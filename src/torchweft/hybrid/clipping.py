@@ -23,7 +23,7 @@ from torchweft.errors import CallTimeout, ConfigurationError, WorkerLost
 from torchweft.optim.clipping import norm, norm_of
 from torchweft.rpc import functions, get_worker_info, on_worker_lost
 from torchweft.rpc.current_call import check_caller, check_types
-from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.rpc.futures import OrderedFuture
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 

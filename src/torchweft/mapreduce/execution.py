@@ -44,9 +44,8 @@ from torchweft.mapreduce.schedule import (
 )
 from torchweft.mapreduce.turns import NOTHING
 from torchweft.rpc.calls import create, start
-from torchweft.rpc.futures import Future
+from torchweft.rpc.futures import Future, wait_unseen
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.ordered_futures import wait_unseen
 from torchweft.rpc.worker import Worker
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark

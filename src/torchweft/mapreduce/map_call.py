@@ -14,9 +14,7 @@ from torchweft.mapreduce.parts import Cut
 from torchweft.mapreduce.plan import Manner, make_plan, may_have_graph
 from torchweft.mapreduce.reducers import Reducer, reduce
 from torchweft.mapreduce.replay import Results
-from torchweft.rpc.activity import tell_waits
-from torchweft.rpc.futures import Future, fail
-from torchweft.rpc.ordered_futures import OrderedFuture, begin
+from torchweft.rpc.futures import Future, OrderedFuture, begin, fail, open_calls
 from torchweft.rpc.worker import WORKER
 from torchweft.threads.reactor import Reactor
 from torchweft.worker.current import current
@@ -103,19 +101,12 @@ def wait_for(
             never run.
         over: Set at the end of the map.
         give_up: Ends the map if the reactor closes.
-        calls: Returns the calls that it waits for, for reports; see ``activity.tell_waits``.
+        calls: Returns the calls that it waits for, for reports.
     """
-    is_counted = reactor.begin_wait()
-    try:
+    with reactor.waiting(lambda: open_calls(calls())):
         while not over.wait(_LOOK_S):
             if reactor.is_closing:
                 give_up()
-    finally:
-        if is_counted:
-            reactor.end_wait()
-
-
-tell_waits(wait_for, lambda found: found["calls"]())
 
 
 class MapCall:

@@ -18,11 +18,10 @@ from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import original
 from torchweft.mapreduce.turns import Place, Turns
 from torchweft.rpc.calls import start
-from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.current_call import check_called, check_types, is_cancelled
-from torchweft.rpc.requests import own_copy
+from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.rref import RRef
-from torchweft.rpc.serving import owned
+from torchweft.rpc.serving import WhenReady, owned
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.functions import describe
 from torchweft.serialize.objects import unpack
@@ -117,13 +116,8 @@ class Shared:
             self._turns.give_back()
 
     def _wait(self, place: Place) -> None:
-        reactor = current_worker().agent.reactor
-        is_counted = reactor.begin_wait()
-        try:
+        with current_worker().agent.reactor.waiting():
             has_turn = self._turns.wait(place, _LOOK_S, is_cancelled)
-        finally:
-            if is_counted:
-                reactor.end_wait()
         if not has_turn:
             raise CallCancelled("the caller of the map does not want this part any more")
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
-from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.current_call import (
     check_called,
     check_types,
@@ -24,7 +23,7 @@ from torchweft.rpc.current_call import (
     refuse,
     serves_another_strictly,
 )
-from torchweft.rpc.serving import method_of
+from torchweft.rpc.serving import WhenReady, method_of
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import is_exposed, rebuilds_plain, remotely_callable
 from torchweft.worker.agent import Slot

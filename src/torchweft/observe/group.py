@@ -17,8 +17,7 @@ from torchweft.errors import (
     ObserverRefused,
     ProtocolError,
 )
-from torchweft.observe.processes import why_silent
-from torchweft.observe.session import Access, ask, process_at
+from torchweft.observe.session import Access, ask, process_at, why_silent
 from torchweft.protocol.observing.facts import (
     FACTS,
     MEASURE,

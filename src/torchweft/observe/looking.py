@@ -10,8 +10,7 @@ from typing import Any
 from torchweft.observe import rates, text
 from torchweft.observe.group import Answers, Group
 from torchweft.protocol.observing.report import DETAIL, REPORT, Report
-from torchweft.protocol.observing.waits import WaitGraph
-from torchweft.protocol.observing.wording import explain
+from torchweft.protocol.observing.waits import WaitGraph, explain
 
 
 class Looker:

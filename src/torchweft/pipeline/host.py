@@ -15,7 +15,7 @@ from torchweft.pipeline.recording import Notes, WorkerNotes
 from torchweft.pipeline.runner import START, Assignment, Runner, Start
 from torchweft.probe import clock_id
 from torchweft.rpc import RRef, functions
-from torchweft.rpc.ordered_futures import OrderedFuture
+from torchweft.rpc.futures import OrderedFuture
 from torchweft.threads import device_streams
 from torchweft.worker.calls import current_call
 

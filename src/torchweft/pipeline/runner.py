@@ -6,12 +6,14 @@ runner's own thread takes them out, and only it runs stages.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,15 +29,16 @@ from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
+from torchweft.protocol.observing.keys import MESSAGE, Wait
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc import on_worker_lost
-from torchweft.rpc.activity import tell_messages, tell_served
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 from torchweft.threads.served_streams import Attached
 from torchweft.threads.thread_modes import THREADS
+from torchweft.threads.waits import Parts
 from torchweft.wire.frames import Frame
 from torchweft.worker.peers import Peer
 
@@ -246,7 +249,9 @@ class Runner:
                 self._listener.close()
                 return
             if key == START:
+                self._rpc.serving[threading.get_ident()] = content.served
                 self._run(content)
+                del self._rpc.serving[threading.get_ident()]
                 self._listener.rest()
             elif key:
                 self._keep(step, key, content)
@@ -294,25 +299,36 @@ class Runner:
         if wanted not in arrived:
             began_s = time.monotonic()
             deadline_s = began_s + (limit_s or self.assignment.timeout_s)
+            parts = partial(self._awaited_since, key, began_s)
             while wanted not in arrived:
                 if self._mail.empty():
-                    self._listen(key, deadline_s)
-                remaining_s = max(deadline_s - time.monotonic(), 0.0)
-                try:
-                    mail = self._mail.get(timeout=min(remaining_s, threading.TIMEOUT_MAX))
-                except queue.Empty:
-                    raise self._too_late(key) from None
-                self._sort(*mail)
+                    self._listen(key, deadline_s, parts)
+                self._sort(*self._next_mail(key, deadline_s, parts))
             notes = self.notes
             if notes is not None:
                 notes.end_wait()
         return arrived.pop(wanted)
 
-    def _listen(self, key: Key, deadline_s: float) -> None:
+    def _next_mail(self, key: Key, deadline_s: float, parts: Parts) -> tuple[int, Key, Any]:
+        with contextlib.suppress(queue.Empty):
+            return self._mail.get_nowait()
+        remaining_s = max(deadline_s - time.monotonic(), 0.0)
+        try:
+            with self._rpc.agent.reactor.waiting(parts):
+                return self._mail.get(timeout=min(remaining_s, threading.TIMEOUT_MAX))
+        except queue.Empty:
+            raise self._too_late(key) from None
+
+    def _awaited_since(self, key: Key, began_s: float) -> list[Wait]:
+        """Returns the message for which ``_take`` waits."""
+        _, sender, wanted = self.awaited(key)
+        return [Wait(MESSAGE, "", time.monotonic() - began_s, wanted, (sender,))]
+
+    def _listen(self, key: Key, deadline_s: float, parts: Parts) -> None:
         """Reads the connection to the sender of a message itself, if that is possible."""
         kind, _, source, microbatch = key
         if kind in (FORWARD, BACKWARD):
-            self._listener.wait(self._peer_of(source, microbatch), deadline_s)
+            self._listener.wait(self._peer_of(source, microbatch), deadline_s, parts)
         else:
             self._listener.rest()
 
@@ -585,12 +601,3 @@ def _shown(packets: Mapping[int, Packet]) -> str:
         f"{'the batch' if source == BATCH else f'stage {source}'}"
         for source, packet in packets.items()
     )
-
-
-def _awaited(found: Mapping[str, Any]) -> tuple[str, str, float]:
-    _, sender, wanted = found["self"].awaited(found["key"])
-    return sender, wanted, found["began_s"]
-
-
-tell_messages(Runner._take, _awaited)
-tell_served(Runner._run, lambda found: found["start"].served)

@@ -14,7 +14,7 @@ is ready, answers probes, drops its references when the group is quiet, and leav
 says so.
 
 Both take the same events and return the same actions, so one shell serves both
-(``torchweft.rpc.leaving``). See ``docs/protocols/membership.md``.
+(``torchweft.rpc.node``). See ``docs/protocols/membership.md``.
 
 
 A worker that calls ``shutdown`` says so to rank 0, the leader, and goes on serving. When all

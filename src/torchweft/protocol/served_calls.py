@@ -143,7 +143,7 @@ class Answering(Protocol):
 
     @property
     def watchers(self) -> Sequence[Any]:
-        """Hear of the outcomes of calls; see ``torchweft.rpc.watching``."""
+        """Hear of the outcomes of calls; see ``torchweft.rpc.worker``."""
 
     def reply(self, peer: Any, number: int, result: Any, context_id: int) -> None:
         """Answers call ``number`` with a result."""

@@ -8,12 +8,10 @@ from typing import Any
 from torchweft.arguments import did_you_mean
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import constants, functions
-from torchweft.rpc.actors import Actors, actors
-from torchweft.rpc.api import remote, rpc_async, rpc_sync
+from torchweft.rpc.api import OnValue, OnWorker, on, remote, rpc_async, rpc_sync
 from torchweft.rpc.collective import all_gather, barrier
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import detached, is_cancelled, remaining_time
-from torchweft.rpc.fan_out import as_completed, rpc_all
 from torchweft.rpc.functions import async_execution
 from torchweft.rpc.futures import Future
 from torchweft.rpc.health import WorkerHealth, WorkerState, health, on_worker_lost
@@ -26,12 +24,11 @@ from torchweft.rpc.joining import (
     shutdown,
     traffic,
 )
-from torchweft.rpc.merging import Merged, merged
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.rref import RRef
+from torchweft.rpc.several import Actors, actors, as_completed, rpc_all
 from torchweft.rpc.stack_report import CallStatus, ThreadStack, WorkerStacks, stacks
-from torchweft.rpc.streams import Stream, stream
-from torchweft.rpc.targets import OnValue, OnWorker, on
+from torchweft.rpc.streams import Merged, Stream, merged, stream
 from torchweft.serialize.registry import expose, register
 
 __all__ = [

@@ -14,10 +14,10 @@ from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerL
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
+from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
-from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.worker.calls import PendingCall, current_call
 from torchweft.worker.peers import Peer
@@ -111,6 +111,22 @@ def checked_call(
     return function, args, kwargs
 
 
+def _new_call(worker: Worker, peer: Peer, called: Any, timeout: float) -> tuple[PendingCall, bytes]:
+    """Returns a call that will be answered, and the span that it carries.
+
+    Raises:
+        CallCancelled: It would be part of a call that was given up.
+    """
+    limit_s = worker.agent.default_timeout_s
+    if timeout is not UNSET_RPC_TIMEOUT:
+        limit_s = limit_of(timeout, limit_s)
+    parent = current_call.get()
+    if parent is not None:
+        parent, limit_s = nest(parent, peer.name, called, limit_s, monotonic())
+    call = PendingCall(peer.id, peer.name, called, limit_s, None, parent)
+    return call, worker.note_call(call) if worker.watchers else b""
+
+
 def call_and_wait(
     worker: Worker,
     peer: Peer,
@@ -124,15 +140,8 @@ def call_and_wait(
     event = None
     if profiler._is_profiler_enabled:
         event = begin(RPCExecMode.SYNC, worker.agent.info.name, peer, subject or function)
-    limit_s = worker.agent.default_timeout_s
-    if timeout is not UNSET_RPC_TIMEOUT:
-        limit_s = limit_of(timeout, limit_s)
-    parent = current_call.get()
-    if parent is not None:
-        parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
-    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
-    span = worker.note_call(call) if worker.watchers else b""
-    request = worker.encoder.request(peer, function, args, kwargs, limit_s, span=span)
+    call, span = _new_call(worker, peer, subject or function, timeout)
+    request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
         worker.agent.calls.ask_and_wait(peer, call, request)
     except BaseException as error:  # It could not be sent, or a signal handler has raised.
@@ -171,15 +180,8 @@ def start(
     event = None
     if profiler._is_profiler_enabled:
         event = begin(RPCExecMode.ASYNC, worker.agent.info.name, peer, subject or function)
-    limit_s = worker.agent.default_timeout_s
-    if timeout is not UNSET_RPC_TIMEOUT:
-        limit_s = limit_of(timeout, limit_s)
-    parent = current_call.get()
-    if parent is not None:
-        parent, limit_s = nest(parent, peer.name, subject or function, limit_s, monotonic())
-    call = PendingCall(peer.id, peer.name, subject or function, limit_s, None, parent)
-    span = worker.note_call(call) if worker.watchers else b""
-    request = worker.encoder.request(peer, function, args, kwargs, limit_s, span=span)
+    call, span = _new_call(worker, peer, subject or function, timeout)
+    request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
         # References among them must outlive the call, also if the program changes ``args``.
         call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)

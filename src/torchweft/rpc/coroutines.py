@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import FrameType
 from typing import Any
@@ -91,8 +91,13 @@ class CoroutineRunner:
         loop = self._loop
         if loop is None:
             return []
-        tasks = asyncio.all_tasks(loop)
-        return [(f"{self._name} {task.get_name()}", _frames_of(task.get_coro())) for task in tasks]
+        return [
+            (
+                f"{self._name} {task.get_name()}",
+                _frames_of(task.get_coro()) + _frames_of(_driven.get(task)),
+            )
+            for task in asyncio.all_tasks(loop)
+        ]
 
     def close(self, limit_s: float) -> None:
         """Cancels all coroutines and ends the thread, unless a coroutine blocks it.
@@ -150,14 +155,14 @@ def _frames_of(awaiting: Any) -> list[FrameType]:
         if frame is None:
             break
         frames.append(frame)
-        holder = frame.f_locals.get("self")
-        if isinstance(holder, _InContext) and inspect.isgenerator(awaiting):
-            awaiting = holder.coroutine  # ``_InContext.__await__`` drives it by ``send``
-        else:
-            awaiting = getattr(awaiting, "cr_await", None) or getattr(
-                awaiting, "gi_yieldfrom", None
-            )
+        awaiting = getattr(awaiting, "cr_await", None) or getattr(awaiting, "gi_yieldfrom", None)
     return frames
+
+
+_driven: weakref.WeakKeyDictionary[asyncio.Task[None], Coroutine[Any, Any, Any]] = (
+    weakref.WeakKeyDictionary()
+)
+"""The coroutine of each task of ``_Running``, which ``_InContext`` drives step by step."""
 
 
 class _InContext:
@@ -168,12 +173,12 @@ class _InContext:
     """
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
-        self.coroutine = coroutine
+        self._coroutine = coroutine
         self._context_id = context_id
 
     def __await__(self) -> Generator[Any, Any, Any]:
         set_current_id(self._context_id)
-        step: Callable[[Any], Any] = self.coroutine.send
+        step: Callable[[Any], Any] = self._coroutine.send
         argument: Any = None
         modes: Modes | None = None
         while True:
@@ -192,9 +197,9 @@ class _InContext:
                 if others is not None:
                     others.put_back()
             try:
-                argument, step = (yield awaited), self.coroutine.send
+                argument, step = (yield awaited), self._coroutine.send
             except BaseException as error:
-                argument, step = error, self.coroutine.throw
+                argument, step = error, self._coroutine.throw
 
 
 class _Running:
@@ -227,6 +232,7 @@ class _Running:
             device_streams.use(self._mark, self._given)
             self._given = ()
         self._task = self._loop.create_task(self._run())
+        _driven[self._task] = self._coroutine
         self._task.add_done_callback(self._ended)
 
     def cancel(self) -> None:

@@ -13,8 +13,8 @@ from torchweft.autograd.contexts import Context, Contexts
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
+from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.requests import own_copy
 from torchweft.serialize import inline
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader

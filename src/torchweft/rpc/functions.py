@@ -12,7 +12,7 @@ from torchweft.deferred import import_name
 
 if TYPE_CHECKING:
     from torchweft.rpc.batching.decorator import batch_statistics, batched, expect_calls
-    from torchweft.rpc.batching.statistics import BatchStatistics
+    from torchweft.rpc.batching.queue import BatchStatistics
 
 __all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", "expect_calls"]
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _MARK = "_wrapped_async_rpc_function"
 
 _HOMES = {
-    "BatchStatistics": "torchweft.rpc.batching.statistics",
+    "BatchStatistics": "torchweft.rpc.batching.queue",
     "batch_statistics": "torchweft.rpc.batching.decorator",
     "batched": "torchweft.rpc.batching.decorator",
     "expect_calls": "torchweft.rpc.batching.decorator",

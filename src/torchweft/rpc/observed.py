@@ -7,11 +7,12 @@ that may wait imports them: not the reader of a connection, and not a signal han
 from __future__ import annotations
 
 import hashlib
+import importlib
 import os
 import signal
 import threading
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchweft import knobs
 from torchweft.errors import NotInitialized
@@ -21,11 +22,6 @@ from torchweft.wire.messages import Kind
 from torchweft.worker import current as current_agent
 from torchweft.worker.agent import Slot
 from torchweft.worker.peers import Peer
-
-if TYPE_CHECKING:
-    from torchweft.rpc.counting import Counting
-    from torchweft.rpc.dumps import Dumps
-    from torchweft.rpc.reporting import Observers
 
 _GROUP_DIGITS = 8
 
@@ -47,50 +43,35 @@ class Observed:
         self._worker = worker
         self._group = group
         self._lock = threading.RLock()
-        self._reports: tuple[Observers, Dumps] | None = None
+        self._reports: tuple[Any, Any] | None = None
         worker.agent.receiver.on(Kind.DUMP, self._on_dump, inline=True)
         if knobs.COUNTERS.get() or knobs.DUMP_AFTER_S.get():
             self._reporting()  # It has work before anybody asks.
 
     @property
-    def observers(self) -> Observers:
-        """Answers those who observe the worker."""
+    def reporter(self) -> Any:
+        """The ``Reporter`` of ``torchweft.observe.reporting``, which answers observers."""
         return self._reporting()[0]
 
-    @property
-    def counting(self) -> Counting:
-        """Counts the calls of the worker while it is observed."""
-        return self.observers.counting
-
-    @property
-    def dumps(self) -> Dumps:
-        """Writes what the worker does to files."""
-        return self._reporting()[1]
-
-    def _reporting(self) -> tuple[Observers, Dumps]:
-        from torchweft.rpc.counting import Counting
-        from torchweft.rpc.dumps import Dumps
-        from torchweft.rpc.reporting import Observers, Reporter
-
+    def _reporting(self) -> tuple[Any, Any]:
         with self._lock:
             if self._reports is None:
-                worker = self._worker
-                counting = Counting(worker)
-                reporter = Reporter(worker, counting, self._group)
-                observers = Observers(worker.agent, reporter, counting)
-                self._reports = observers, Dumps(worker, reporter, self._group)
+                # By its name: it is of a layer above, and imported only where it is asked for.
+                reporting = importlib.import_module("torchweft.observe.reporting")
+                self._reports = reporting.reporting_of(self._worker, self._group)
             return self._reports
 
     def answer(self, question: str) -> bytes:
         """Returns the answer to a question; raises ProtocolError if there is no such question."""
-        return self.observers.answer(question)
+        answer: bytes = self.reporter.answer(question)
+        return answer
 
     def dump_soon(self, reason: str, is_wanted: bool = False) -> None:
         """Has a thread of the worker write the report to a file. Safe in a signal handler."""
         self._worker.agent.reactor.submit(self._dump, reason, is_wanted)
 
     def _dump(self, reason: str, is_wanted: bool) -> None:
-        self.dumps.try_to_write(reason, is_wanted)
+        self._reporting()[1].try_to_write(reason, is_wanted)
 
     def _on_dump(self, peer: Peer, _: Frame) -> None:
         self.dump_soon(f"worker {peer.name!r} waits for long")

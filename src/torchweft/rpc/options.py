@@ -440,14 +440,9 @@ class TensorPipeRpcBackendOptions(BackendOptions):
 
     def ignored(self) -> list[str]:
         """Returns the set options without effect in Weft, and Weft's behaviour instead."""
-        return [
-            explanation
-            for is_set, explanation in (
-                (self._transports is not None, "_transports (chosen for each pair of workers)"),
-                (self._channels is not None, "_channels (chosen for each pair of workers)"),
-            )
-            if is_set
-        ]
+        given = {"_transports": self._transports, "_channels": self._channels}
+        names = [name for name, value in given.items() if value is not None]
+        return [f"{name} (chosen for each pair of workers)" for name in names]
 
 
 def from_tensorpipe(given: TensorPipeRpcBackendOptions, **others: Any) -> RpcBackendOptions:

@@ -13,22 +13,245 @@ ones are inherited. The rules of this file:
 
 from __future__ import annotations
 
+import itertools
+import re
+import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.launcher_variables import (
-    LAUNCHERS,
-    MASTER,
-    PLAIN,
-    PMI,
-    SKYPILOT,
-    SRUN,
-    Launcher,
-    Variables,
-    name_of,
-    number,
+
+Variables = Mapping[str, str]
+
+MASTER = ("MASTER_ADDR", "MASTER_PORT")
+_LAST_STEP = 0xFFFFFFF0
+"""SLURM's steps from here on are no steps that ``srun`` started: batch, interactive, and so on."""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables of one launcher.
+
+    Attributes:
+        name: Its name, for messages.
+        marks: Variables that are all set if, and only if, this launcher started the process.
+        is_innermost: Whether it sets ``RANK`` itself, for each process.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    rank: str = "RANK"
+    size: str = "WORLD_SIZE"
+    local_rank: str = "LOCAL_RANK"
+    local_size: str = "LOCAL_WORLD_SIZE"
+    is_innermost: bool = False
+
+    def is_present(self, variables: Variables) -> bool:
+        """Whether this launcher has started the process, or one around it."""
+        if not all(mark in variables for mark in self.marks):
+            return False
+        return self is not SRUN or _is_step(variables)
+
+
+WEFT = Launcher("torchweft run", ("RANK", "WEFT_RESTART_COUNT"), is_innermost=True)
+TORCHRUN = Launcher("torchrun", ("RANK", "TORCHELASTIC_RUN_ID"), is_innermost=True)
+OPEN_MPI = Launcher(
+    "mpirun of Open MPI",
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
 )
-from torchweft.rpc.meeting_places import Meeting, derived
+SRUN = Launcher(
+    "srun",
+    ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
+    "SLURM_PROCID",
+    "SLURM_STEP_NUM_TASKS",
+    "SLURM_LOCALID",
+    "",
+)
+# A process that srun starts with --mpi=pmi2 has these as well; mpiexec inside of a step hides it.
+PMI = Launcher(
+    "mpiexec (PMI)",
+    ("PMI_RANK", "PMI_SIZE"),
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+)
+# The command of a task runs once on each node; it may start the other launchers.
+SKYPILOT = Launcher(
+    "SkyPilot",
+    ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    "SKYPILOT_NODE_RANK",
+    "SKYPILOT_NUM_NODES",
+    "",
+    "",
+)
+PLAIN = Launcher("RANK and WORLD_SIZE", ("RANK",))
+LAUNCHERS = (TORCHRUN, WEFT, OPEN_MPI, PMI, SRUN, SKYPILOT)
+
+
+_CONTAINERS = {"JOBSET_NAME": "JobSet", "PET_NODE_RANK": "PyTorchJob"}
+"""Variables of systems that set ``RANK`` for each container, with the names of the systems."""
+
+
+def name_of(launcher: Launcher, variables: Variables) -> str:
+    """Returns the name of a launcher for messages."""
+    if launcher not in (WEFT, PLAIN):
+        return launcher.name
+    if "LOCAL_RANK" in variables:  # started within the container
+        return launcher.name
+    return next((name for mark, name in _CONTAINERS.items() if mark in variables), launcher.name)
+
+
+def _is_step(variables: Variables) -> bool:
+    step = variables["SLURM_STEP_ID"]
+    return step.isdigit() and int(step) < _LAST_STEP
+
+
+def number(variables: Variables, name: str) -> int:
+    """Returns a variable's value; raises ConfigurationError if it is no number from 0 on."""
+    text = variables[name]
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigurationError(f"environment variable {name} is {text!r}, which is no number")
+    return int(text)
+
+
+_LOOPBACK = "127.0.0.1"
+_FIRST_PORT = 17_000
+_PORTS = 15_000
+"""Derived ports end below 32,768, where Linux begins to give out ports by itself."""
+MOST_HOSTS = 1 << 16
+"""Hosts of a list beyond which it is refused."""
+
+_HOST = re.compile(r"(?:[^\[\],]|\[[^\[\]]*\])+")
+_BRACKET = re.compile(r"\[([^\[\]]*)\]")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where the workers meet, by which init method, and from which variables that is known."""
+
+    host: str = ""
+    port: str = ""
+    sources: tuple[str, ...] = ()
+    method: str = ""
+
+    @property
+    def place(self) -> str:
+        """Host and port; empty if the host is unknown."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}" if self.host else ""
+
+    @property
+    def init_method(self) -> str:
+        """The init method; empty if the host is unknown."""
+        return self.method or (f"tcp://{self.place}" if self.host else "")
+
+
+def derived(launcher: Launcher, size: int, variables: Variables) -> tuple[Meeting, str]:
+    """Returns where the workers of a launcher without ``MASTER_ADDR`` meet, or why not."""
+    host, missing, sources = _first_host(launcher, size, variables)
+    if "MASTER_ADDR" in variables:
+        host, missing, sources = variables["MASTER_ADDR"], "", ("MASTER_ADDR",)
+    if missing:
+        return Meeting(), missing
+    if "MASTER_PORT" in variables:
+        port = number(variables, "MASTER_PORT")
+        return Meeting(host, str(port), (*sources, "MASTER_PORT")), ""
+    port, read = _derived_port(launcher, variables)
+    if not port:
+        return Meeting(), f"{launcher.name} sets no variable that names its job; set MASTER_PORT"
+    return Meeting(host, str(port), (*sources, *read)), ""
+
+
+def _first_host(
+    launcher: Launcher, size: int, variables: Variables
+) -> tuple[str, str, tuple[str, ...]]:
+    """Returns the host of rank 0, or why it is unknown, and the variables that were read."""
+    if launcher is SRUN:
+        nodes, distribution = "SLURM_STEP_NODELIST", variables.get("SLURM_DISTRIBUTION", "")
+        if variables.get("SLURM_STEP_NUM_NODES") == "1":
+            return _LOOPBACK, "", ("SLURM_STEP_NUM_NODES",)
+        if nodes not in variables or distribution.startswith("arbitrary"):
+            return "", f"{nodes} does not tell which node has rank 0; set MASTER_ADDR to it", ()
+        return expand(variables[nodes])[0], "", (nodes,)
+    if launcher is SKYPILOT:
+        if size == 1:
+            return _LOOPBACK, "", ()
+        return variables["SKYPILOT_NODE_IPS"].split()[0], "", ("SKYPILOT_NODE_IPS",)
+    local = launcher.local_size
+    if size == 1 or variables.get(local) == str(size):
+        return _LOOPBACK, "", (local,) if local in variables else ()
+    return (
+        "",
+        f"{launcher.name} has started workers on several hosts, and its variables do not tell "
+        "which host has rank 0; set MASTER_ADDR to that host, the same for all workers (mpirun of "
+        "Open MPI: -x MASTER_ADDR=HOST, mpiexec: -genv MASTER_ADDR HOST)",
+        (),
+    )
+
+
+def _derived_port(launcher: Launcher, variables: Variables) -> tuple[int, tuple[str, ...]]:
+    """Returns a port that the workers of one job agree on, and other jobs probably do not have."""
+    if launcher is SRUN and "SLURM_JOB_ID" in variables:
+        job, step = number(variables, "SLURM_JOB_ID"), number(variables, "SLURM_STEP_ID")
+        return _FIRST_PORT + (job * 17 + step) % _PORTS, ("SLURM_JOB_ID", "SLURM_STEP_ID")
+    if launcher is SKYPILOT:
+        names: tuple[str, ...] = ("SKYPILOT_TASK_ID", "SKYPILOT_INTERNAL_JOB_ID")
+    else:
+        names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "PMI_PORT")
+    for name in names:
+        if name in variables:
+            return _FIRST_PORT + zlib.crc32(variables[name].encode()) % _PORTS, (name,)
+    return 0, ()
+
+
+# Lists of hosts
+
+
+def expand(text: str) -> list[str]:
+    """Returns the hosts of a compact list of SLURM, in its order.
+
+    ``n[01-03,7]-gpu,login`` names five hosts; several brackets in a name multiply.
+
+    Raises:
+        ConfigurationError: The text is no such list, or names too many hosts.
+    """
+    patterns = _HOST.findall(text)
+    if not patterns or ",".join(patterns) != text:
+        raise _malformed(text)
+    hosts: list[str] = []
+    for pattern in patterns:
+        literals, ranges = _BRACKET.split(pattern)[::2], _BRACKET.findall(pattern)
+        choices = [_numbers(each, text) for each in ranges]
+        for chosen in itertools.product(*choices):
+            if len(hosts) == MOST_HOSTS:
+                raise ConfigurationError(f"the list of hosts {text!r} names over {MOST_HOSTS}")
+            hosts.append("".join(map("".join, zip(literals, (*chosen, ""), strict=True))))
+    return hosts
+
+
+def _numbers(ranges: str, text: str) -> list[str]:
+    """Returns the numbers of one bracket, with the leading zeros of each range's start."""
+    numbers: list[str] = []
+    for each in ranges.split(","):
+        found = _RANGE.fullmatch(each)
+        if found is None:
+            raise _malformed(text)
+        first, last = int(found[1]), int(found[2] or found[1])
+        if not 0 <= last - first < MOST_HOSTS:
+            raise _malformed(text)
+        numbers += [f"{number:0{len(found[1])}d}" for number in range(first, last + 1)]
+    return numbers
+
+
+def _malformed(text: str) -> ConfigurationError:
+    return ConfigurationError(f"{text!r} is no list of hosts; one looks like n[01-03,7],login")
+
 
 _BY_HAND = "start the script with 'torchweft run', 'torchrun', 'srun' or 'mpirun'"
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
+from torchweft.threads.waits import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import TABLES, Kind, decode_call
 from torchweft.worker.agent import Agent, Slot
@@ -170,7 +171,7 @@ class Listener:
             with contextlib.suppress(OSError):  # The owner has closed it.
                 os.eventfd_write(self._wake_fd, 1)
 
-    def wait(self, peer: Peer, deadline_s: float) -> None:
+    def wait(self, peer: Peer, deadline_s: float, parts: Parts) -> None:
         """Reads the connection to ``peer`` until there is a message in the inbox.
 
         Returns without one if the message is to be awaited at the inbox: where another thread reads
@@ -179,6 +180,7 @@ class Listener:
         Args:
             peer: The worker whose message is awaited.
             deadline_s: By the clock of ``time.monotonic``.
+            parts: What the thread waits for, as ``Reactor.waiting`` takes it.
         """
         agent = self._agent
         lease = agent.waiter.lease((peer,))
@@ -196,6 +198,7 @@ class Listener:
                 Spins.PASSES,
                 deadline_s,
                 lambda: not self._inbox.empty() or peer.lost,
+                parts,
                 self._wake_fd,
             )
         finally:

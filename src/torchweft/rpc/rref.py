@@ -15,6 +15,7 @@ from torch import nn
 
 from torchweft.arguments import limit_of
 from torchweft.errors import CallTimeout, MethodNotFound, NotOwner, SerializationError
+from torchweft.protocol.observing.keys import VALUE, Wait, reference_key
 from torchweft.rpc.calls import backward_from, call_method, fetch
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
@@ -77,19 +78,20 @@ class RRef(Handle, Generic[T]):
         if not owned.is_ready:
             timeout_s = min(timeout_s, remaining_time())  # The caller's limit, if any.
             began_s = time.monotonic()
-            reactor = self.agent().reactor
-            is_counted = reactor.begin_wait()
-            try:
+
+            def parts() -> list[Wait]:
+                name, age_s = reference_key(self.id), time.monotonic() - began_s
+                return [] if owned.is_ready else [Wait(VALUE, name, age_s, name, (owner,))]
+
+            owner = self.owner_name()
+            with self.agent().reactor.waiting(parts):
                 if not owned.wait(timeout_s):
                     raise CallTimeout(
                         f"RPC ran for more than set timeout ({timeout_s * 1e3:.0f} ms): "
                         f"the value of {self._keeper.describe(self.id)} is still being made",
-                        worker=self.owner_name(),
+                        worker=owner,
                         elapsed_s=time.monotonic() - began_s,
                     )
-            finally:
-                if is_counted:
-                    reactor.end_wait()
         if owned.error is not None:
             raise fresh_copy(owned.error)
         value: T = owned.value
@@ -231,13 +233,11 @@ class Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Any:
-        value_type = getattr(self._reference, "value_type", None)
-        if value_type is not None and not hasattr(value_type, name):
-            try:
-                check_method(self._reference, name)
-            except AttributeError as error:
-                shorten(error)
-                raise
+        try:
+            check_method(self._reference, name)
+        except AttributeError as error:
+            shorten(error)
+            raise
         return functools.partial(self._call, name)
 
     def __dir__(self) -> list[str]:

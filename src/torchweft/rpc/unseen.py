@@ -18,12 +18,11 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
 
 from torchweft.errors import CallCancelled, NotInitialized
 from torchweft.protocol.calls import function_name
-from torchweft.rpc.ordered_futures import content_of
-from torchweft.serialize.exceptions import fresh_copy, shown
+from torchweft.serialize.exceptions import shown
 from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind
@@ -70,15 +69,6 @@ class Guard:
         self.was_seen = False
         self._report = report
         self._enqueue = enqueue
-
-    def raise_copy(self, held: Any) -> NoReturn:
-        """Raises a copy of the error that a future holds, when the value of the future is read."""
-        self.was_seen = True
-        try:
-            raise fresh_copy(content_of(held))
-        except BaseException as copy:
-            BaseException.with_traceback(copy, None)  # The traceback begins at the read.
-            raise
 
     def trip(self) -> None:
         """Reports the error at most once, unless it was looked at."""

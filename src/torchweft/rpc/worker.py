@@ -1,44 +1,206 @@
-"""One worker's calls: the parts that make and serve them, and the results of its own calls."""
+"""One worker's calls, references, tensors and graphs, its answers, and who watches its calls.
+
+A worker has a tuple of watchers (counters, traces, spans), which is usually empty. Each step of a
+call looks whether there are any, and tells them. A call that has begun before somebody watches has
+no notes, and is told of without them.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from asyncio import CancelledError
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchweft.autograd.contexts import Contexts
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.engine import Engine, PassWatcher
 from torchweft.autograd.outside import Arrivals
-from torchweft.errors import ProtocolError
-from torchweft.protocol.served_calls import AnsweredCall, SlowFunctions
+from torchweft.errors import NotInitialized, ProtocolError, SerializationError
+from torchweft.ids import ReferenceId
+from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
+from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.encoding import Encoder
+from torchweft.rpc.encoding import Encoder, reply_by_tables
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.replies import Replies
 from torchweft.rpc.unseen import UnseenErrors
-from torchweft.rpc.watching import Carrier, Watcher
-from torchweft.serialize.exceptions import unpack_error
+from torchweft.serialize.exceptions import pack_error, unpack_error
+from torchweft.serialize.objects import Packed
 from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.threads.reports import log_exception
 from torchweft.threads.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
     plain_operations,
 )
-from torchweft.wire.frames import Frame
-from torchweft.wire.messages import ERROR_REPLY, TABLES, decode_reply
+from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.messages import (
+    ERROR_REPLY,
+    TABLES,
+    HandedReference,
+    Kind,
+    decode_reply,
+    encode_reply,
+)
 from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import PendingCall
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import LocalMessage, TensorMessages
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessages, local_frame
+
+
+class Watcher(PassWatcher):
+    """Is told of the calls of a worker, by any thread; does nothing unless a method is overridden.
+
+    It may keep something with a call in ``call.notes``, under itself.
+    """
+
+    # Calls that this worker makes
+
+    def call_begins(self, call: PendingCall) -> bytes:
+        """Is told of a call before its request is encoded.
+
+        Returns:
+            The context of a span that the call carries; empty for none.
+        """
+        return b""
+
+    def call_ends(self, call: PendingCall) -> None:
+        """Is told of an outcome before those that wait for it go on."""
+
+    def call_fails(self, call: PendingCall, error: BaseException) -> None:
+        """Is told of a call that was not sent, or of an error that was read as its answer."""
+
+    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
+        """Is told of a call that makes a value. Nobody waits for its answer."""
+
+    # Calls that it serves
+
+    def serving_begins(self, call: AnsweredCall) -> None:
+        """Is told of a call whose turn has come, or that is refused."""
+
+    def serving_ends(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Is told of the outcome of a served call before it is answered."""
+
+    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Is told of a served call after it was answered."""
+
+
+class Carrier(Watcher):
+    """A watcher by whom calls carry contexts. A worker has one at most."""
+
+    def around(self, call: AnsweredCall, run: Callable[[], Any]) -> Any:
+        """Runs what serves a call, or a part of that, in the context of the call."""
+        return run()
+
+    def run_batch(self, calls: Sequence[Any], function: Any, run: Callable[[], Any]) -> Any:
+        """Runs the function of a batch of calls; returns its result."""
+        return run()
+
+    def context_here(self) -> object:
+        """Returns the context of this thread, for a call of a batched function by it."""
+        return None
+
 
 _log = logging.getLogger("torchweft")
+
+
+class Replies:
+    """Sends the outcomes of served calls to their callers.
+
+    Args:
+        agent: The worker's agent.
+        encoder: Encodes results.
+        tensor_messages: Encodes tensors that do not stand in their message.
+    """
+
+    def __init__(self, agent: Agent, encoder: Encoder, tensor_messages: TensorMessages) -> None:
+        self._agent = agent
+        self._encoder = encoder
+        self._tensor_messages = tensor_messages
+        self.has_left = False
+        """Whether this process has left its group, though it may still serve for a moment."""
+        self.on_failure: Callable[[Peer, BaseException], None] | None = None
+        """Called with the caller and the error of every call that failed here."""
+
+    def reply(self, peer: Peer, number: int, result: Any, context_id: int) -> None:
+        """Sends the result of a call, or an error if the result cannot be serialized."""
+        handed: Sequence[HandedReference] = ()
+        message_id = 0
+        try:
+            payload, tensors, externals, inlined = self._encoder.packed_result(peer, result)
+            if context_id or inlined is None or inlined[1]:
+                context_id, message_id = self._encoder.record_send(context_id, tensors, peer, True)
+            if externals:
+                handed = self._encoder.hand_on(externals, peer)
+            if inlined is not None:
+                control = encode_reply(context_id, message_id, handed, payload, inlined[0])
+                (answer,) = encode_frame(Kind.REPLY, 0, number, control)
+            else:
+                packed = Packed(payload, tensors, list(externals))
+                message = reply_by_tables(
+                    self._tensor_messages, peer, number, context_id, message_id, packed, handed
+                )
+        except BaseException as error:  # The result's own code may even exit.
+            self._encoder.take_back(peer, handed, message_id)
+            self.reply_error(peer, number, error)
+            return
+        try:
+            if inlined is not None:
+                self._agent.sender.answer(peer, answer)
+            else:
+                self._agent.sender.send(peer, message)
+        except (ConnectionError, NotInitialized):
+            self._encoder.take_back(peer, handed, message_id)
+            _log.debug("the result of call %d goes nowhere: one of the two has left", number)
+        except BaseException as error:
+            self._encoder.take_back(peer, handed, message_id)
+            self.reply_error(peer, number, error)
+
+    def reply_error(self, peer: Peer, number: int, error: BaseException) -> None:
+        """Sends the error of a call."""
+        if self.has_left and isinstance(error, (NotInitialized, CancelledError)):
+            return  # The caller is told soon that this worker is lost.
+        self.note_failure(peer, error)
+        payload = self.pack_error(peer, error)
+        message: Outgoing
+        if peer.is_self:
+            local = LocalMessage((0, 0, (), 0, 0), payload, (), ())
+            message = local_frame(Kind.REPLY, ERROR_REPLY, number, local)
+        else:
+            try:
+                control = encode_reply(0, 0, (), payload)
+            except SerializationError as too_large:
+                too_large.__context__ = None  # The error that is too large.
+                control = encode_reply(0, 0, (), self.pack_error(peer, too_large))
+            message = encode_frame(Kind.REPLY, ERROR_REPLY, number, control)
+        try:
+            self._agent.sender.send(peer, message)
+        except (ConnectionError, NotInitialized):
+            _log.debug("the error of call %d goes nowhere: caller or this worker has left", number)
+
+    def pack_error(self, peer: Peer, error: BaseException) -> bytes:
+        """Packs an error in a form that ``peer`` can read."""
+        return pack_error(
+            error,
+            self._agent.info.name,
+            main_by_name=peer.main_by_name,
+            is_plain=peer.registration.is_strict and not peer.is_self,
+        )
+
+    def note_failure(self, peer: Peer, error: BaseException) -> None:
+        """Passes the error of a call to ``on_failure``; never raises."""
+        if self.on_failure is not None:
+            try:
+                self.on_failure(peer, error)
+            except BaseException:  # Showing the error runs its own code.
+                log_exception("the error of a call of worker %r could not be shown", peer.name)
+
 
 _is_in_inference_mode = torch.is_inference_mode_enabled
 _InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
@@ -75,6 +237,8 @@ class Worker:
         self.contexts: Contexts = self.engine.contexts
         self.arrivals = Arrivals(self.engine.outside, warns_of_lost_gradients)
         self.coroutines = CoroutineRunner(f"weft-{agent.info.name}-asyncio", agent.served_streams)
+        self.serving: dict[int, ServedCall | None] = {}
+        """The call whose function each thread runs, by thread; for reports."""
         self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside

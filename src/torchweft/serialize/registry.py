@@ -95,16 +95,18 @@ remotely_callable = Mark(
     "torchweft.optim.clipping",
     "torchweft.optim.local",
     "torchweft.rpc.collective",
-    "torchweft.rpc.examining",
+    "torchweft.observe.examining",
     "torchweft.rpc.serving",
     "torchweft.rpc.stream_sources",
-    "torchweft.rpc.tracing.service",
+    "torchweft.observe.tracing.recorder",
 )
 """Workers of Weft call these functions on one another, on strict workers as well. They must check
 their arguments: types, that functions are registered, and that objects were made for them."""
 
 remotely_callable_unless_strict = Mark(
-    "torchweft.compat.rpc.api", "torchweft.compat.rpc.references", "torchweft.rpc.examining"
+    "torchweft.compat.rpc.api",
+    "torchweft.compat.rpc.references",
+    "torchweft.observe.examining",
 )
 """Workers of Weft call these functions on one another; a strict worker refuses them."""
 
@@ -130,8 +132,8 @@ rebuilds_plain = Mark(
     "torchweft.rl.policies",
     "torchweft.rl.replay",
     "torchweft.rl.trajectories",
-    "torchweft.rpc.batching.statistics",
-    "torchweft.rpc.gathering",
+    "torchweft.rpc.batching.queue",
+    "torchweft.rpc.collective",
     "torchweft.serialize.reducers",
     "torchweft.weights.layout",
     "torchweft.weights.publisher",

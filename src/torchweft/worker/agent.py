@@ -34,7 +34,8 @@ from torchweft.protocol.greetings import Failure, HandshakeTimeout, Unreachable,
 from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret, key_of_observers
 from torchweft.threads import device_streams
-from torchweft.threads.reactor import OWN, FairQueue, Reactor
+from torchweft.threads.fair_queue import OWN, FairQueue
+from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import Events
 from torchweft.threads.served_streams import ServedStreams
 from torchweft.threads.timers import ReactorChecks, Timers

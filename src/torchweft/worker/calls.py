@@ -42,6 +42,7 @@ from torchweft.threads import interrupts
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timers
+from torchweft.threads.waits import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 from torchweft.worker.peers import Peer
@@ -96,6 +97,10 @@ class PendingCall(OpenCall):
     def elapsed_s(self) -> float:
         """Seconds since the call was made."""
         return time.monotonic() - self.started_s
+
+    def unfinished(self) -> list[PendingCall]:
+        """Returns the call itself until it is done; for ``Reactor.waiting``."""
+        return [] if self.is_done else [self]
 
     def finish(self) -> None:
         """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
@@ -174,6 +179,7 @@ class Waiter:
         spins: Spins,
         deadline_s: float,
         is_over: Callable[[], object],
+        parts: Parts,
         wake_fd: int = -1,
     ) -> bool:
         """Reads until a wanted message is there; returns False if this thread is to wait otherwise.
@@ -184,18 +190,15 @@ class Waiter:
             spins: What the thread spins for.
             deadline_s: By the clock of ``time.monotonic``.
             is_over: Whether the wait has ended otherwise; asked now and then.
+            parts: What the thread waits for, as ``Reactor.waiting`` takes it.
             wake_fd: An eventfd that has ``is_over`` asked; -1 for none.
         """
         taken = lease.wait(*wanted, spins, 0.0, wake_fd)
         if taken or is_over():
             return bool(taken > 0)
-        is_counted = self._reactor.begin_wait()
-        try:
+        with self._reactor.waiting(parts):
             while not taken and not is_over() and monotonic() < deadline_s:
                 taken = lease.wait(*wanted, -1, deadline_s, wake_fd)
-        finally:
-            if is_counted:
-                self._reactor.end_wait()
         return bool(taken > 0)
 
 
@@ -333,7 +336,9 @@ class OpenCalls:
         def is_over() -> object:
             return call.frame or call.error or call.is_done or peer.lost
 
-        is_there = self._waiter.read(lease, wanted, Spins.ANSWERS, call.deadline_s, is_over)
+        is_there = self._waiter.read(
+            lease, wanted, Spins.ANSWERS, call.deadline_s, is_over, call.unfinished
+        )
         link, frame = peer.link, call.frame
         if is_there and link is not None and link.watcher is not None and frame is not None:
             link.watcher.received(frame)  # One that another thread has read is noted there.
@@ -358,15 +363,11 @@ class OpenCalls:
 
     def _wait_for_others(self, call: PendingCall) -> None:
         """Waits for another thread to complete ``call``."""
-        is_counted = self._reactor.begin_wait()
-        try:
+        with self._reactor.waiting(call.unfinished):
             if not call.wait(call.deadline_s - time.monotonic()):
                 # Either the call ends here, or another thread completes it now.
                 self.expire(time.monotonic())
                 call.wait(math.inf)
-        finally:
-            if is_counted:
-                self._reactor.end_wait()
 
     def expire(self, now_s: float) -> float:
         """Fails the calls that are past their deadlines; a timer job."""

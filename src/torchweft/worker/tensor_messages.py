@@ -8,6 +8,7 @@ worker to itself touches neither bytes nor channels: its tensors arrive by refer
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -115,6 +116,8 @@ class TensorMessages:
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.on_offered: Callable[[Peer, Kind, int, Mapping[str, int]], None] | None = None
         """Called for each message some of whose tensors do not go over the link, while traced."""
+        self.on_fetched: Callable[[Peer, float], None] | None = None
+        """Called after tensors were fetched, or could not be, with the begin, while traced."""
         agent.timers.add(agent.channels.tick)
         agent.receiver.on(Kind.PULLED, _on_pulled, inline=True)
         agent.receiver.on(Kind.SUPPLY, self._on_supply, inline=True)
@@ -205,12 +208,17 @@ class TensorMessages:
         if message.channel_table:
             if len(table) > self._tensor_limit * tensor_table.SMALLEST_BYTES:
                 self._check_count(peer, message)
-            message.buffers = self._channels.get(
-                peer,
-                message.channel_table,
-                message.buffers,
-                lambda: tensor_table.devices_of(table, name),
-            )
+            began_s = time.monotonic()
+            try:
+                message.buffers = self._channels.get(
+                    peer,
+                    message.channel_table,
+                    message.buffers,
+                    lambda: tensor_table.devices_of(table, name),
+                )
+            finally:
+                if self.on_fetched is not None:
+                    self.on_fetched(peer, began_s)
             message.channel_table = b""
         if (
             table

@@ -29,8 +29,8 @@ from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import function_name
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.calls import BACKWARD_FROM, FETCH
+from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import fail
-from torchweft.rpc.requests import Request
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.objects import pack
 from torchweft.wire.frames import HEADER, Frame, encode_frame

@@ -292,15 +292,15 @@ class Grammar:
             "shared:make": lambda: (self._map_payload(), [torch.ones(2)], chance.choice((1, 2))),
             "shared:pull": lambda: (reference(chance.randrange(_VALUES)),),
             "shared:run": lambda: (address, (rows,), {}, 0, -1),
-            "service:begin": lambda: (
+            "recorder:begin": lambda: (
                 chance.randrange(3),
                 chance.choice((0, 1, 1000, 1 << 40)),
                 False,
             ),
-            "service:end": lambda: (chance.randrange(3),),
-            "service:forget": lambda: (chance.randrange(3),),
-            "service:read_clock": lambda: (),
-            "service:take": lambda: (chance.randrange(3),),
+            "recorder:end": lambda: (chance.randrange(3),),
+            "recorder:forget": lambda: (chance.randrange(3),),
+            "recorder:read_clock": lambda: (),
+            "recorder:take": lambda: (chance.randrange(3),),
             "ending:failed": lambda: ("a cause",),
             "examining:read_time": lambda: (),
             "examining:weigh": lambda: (rows,),
@@ -407,7 +407,7 @@ class Grammar:
             ((ME, SENDER), (SENDER, OTHER), (ME, SENDER, OTHER), (ME,), ())
         )
         kind = self.chance.choice(("barrier", "all_gather"))
-        return Made("torchweft.rpc.gathering:Key", (workers, kind, self._small() % 3))
+        return Made("torchweft.rpc.collective:Key", (workers, kind, self._small() % 3))
 
     def _map_payload(self) -> bytes:
         encoder = FreeEncoder()

@@ -26,7 +26,7 @@ from torchweft.optim.groups import GroupPart
 from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.requests import Request
+from torchweft.rpc.encoding import Request
 from torchweft.rpc.stream_sources import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchweft.launch import Cluster
 
-_SERVICE = "torchweft.rpc.tracing.service."
+_SERVICE = "torchweft.observe.tracing.recorder."
 _LIMIT = 1_000_000
 _ANSWERED_S = 30.0
 
@@ -27,7 +27,7 @@ def counted() -> dict[str, int]:
     from torchweft.rpc.node import current_node
 
     counts: Counter[str] = Counter()
-    for each in current_node().observed.counting.counts():
+    for each in current_node().observed.reporter.counting.counts():
         if not each.function.startswith((_SERVICE, f"{__name__}.")):
             counts[f"{each.direction} {each.function}"] += each.calls
     return dict(counts)

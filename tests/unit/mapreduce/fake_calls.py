@@ -17,6 +17,7 @@ from torchweft.mapreduce.plan import Plan
 from torchweft.protocol.registration import Registration
 from torchweft.rpc.futures import fail
 from torchweft.serialize.objects import Packed
+from torchweft.threads.waits import Waiting
 from torchweft.worker.peers import Peer
 
 HEAVY = torch.zeros(1 << 20)
@@ -38,6 +39,7 @@ class FakeReactor:
     def __init__(self) -> None:
         self.tasks: list[Callable[..., None]] = []
         self.waits: list[str] = []
+        self.notes: dict[int, Any] = {}
         self.is_closing = False
 
     def submit_task(self, function: Callable[..., None], first: Any = None) -> None:
@@ -46,6 +48,9 @@ class FakeReactor:
     def run_tasks(self) -> None:
         while self.tasks:
             self.tasks.pop(0)(None, None)
+
+    def waiting(self, parts: Callable[[], Any]) -> Waiting:
+        return Waiting(self, parts, needs_any=False)  # type: ignore[arg-type]
 
     def begin_wait(self) -> bool:
         self.waits.append("begin")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 
-from torchweft.observe.processes import why_silent
+from torchweft.observe.session import why_silent
 from torchweft.transport.handshake import NotProven
 
 

@@ -10,8 +10,8 @@ import torch
 
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.protocol.registration import Registration
-from torchweft.rpc.completion import Call, WhenReady, settle
 from torchweft.rpc.functions import async_execution
+from torchweft.rpc.serving import Call, WhenReady, settle
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 from torchweft.worker.peers import Peer
@@ -30,6 +30,7 @@ class Worker:
     def __init__(self) -> None:
         self.answers: list[tuple[int, Any]] = []
         self.unfinished: set[object] = set()
+        self.serving: dict[int, object] = {}
         self.owned: OwnedValue | None = OwnedValue()
         self.tasks: list[tuple[Any, Any]] = []
         self.is_referred_to = True

@@ -24,8 +24,8 @@ from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
+from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.ports import Ports
-from torchweft.rpc.requests import own_copy
 from torchweft.serialize import tensors as tensor_tables
 from torchweft.serialize.objects import pack
 from torchweft.serialize.tensors import describe

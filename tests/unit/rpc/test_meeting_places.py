@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.meeting_places import expand
+from torchweft.rpc.placement import expand
 
 
 @pytest.mark.parametrize(

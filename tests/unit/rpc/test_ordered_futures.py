@@ -12,8 +12,7 @@ import torch
 
 from tests.fake_cuda import FakeCuda, FakeTensor, fake_cuda
 from torchweft.errors import SerializationError
-from torchweft.rpc.futures import Future
-from torchweft.rpc.ordered_futures import Hidden, OrderedFuture, fail, is_shown
+from torchweft.rpc.futures import Future, Hidden, OrderedFuture, fail, is_shown
 from torchweft.rpc.rref import RRef
 
 LIMIT_S = 20.0

@@ -9,8 +9,7 @@ import pytest
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
 from torchweft.rpc import stack_report
-from torchweft.rpc.frames import inwards, lines
-from torchweft.rpc.stack_report import answer_signal
+from torchweft.rpc.stack_report import answer_signal, inwards, lines
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from torchweft.rpc.futures import Future
+from torchweft.rpc.futures import Future, _raise_copy
 from torchweft.rpc.unseen import Guard, Report, _log_all
 from torchweft.worker.calls import PendingCall
 
@@ -34,7 +34,7 @@ def test_a_guard_whose_error_is_raised_reports_nothing() -> None:
     reports: list[Report] = []
     guard = Guard(Report("the call failed", KeyError("x")), reports.append)
     with pytest.raises(KeyError):
-        guard.raise_copy(KeyError("x"))
+        _raise_copy(guard, KeyError("x"))
     del guard
     assert reports == []
 

@@ -152,8 +152,8 @@ def test_every_name_leads_to_what_is_defined_there() -> None:
 
 
 READS_FILES_OF_THE_HOST = {
-    "torchweft.rpc.examining:tell_host",
-    "torchweft.rpc.examining:tell_pair",
+    "torchweft.observe.examining:tell_host",
+    "torchweft.observe.examining:tell_pair",
 }
 
 

@@ -24,7 +24,8 @@ from torchweft.threads.device_streams import (
     use,
     wait,
 )
-from torchweft.threads.reactor import FairQueue, Reactor
+from torchweft.threads.fair_queue import FairQueue
+from torchweft.threads.reactor import Reactor
 from torchweft.threads.served_streams import Attached, Entered, ServedStreams
 
 LIMIT_S = 20.0

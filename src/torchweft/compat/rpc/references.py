@@ -27,10 +27,9 @@ from torchweft.errors import (
 )
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.rpc.completion import WhenReady
 from torchweft.rpc.functions import async_execution
-from torchweft.rpc.futures import fail
-from torchweft.rpc.ordered_futures import OrderedFuture, wait_unseen
+from torchweft.rpc.futures import OrderedFuture, fail, wait_unseen
+from torchweft.rpc.serving import WhenReady
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import remotely_callable_unless_strict
 from torchweft.worker import current as current_agent

@@ -9,8 +9,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from torchweft.protocol.observing.latency import STEPS
-from torchweft.protocol.observing.report import FunctionCounts, Identity, Member, Report
+from torchweft.protocol.observing.report import STEPS, FunctionCounts, Identity, Member, Report
 
 COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 

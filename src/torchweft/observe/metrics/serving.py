@@ -56,14 +56,14 @@ def check(group: Any, timeout: Any) -> None:
 
 def reader_of(node: Node, *, group: bool, timeout_s: float) -> Callable[[], list[Metric]]:
     """Returns what reads the metrics of a worker, or of its group; its use blocks for the limit."""
-    observers = node.observed.observers
+    reporter = node.observed.reporter
     if not group:
-        return lambda: measures_of([observers.report(METRICS)])
+        return lambda: measures_of([reporter.observed(METRICS)])
     access = Access(node.options.secret, node.options.tls)
 
     def read_all() -> list[Metric]:
         # Made anew: workers may have joined since the last time, or come back after a loss.
-        found = Group([observers.identity()], access)
+        found = Group([reporter.identity()], access)
         answers = found.ask(timeout_s, METRICS)
         absent = [each for each in found.members if each.name in answers.silent]
         return measures_of(answers.reports, absent, found.name)

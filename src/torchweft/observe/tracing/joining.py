@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchweft.protocol.observing.clocks import Alignment
 from torchweft.protocol.observing.trace import (
+    Alignment,
     Created,
     Made,
     Offered,
@@ -32,7 +32,7 @@ from torchweft.wire.messages import NO_CREATION, Kind
 
 _REPLY, _GRADIENTS = int(Kind.REPLY), int(Kind.GRADIENTS)
 
-_SERVICE = "torchweft.rpc.tracing.service."
+_SERVICE = "torchweft.observe.tracing.recorder."
 """Begins the names of the functions by which workers are traced."""
 
 Key = tuple[Any, ...]

@@ -12,23 +12,26 @@ from typing import Any
 from torchweft.arguments import wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError, ObserveError, WorkerLost
 from torchweft.files import replacing
-from torchweft.observe.tracing import chrome
+from torchweft.observe.tracing import chrome, recorder
 from torchweft.observe.tracing.graph import Graph, graph_of
 from torchweft.observe.tracing.joining import Joined, join
 from torchweft.observe.tracing.reading import load
 from torchweft.probe import clock_id
-from torchweft.protocol.observing.clocks import SAME, Alignment, Lead, Reading, lead_of
 from torchweft.protocol.observing.trace import (
+    SAME,
+    Alignment,
+    Lead,
     LinkBytes,
     Profiled,
+    Reading,
     Row,
     Thread,
     WorkerTrace,
+    lead_of,
     read,
 )
 from torchweft.rpc import rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
-from torchweft.rpc.tracing import service
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 
@@ -81,9 +84,9 @@ class Trace:
                 raise wrong_type(name, value, f"pass one of type {kind.__name__}")
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool):
             raise wrong_type("timeout", timeout, "pass a number of seconds")
-        if not 0 < limit <= service.MOST_ROWS:
+        if not 0 < limit <= recorder.MOST_ROWS:
             raise ConfigurationError(
-                f"limit is {limit}; a worker keeps from 1 to {service.MOST_ROWS} records"
+                f"limit is {limit}; a worker keeps from 1 to {recorder.MOST_ROWS} records"
             )
         if not timeout > 0:
             raise ConfigurationError(f"timeout is {timeout}; pass a positive number of seconds")
@@ -115,7 +118,7 @@ class Trace:
     def __enter__(self) -> Trace:
         agent = current()
         others = [peer for peer in agent.members.present() if not peer.is_self]
-        clocks = self._ask(others, service.read_clock)
+        clocks = self._ask(others, recorder.read_clock)
         for peer in others:
             if peer.id in clocks:
                 try:
@@ -140,9 +143,9 @@ class Trace:
 
     def _begin(self, peers: Iterable[Peer], arguments: tuple[Any, ...]) -> dict[int, Any]:
         """Has workers begin to note; returns those that do, by id."""
-        begun = self._ask([peer for peer in peers if not peer.is_self], service.begin, arguments)
+        begun = self._ask([peer for peer in peers if not peer.is_self], recorder.begin, arguments)
         for me in [peer for peer in peers if peer.is_self]:
-            begun[me.id] = service.begin(*arguments)
+            begun[me.id] = recorder.begin(*arguments)
         return begun
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -157,8 +160,8 @@ class Trace:
     def _finish(self) -> None:
         agent = current()
         others = [peer for peer in self._traced if not peer.is_self]
-        about = {agent.me.id: service.end(self._id)}
-        about |= self._ask(others, service.end, (self._id,))
+        about = {agent.me.id: recorder.end(self._id)}
+        about |= self._ask(others, recorder.end, (self._id,))
         traces: list[tuple[WorkerTrace, Alignment]] = []
         for peer in self._traced:
             if peer.id in about:
@@ -187,11 +190,11 @@ class Trace:
         """Has all workers stop, and drop what they have recorded; waits for none."""
         for peer in peers:
             if peer.is_self:
-                service.forget(self._id)
+                recorder.forget(self._id)
             elif peer.lost is None:
-                told = rpc_async(peer.info, service.forget, (self._id,), timeout=self._timeout_s)
+                told = rpc_async(peer.info, recorder.forget, (self._id,), timeout=self._timeout_s)
                 ignore_errors(told)
-        service.forget(self._id)
+        recorder.forget(self._id)
 
     def _ask(
         self, peers: Iterable[Peer], function: Callable[..., Any], args: tuple[Any, ...] = ()
@@ -224,10 +227,10 @@ class Trace:
         profiled: list[Row] = []
         while True:
             if peer.is_self:
-                some, more = service.take(self._id)
+                some, more = recorder.take(self._id)
             else:
                 args = (self._id,)
-                some, more = rpc_sync(peer.info, service.take, args, timeout=self._timeout_s)
+                some, more = rpc_sync(peer.info, recorder.take, args, timeout=self._timeout_s)
             if not (some or more):
                 return rows, profiled
             rows += some
@@ -243,7 +246,7 @@ class Trace:
         readings = []
         for _ in range(_READINGS):
             sent_s = time.monotonic()
-            _, read_s = rpc_sync(peer.info, service.read_clock, timeout=self._timeout_s)
+            _, read_s = rpc_sync(peer.info, recorder.read_clock, timeout=self._timeout_s)
             readings.append(Reading(sent_s, read_s, time.monotonic()))
         return lead_of(readings)
 
@@ -274,14 +277,11 @@ class Trace:
             ],
         }
         try:
-            self._write_whole(joined, about)
+            # The whole file or none: a reader never finds a part.
+            with replacing(self.path, "w") as file:
+                chrome.write(file, joined, about, self._began_s)
         except OSError as error:
             raise ObserveError(f"the trace cannot be written to {self.path}: {error}") from error
-
-    def _write_whole(self, joined: Joined, about: dict[str, Any]) -> None:
-        """Writes the whole file or none: a reader never finds a part."""
-        with replacing(self.path, "w") as file:
-            chrome.write(file, joined, about, self._began_s)
 
     @property
     def joined(self) -> Joined:
@@ -317,20 +317,13 @@ def _reason(error: BaseException) -> str:
 
 
 def _trace_of(about: dict[str, Any], rows: list[Row], profiled: list[Row]) -> WorkerTrace:
+    """Returns what a worker has noted; ``about`` is the answer of ``recorder.end``."""
+    threads, own_calls, links = (about.pop(name) for name in ("threads", "own_calls", "links"))
     return WorkerTrace(
-        id=about["id"],
-        name=about["name"],
-        rank=about["rank"],
-        host=about["host"],
-        pid=about["pid"],
-        began_s=about["began_s"],
-        ended_s=about["ended_s"],
-        peers=about["peers"],
-        threads={thread: Thread(*known) for thread, known in about["threads"].items()},
-        own_calls=frozenset(map(tuple, about["own_calls"])),
-        links=tuple([LinkBytes(*each) for each in about["links"]]),
-        dropped=about["dropped"],
+        threads={thread: Thread(*known) for thread, known in threads.items()},
+        own_calls=frozenset(map(tuple, own_calls)),
+        links=tuple([LinkBytes(*each) for each in links]),
         records=read(rows),
         profiled=[Profiled._make(row) for row in profiled],
-        profiled_dropped=about["profiled_dropped"],
+        **about,
     )

@@ -1,6 +1,5 @@
 """What a worker tells an observer, and what follows from the reports of all workers.
 
-``report`` has the answers of a worker, and ``latency`` the histograms of the times of calls.
-``waits`` has the graph of who waits for whom, ``circles`` its stuck parts, ``wording`` the text of
-both. All of it is pure: it serves answers of workers, files that they have written, and tests.
+``report`` has the answers of a worker, and ``waits`` the graph of who waits for whom, with its
+text. All of it is pure: it serves answers of workers, files that they have written, and tests.
 """

@@ -1,29 +1,140 @@
-"""The graph of waits over all workers, made of their reports.
+"""The graph of waits over all workers, made of their reports, and what it says in words.
 
 Its nodes are activities: threads, served calls, gatherings, backward passes, values that are being
 made, and workers as a whole. ``docs/protocols/observing.md`` lists which activity waits for which.
+
+An activity waits for all, or for any one, of others. It can go on if it waits for nothing, or if
+all or any of those can go on: the least such set. The rest is stuck. Where stuck activities wait
+for each other in a circle, that is a deadlock: no activity outside of the circle can end it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
-from torchweft.protocol.observing import circles
-from torchweft.protocol.observing.circles import Needs
-from torchweft.protocol.observing.keys import making_key
-from torchweft.protocol.observing.report import (
+from torchweft.protocol.observing.keys import (
     CALL,
     GATHERING,
     MESSAGE,
     PASS,
     SHUTDOWN,
     VALUE,
-    Report,
-    ServedCall,
-    Thread,
     Wait,
+    making_key,
 )
+from torchweft.protocol.observing.report import Report, ServedCall, Thread
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class Needs(NamedTuple):
+    """What an activity needs to go on.
+
+    Attributes:
+        others: The activities for which it waits.
+        of_all: Whether it needs all of them; if not, any one.
+        is_stopped: Whether it cannot go on whatever others do.
+    """
+
+    others: tuple[str, ...] = ()
+    of_all: bool = True
+    is_stopped: bool = False
+
+    def are_met(self, going: Iterable[str]) -> bool:
+        """Returns whether it can go on, given those that can."""
+        if self.is_stopped or not self.others:
+            return not self.is_stopped
+        met = [other in going for other in self.others]
+        return all(met) if self.of_all else any(met)
+
+
+Graph = Mapping[str, Needs]
+"""The activities by name. Every activity that another needs is in it."""
+
+
+def stuck(graph: Graph) -> set[str]:
+    """Returns the activities that cannot go on."""
+    waiters: dict[str, list[str]] = {}
+    for name, needs in graph.items():
+        for other in needs.others:
+            waiters.setdefault(other, []).append(name)
+    going = {name for name, needs in graph.items() if needs.are_met(())}
+    todo = deque(going)
+    while todo:
+        for waiter in waiters.get(todo.popleft(), ()):
+            if waiter not in going and graph[waiter].are_met(going):
+                going.add(waiter)
+                todo.append(waiter)
+    return set(graph) - going
+
+
+def circles(graph: Graph) -> list[list[str]]:
+    """Returns a shortest circle of each part of the stuck graph that leads back to itself.
+
+    A circle begins with its first name in the order of names, and each activity waits for the next
+    one, the last for the first. Circles are in the order of names as well.
+    """
+    among = stuck(graph)
+    waits = {
+        name: [other for other in graph[name].others if other in among] for name in sorted(among)
+    }
+    found: list[list[str]] = []
+    seen: set[str] = set()
+    for name in waits:
+        if name in seen:
+            continue
+        part = {name, *_reached(waits, name)} & _reached(_reversed(waits), name)
+        seen |= part
+        if part:
+            found.append(min((_circle(waits, part, each) for each in sorted(part)), key=len))
+    return found
+
+
+def waiting_for(graph: Graph, name: str) -> set[str]:
+    """Returns the activities that wait for one, directly or through others."""
+    return _reached(_reversed({each: needs.others for each, needs in graph.items()}), name) - {name}
+
+
+def _reversed(waits: Mapping[str, Iterable[str]]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {name: [] for name in waits}
+    for name, others in waits.items():
+        for other in others:
+            found[other].append(name)
+    return found
+
+
+def _reached(waits: Mapping[str, Iterable[str]], start: str) -> set[str]:
+    """Returns what is reached from an activity in one step or more."""
+    found: set[str] = set()
+    todo = deque(waits[start])
+    while todo:
+        name = todo.popleft()
+        if name not in found:
+            found.add(name)
+            todo.extend(waits[name])
+    return found
+
+
+def _circle(waits: Mapping[str, Iterable[str]], part: set[str], start: str) -> list[str]:
+    """Returns a shortest way from an activity of a strongly connected part back to it."""
+    came_from: dict[str, str] = {}
+    todo = deque([start])
+    while todo:
+        name = todo.popleft()
+        for other in waits[name]:
+            if other == start:
+                way = [name]
+                while way[-1] != start:
+                    way.append(came_from[way[-1]])
+                return way[::-1]
+            if other in part and other not in came_from:
+                came_from[other] = name
+                todo.append(other)
+    raise AssertionError("the part is not strongly connected")
+
 
 LEAST_S = 1.0
 """Seconds for which an activity must have waited, as reports are not of the same moment."""
@@ -98,9 +209,7 @@ class WaitGraph:
 
     def circles(self) -> list[list[Activity]]:
         """Returns the deadlocks: activities of which each waits for the next one."""
-        return [
-            [self.activities[name] for name in circle] for circle in circles.circles(self.needs)
-        ]
+        return [[self.activities[name] for name in circle] for circle in circles(self.needs)]
 
     # The activities that reports name
 
@@ -345,3 +454,108 @@ def _any_told(waits: Sequence[Wait]) -> tuple[str, ...]:
 
 def _names(workers: Iterable[str]) -> str:
     return ", ".join(map(repr, workers))
+
+
+_MOST_CAUSES = 5
+_MOST_WAITERS = 6
+
+
+def explain(graph: WaitGraph) -> str:
+    """Returns where the group is stuck, in a few lines; each line names a worker and its line."""
+    lines: list[str] = []
+    for circle in graph.circles():
+        lines += [*_deadlock(circle), ""]
+    lines += _causes(graph, of_leaving=False)
+    if not lines:
+        lines += _causes(graph, of_leaving=True)
+    if not lines:
+        reports = len(graph.reports)
+        lines = [f"no thread of {reports} workers has waited for long for another worker"]
+    return "\n".join(lines).rstrip()
+
+
+def as_json(graph: WaitGraph) -> dict[str, object]:
+    """Returns the same for programs: the deadlocks, and all activities that wait."""
+    return {
+        "deadlocks": [
+            {
+                "is_sure": all(activity.is_sure for activity in circle),
+                "activities": [_fields(activity) for activity in circle],
+            }
+            for circle in graph.circles()
+        ],
+        "waits": [_fields(each) for each in graph.activities.values() if each.is_wait],
+        "silent": graph.silent,
+    }
+
+
+def _fields(activity: Activity) -> dict[str, object]:
+    return {
+        "worker": activity.worker,
+        "activity": activity.subject,
+        "place": activity.place,
+        "waits_for": list(activity.waits),
+        "age_s": round(activity.age_s, 3),
+    }
+
+
+def _deadlock(circle: Sequence[Activity]) -> list[str]:
+    workers = sorted({activity.worker for activity in circle if activity.worker})
+    perhaps = "" if all(activity.is_sure for activity in circle) else ", perhaps"
+    names = _listed(workers)
+    each = "for each other" if len(workers) > 1 else "for itself"
+    verb = "wait" if len(workers) > 1 else "waits"
+    lines = [f"deadlock{perhaps}: {names} {verb} {each}"]
+    for activity in circle:
+        if activity.waits:  # Others are on the way from one that waits to the next.
+            lines += _described(activity, "  ")
+    return lines
+
+
+def _described(activity: Activity, indent: str) -> list[str]:
+    where = f"{activity.worker}: " if activity.worker else ""
+    line = f"{indent}{where}{activity.subject}"
+    if activity.place:
+        line += f"\n{indent}  at {activity.place}"
+    if activity.waits:
+        since = f" for {activity.age_s:.1f} s" if activity.age_s else ""
+        line += f"\n{indent}  waits{since}: {_listed(activity.waits)}"
+    return line.split("\n")
+
+
+def _causes(graph: WaitGraph, *, of_leaving: bool) -> list[str]:
+    """Returns the activities for which others wait, and which wait for none themselves.
+
+    Args:
+        graph: The graph.
+        of_leaving: Whether to return those of waits in ``shutdown``, where it is usual to wait for
+            others that work: only those that cannot go on. If not, those of all other waits.
+    """
+    needs = graph.needs
+    found: list[tuple[int, str, list[Activity]]] = []
+    for name in graph.activities:
+        if not needs[name].others and (needs[name].is_stopped or not of_leaving):
+            waiting = [graph.activities[each] for each in waiting_for(needs, name)]
+            late = [
+                each
+                for each in waiting
+                if each.is_wait and each.is_leaving == of_leaving and each.age_s >= LEAST_S
+            ]
+            if late:
+                found.append((len(late), name, late))
+    found.sort(key=lambda cause: (-cause[0], cause[1]))
+    lines: list[str] = []
+    for _, name, late in found[:_MOST_CAUSES]:
+        cause = graph.activities[name]
+        workers = sorted({each.worker for each in late})
+        lines.append(f"{_listed(workers)} wait{'' if len(workers) > 1 else 's'}, in the end, for")
+        lines += _described(cause, "  ")
+        for each in sorted(late, key=lambda each: -each.age_s)[:_MOST_WAITERS]:
+            lines += _described(each, "    ")
+        lines.append("")
+    return lines
+
+
+def _listed(texts: Iterable[str]) -> str:
+    found = list(texts)
+    return " and ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)

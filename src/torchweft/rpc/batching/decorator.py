@@ -18,10 +18,9 @@ from torchweft.arguments import checked_int, wrong_type
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError
 from torchweft.protocol.served_calls import ServedCall
-from torchweft.rpc.batching.queue import BatchQueue, LocalCall
+from torchweft.rpc.batching.queue import BatchQueue, BatchStatistics, LocalCall
 from torchweft.rpc.batching.running import Entry, Keywords, Options, Runner
 from torchweft.rpc.batching.stacking import Parts, take_apart
-from torchweft.rpc.batching.statistics import BatchStatistics
 from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
 from torchweft.serialize.exceptions import fresh_copy
@@ -369,13 +368,9 @@ class _Batches:
         queue = self._queue_of(bound, agent)
         limit_s = min(agent.default_timeout_s, remaining_time())
         deadline_s = time.monotonic() + limit_s
-        is_counted = agent.reactor.begin_wait()
-        try:
+        with agent.reactor.waiting():
             if queue.put_or_wait(call, bound, parts, deadline_s) and call.wait(deadline_s):
                 return call
-        finally:
-            if is_counted:
-                agent.reactor.end_wait()
         raise CallTimeout(
             f"the batched call of {self._name} on its own worker had no result within "
             f"{limit_s:.1f} s",

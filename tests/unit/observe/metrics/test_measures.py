@@ -4,8 +4,13 @@ from dataclasses import replace
 
 from tests.unit.protocol.observing.reports import made, member, report, served
 from torchweft.observe.metrics.measures import BOUNDS_S, Distribution, measures_of
-from torchweft.protocol.observing.latency import bucket_of
-from torchweft.protocol.observing.report import FunctionCounts, NumberRow, NumberTable, Traffic
+from torchweft.protocol.observing.report import (
+    FunctionCounts,
+    NumberRow,
+    NumberTable,
+    Traffic,
+    bucket_of,
+)
 
 OF_F = {"weft.worker": "a", "rpc.system.name": "torchweft", "rpc.method": "f"}
 

@@ -19,8 +19,7 @@ from tests.unit.protocol.observing.reports import member, report
 from torchweft.observe.metrics import prometheus
 from torchweft.observe.metrics.measures import Metric, measures_of
 from torchweft.observe.metrics.prometheus import Endpoint, family_of
-from torchweft.protocol.observing.latency import bucket_of
-from torchweft.protocol.observing.report import FunctionCounts
+from torchweft.protocol.observing.report import FunctionCounts, bucket_of
 from torchweft.scraping import Address
 
 LIMIT_S = 20.0

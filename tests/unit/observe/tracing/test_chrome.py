@@ -18,8 +18,8 @@ from torchweft.observe.tracing import chrome
 from torchweft.observe.tracing.graph import graph_of
 from torchweft.observe.tracing.joining import Joined, join
 from torchweft.observe.tracing.reading import load, summary
-from torchweft.protocol.observing.clocks import SAME
 from torchweft.protocol.observing.trace import (
+    SAME,
     STEP,
     Created,
     Made,

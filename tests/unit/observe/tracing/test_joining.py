@@ -6,8 +6,7 @@ import pytest
 
 from tests.made_up_traces import CONTEXT, alignment, call, received, sent, step, worker
 from torchweft.observe.tracing.joining import Call, join
-from torchweft.protocol.observing.clocks import SAME
-from torchweft.protocol.observing.trace import Created, Offered, Served, read
+from torchweft.protocol.observing.trace import SAME, Created, Offered, Served, read
 from torchweft.wire.messages import Kind
 
 

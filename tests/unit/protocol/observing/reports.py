@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchweft.protocol.observing.keys import call_key
+from torchweft.protocol.observing.keys import CALL, GATHERING, Wait, call_key
 from torchweft.protocol.observing.report import (
-    CALL,
-    GATHERING,
     Identity,
     Member,
     OpenCall,
     Report,
     ServedCall,
     Thread,
-    Wait,
 )
 
 LONG_S = 30.0

@@ -4,7 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.protocol.observing.circles import Graph, Needs, circles, stuck, waiting_for
+from torchweft.protocol.observing.waits import (
+    Graph,
+    Needs,
+    circles,
+    stuck,
+    waiting_for,
+)
 
 NAMES = "abcdefgh"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.protocol.observing.latency import (
+from torchweft.protocol.observing.report import (
     STEPS,
     bucket_of,
     percentile,

@@ -12,10 +12,9 @@ from tests.unit.protocol.observing.reports import (
     served,
     thread,
 )
-from torchweft.protocol.observing.keys import making_key
-from torchweft.protocol.observing.report import PASS, SHUTDOWN, VALUE, Report, Wait
-from torchweft.protocol.observing.waits import WaitGraph
-from torchweft.protocol.observing.wording import as_json, explain
+from torchweft.protocol.observing.keys import PASS, SHUTDOWN, VALUE, Wait, making_key
+from torchweft.protocol.observing.report import Report
+from torchweft.protocol.observing.waits import WaitGraph, as_json, explain
 
 SILENT = {"b": "does not answer"}
 

@@ -1,8 +1,17 @@
-"""The checks: from facts of workers, and of pairs of workers, to findings; pure."""
+"""What ``torchweft doctor`` looks at: facts of each worker, and the checks of them.
+
+Facts are gathered, by a worker of the group or from outside. Checks are pure functions of facts,
+and return findings. From outside, some workers measure their ways to others: one way at a time, as
+two would disturb each other, and briefly, since the group is at work.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import enum
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from torchweft import knobs
 from torchweft.channel.cuda import NO_CUDA
@@ -10,8 +19,94 @@ from torchweft.channel.rdma_transport import NO_DEVICE
 from torchweft.channel.ways import UNTRIED
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
-from torchweft.observe.doctor.findings import Finding, Level
-from torchweft.protocol.observing.facts import HostFacts, PairFacts
+from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
+from torchweft.observe.group import Group
+from torchweft.protocol.observing.facts import (
+    HostFacts,
+    PairFacts,
+    WorkerFacts,
+    decode_host,
+    decode_pair,
+)
+from torchweft.rpc import get_worker_infos, rpc_sync
+
+__all__ = [
+    "Diagnosis",
+    "Finding",
+    "HostFacts",
+    "Level",
+    "PairFacts",
+    "examine",
+    "examine_group",
+    "gather",
+]
+
+
+class Level(enum.Enum):
+    """How bad a finding is: only errors make the diagnosis fail."""
+
+    GOOD = "ok"
+    NOTE = "note"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of a diagnosis.
+
+    Attributes:
+        level: How bad it is.
+        check: Name of the check.
+        where: The host, the worker or the pair of workers.
+        text: What was found.
+        fix: What changes it; empty if nothing is to be done.
+    """
+
+    level: Level
+    check: str
+    where: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All findings.
+
+    Attributes:
+        findings: In the order of the checks.
+    """
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_well(self) -> bool:
+        """Whether there is no error."""
+        return all(each.level is not Level.ERROR for each in self.findings)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the findings for ``json.dumps``."""
+        lines = [{**asdict(each), "level": each.level.value} for each in self.findings]
+        return {"is_well": self.is_well, "findings": lines}
+
+    def __str__(self) -> str:
+        """Returns a line for each finding, and one for each fix."""
+        lines = []
+        for each in self.findings:
+            lines.append(f"{each.level.value:5}  {each.check:12}  {each.where}: {each.text}")
+            if each.fix:
+                lines.append(f"{'':21}-> {each.fix}")
+        errors = sum(each.level is Level.ERROR for each in self.findings)
+        notes = sum(each.level is Level.NOTE for each in self.findings)
+        lines.append("all is well" if self.is_well else _counted(errors, "error"))
+        if notes:
+            lines[-1] += f", {_counted(notes, 'note')}"
+        return "\n".join(lines)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}{'s' if count > 1 else ''}"
+
 
 LEAST_DESCRIPTORS = 1024
 LEAST_SHM_BYTES = 1 << 30
@@ -248,3 +343,135 @@ def _fix(name: str, reason: str) -> str:
 
 def _size(count: int) -> str:
     return f"{count >> 20} MiB" if count >= 1 << 20 else f"{count >> 10} KiB"
+
+
+_TIMEOUT_S = THOROUGH.timeout_s
+
+
+def examine(timeout: float = _TIMEOUT_S) -> Diagnosis:
+    """Examines the group of this worker: each host, and each pair of workers. Blocks.
+
+    Takes about 0.2 s for each pair, one after the other: the pairs would disturb one another.
+
+    Args:
+        timeout: Seconds for each worker, and each pair.
+    """
+    names = [each.name for each in get_worker_infos()]
+    facts: list[HostFacts] = []
+    failed: list[Finding] = []
+    for name in names:
+        try:
+            facts.append(decode_host(rpc_sync(name, tell_host, timeout=timeout)))
+        except Exception as error:
+            text = f"does not answer: {type(error).__name__}: {error}"
+            failed.append(Finding(Level.ERROR, "worker", name, text))
+    answering = [each.worker for each in facts]
+    pairs = [
+        _measured(one, other, timeout) for one in answering for other in answering if one != other
+    ]
+    return Diagnosis((*failed, *diagnose(facts, pairs)))
+
+
+def _measured(caller: str, callee: str, timeout: float) -> PairFacts:
+    try:
+        return decode_pair(rpc_sync(caller, tell_pair, (callee, timeout), timeout=timeout))
+    except Exception as error:
+        return PairFacts(caller, callee, f"{type(error).__name__}: {error}")
+
+
+_MEASURING_S = 5.0
+_LISTED = 3
+
+
+def examine_group(group: Group, timeout_s: float = 2.0, most_pairs: int = 32) -> Diagnosis:
+    """Examines a group from outside; some milliseconds of two workers for each measured pair.
+
+    Pairs without a connection are not measured, since that would make one. Blocks.
+
+    Args:
+        group: The group.
+        timeout_s: How long to wait for the facts of each worker.
+        most_pairs: How many pairs to measure, at most, spread over all workers.
+    """
+    facts, answers = group.facts(timeout_s)
+    fix = "examine with the version of Weft that the workers have, if torchweft top reaches them"
+    failed = [
+        Finding(Level.ERROR, "worker", name, why, fix if "the greeting" in why else "")
+        for name, why in answers.silent.items()
+    ]
+    known = [pair for each in facts for pair in each.pairs]
+    pairs, count = _measured_in(group, known, set(answers.silent), most_pairs)
+    found = merged(diagnose([each.host for each in facts], pairs))
+    return Diagnosis((*failed, *found, *_coverage(facts, len(known), count, most_pairs)))
+
+
+def _measured_in(
+    group: Group, known: Sequence[PairFacts], silent: set[str], most: int
+) -> tuple[list[PairFacts], int]:
+    """Measures some pairs in place of what is known of them; returns all, and how many."""
+    rank = {name: number for number, name in enumerate(group.workers)}
+    able = [each for each in known if not each.error and each.callee not in silent]
+    chosen = {each.where for each in sample(able, rank, most)}
+    pairs, busy, count = [], set[str](), 0
+    for each in known:
+        if each.where in chosen and each.callee not in busy:
+            each = group.measure(each.caller, each.callee, _MEASURING_S)
+            count += not each.error
+            if each.is_busy:  # Its other pairs would wait as long.
+                busy.add(each.callee)
+        pairs.append(each)
+    return pairs, count
+
+
+def sample(pairs: Sequence[PairFacts], rank: dict[str, int], most: int) -> list[PairFacts]:
+    """Returns some of the pairs: each worker's turn comes as often, to near and to far ranks."""
+
+    def distance(pair: PairFacts) -> int:
+        return (rank.get(pair.callee, 0) - rank.get(pair.caller, 0)) % max(len(rank), 1)
+
+    ways: dict[str, list[PairFacts]] = {}
+    for pair in sorted(pairs, key=lambda each: (distance(each), rank.get(each.caller, 0))):
+        ways.setdefault(pair.caller, []).append(pair)
+    turns = itertools.zip_longest(*map(_near_and_far, ways.values()))
+    ordered = [pair for turn in turns for pair in turn if pair is not None]
+    if most < len(ways):
+        return [ordered[number * len(ways) // most] for number in range(most)]
+    return ordered[:most]
+
+
+def _near_and_far(ways: Sequence[PairFacts]) -> list[PairFacts]:
+    """Returns the ways of one worker, those of both halves in turns."""
+    half = (len(ways) + 1) // 2
+    both = itertools.zip_longest(ways[:half], ways[half:])
+    return [pair for turn in both for pair in turn if pair is not None]
+
+
+def merged(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yields the findings, and those of channels that differ in nothing but the pair as one."""
+    same: dict[object, list[Finding]] = {}
+    for number, each in enumerate(findings):
+        is_alike = each.check == "channel"
+        same.setdefault((each.level, each.text, each.fix) if is_alike else number, []).append(each)
+    for group in same.values():
+        where = ", ".join(each.where for each in group[:_LISTED])
+        if len(group) > _LISTED:
+            where += f" and {len(group) - _LISTED} more pairs"
+        first = group[0]
+        yield Finding(first.level, first.check, where, first.text, first.fix)
+
+
+def _coverage(
+    facts: Sequence[WorkerFacts], known: int, measured: int, most: int
+) -> Iterator[Finding]:
+    """Yields how many of the pairs have been measured, if not all."""
+    pairs = len(facts) * (len(facts) - 1)
+    if measured == pairs:
+        return
+    text = f"{measured} of {pairs} pairs are measured"
+    if known < pairs:
+        text += (
+            f"; {pairs - known} have no connection, as neither has called the other, so they have "
+            "chosen no channels yet"
+        )
+    fix = f"torchweft doctor --group --pairs {known} measures all" if most < known else ""
+    yield Finding(Level.GOOD, "pairs", "all workers", text, fix)

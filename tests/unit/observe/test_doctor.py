@@ -10,9 +10,7 @@ import pytest
 
 from torchweft.channel.rdma_transport import NO_DEVICE
 from torchweft.errors import ProtocolError
-from torchweft.observe.doctor.attaching import merged, sample
-from torchweft.observe.doctor.checks import diagnose
-from torchweft.observe.doctor.findings import Diagnosis, Finding, Level
+from torchweft.observe.doctor import Diagnosis, Finding, Level, diagnose, merged, sample
 from torchweft.protocol.observing.facts import (
     HostFacts,
     PairFacts,

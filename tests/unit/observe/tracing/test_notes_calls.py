@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from torchweft.ids import ReferenceId
+from torchweft.observe.tracing.notes import Names, Rows, TracingWatcher
 from torchweft.protocol.observing.trace import Created, Made, Served, read
-from torchweft.rpc.completion import Call
-from torchweft.rpc.tracing.calls import Names, TracingWatcher
-from torchweft.rpc.tracing.rows import WIDTH, Rows
+from torchweft.rpc.serving import Call
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 from torchweft.worker.calls import PendingCall
@@ -171,8 +170,8 @@ def test_rows_are_not_tracked_by_the_garbage_collector() -> None:
     noting.made().finish()
     noting.watcher.creation_sent(noting.made(), ReferenceId(1, 2, 8))
     gc.collect()
-    kept = [*noting.rows._fields, *noting.rows._ends]
-    assert len(kept) == 3 * WIDTH + 2
+    kept = [*noting.rows._rows, *noting.rows._ends]
+    assert len(kept) == 4
     assert not any(map(gc.is_tracked, kept))
 
 

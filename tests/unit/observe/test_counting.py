@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from tests.tables import cases
-from torchweft.protocol.observing.latency import percentile
-from torchweft.rpc import counting
-from torchweft.rpc.counting import OTHERS, Tally, key_of, name_of
+from torchweft.observe import counting
+from torchweft.observe.counting import OTHERS, Tally, key_of, name_of
+from torchweft.observe.tracing.notes import Names
+from torchweft.protocol.observing.report import percentile
 from torchweft.rpc.functions import batched
-from torchweft.rpc.tracing.calls import Names
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind
 from torchweft.worker.calls import PendingCall
@@ -77,7 +77,7 @@ def test_counts_grow_and_are_collected_once() -> None:
 
 def test_calls_without_an_end_have_no_time() -> None:
     tally = Tally("out")
-    tally.entry_of(work).untimed(0.0)
+    tally.entry_of(work).untimed.append(0.0)
     (counted,) = tally.counts()
     assert (counted.calls, counted.errors, counted.times) == (1, 0, {})
     assert math.isnan(percentile(counted.times, 0.5))

@@ -1,45 +1,147 @@
-"""Records what one worker does while it is traced.
+"""Records what one worker does while it is traced, and what ``torch.profiler`` records meanwhile.
 
-A watcher notes calls and passes, and subclasses of links and of tensor messages note these. So a
-worker that is not traced pays nothing. ``rows`` keeps the rows.
+Calls, backward passes, links and tensor messages tell whoever has subscribed. Each profile that
+ends meanwhile is taken, whoever has started it. Its events tell the time since 1970; the difference
+to the clock of traces is measured when the profile ends.
+
+The leader of a trace calls the functions at the end of this file on the other workers. They tell
+names of functions, numbers, sizes and times, which any member may see by observing; they read and
+return no value of the program. So a strict worker runs them as well.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from _thread import get_ident
-from collections.abc import Callable, Mapping
+from collections import deque
 from typing import Any
 
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler import profile as Profile
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from torchweft.errors import ObserveError
+from torchweft.errors import ConfigurationError, ObserveError
+from torchweft.observe.tracing.notes import Names, Rows, TracedLinks, TracingWatcher
 from torchweft.protocol.greetings import HOST
 from torchweft.protocol.observing.trace import (
-    OFFERED,
-    PULLED,
-    RAN,
     STEP,
     Row,
 )
+from torchweft.rpc.current_call import check_types
 from torchweft.rpc.node import current_node
-from torchweft.rpc.tracing.calls import Names, TracingWatcher
-from torchweft.rpc.tracing.links import TracedLinks
-from torchweft.rpc.tracing.passes import traced_messages
-from torchweft.rpc.tracing.profiling import Profiling
-from torchweft.rpc.tracing.rows import Note, Number, Rows
 from torchweft.rpc.worker import Worker
+from torchweft.serialize.registry import remotely_callable
+from torchweft.threads.reports import log_exception
 from torchweft.transport.link import Link
-from torchweft.wire.messages import Kind
-from torchweft.worker.agent import Slot
+from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import current_call
+from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
-from torchweft.worker.tensor_messages import TensorMessages
+
+_READINGS = 5
+_NS = 1e-9
+
+
+class Profiling:
+    """The events of ``torch.profiler`` in one worker during one trace.
+
+    Args:
+        limit: How many events are kept.
+        profiles: Whether to run a profile of all threads meanwhile.
+
+    Attributes:
+        dropped: How many events had no room.
+    """
+
+    def __init__(self, limit: int, *, profiles: bool) -> None:
+        self.dropped = 0
+        self._limit = limit
+        self._events: deque[Row] = deque()
+        self._began_s = time.monotonic()
+        self._end_profile = Profile.__exit__
+        _after_each(self)
+        self._own: Any = None
+        if profiles:
+            try:
+                self._own = _profile_of_all_threads()
+                self._own.__enter__()
+            except BaseException:  # The program may run a profile of its own.
+                Profile.__exit__ = self._end_profile  # type: ignore[method-assign]
+                raise
+
+    def end(self) -> None:
+        """Ends the profile, and takes no further ones."""
+        if self._own is not None:
+            try:
+                self._own.__exit__(None, None, None)
+            except Exception:  # The program may have ended it, by a profile of its own.
+                log_exception("the profile of a trace could not be read")
+        Profile.__exit__ = self._end_profile  # type: ignore[method-assign]
+
+    def take(self, count: int) -> list[Row]:
+        """Takes events, at most ``count``; each is a row with the fields of ``Profiled``."""
+        return [self._events.popleft() for _ in range(min(count, len(self._events)))]
+
+    def read(self, profile: Any) -> None:
+        """Takes the events of a profile that has ended."""
+        results = getattr(profile, "kineto_results", None)
+        if results is None:
+            return
+        since_s, least_s = _since_1970_s(), self._began_s
+        for event in results.events():
+            began_s = event.start_ns() * _NS - since_s
+            if began_s < least_s:
+                continue
+            if len(self._events) >= self._limit:
+                self.dropped += 1
+                continue
+            device = event.device_type()
+            is_host = device == DeviceType.CPU
+            name = "" if is_host else f"{device.name.lower()}:{event.device_index()}"
+            ended_s = began_s + event.duration_ns() * _NS
+            lane = event.device_resource_id()
+            self._events.append((began_s, ended_s, name, lane, event.name()))
+
+
+def _profile_of_all_threads() -> Any:
+    settings: dict[str, Any] = {"use_kineto": True}
+    if torch.cuda.is_available():
+        settings["use_device"] = "cuda"
+    with contextlib.suppress(TypeError):  # Older versions of torch see the calling thread only.
+        every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        settings["experimental_config"] = every
+    return Profile(**settings)
+
+
+def _after_each(profiling: Profiling) -> None:
+    """Has profiles read when they end."""
+    end = Profile.__exit__
+
+    def end_and_read(self: Any, *error: Any) -> Any:
+        result = end(self, *error)  # type: ignore[no-untyped-call]
+        try:
+            profiling.read(self)
+        except Exception:  # The program goes on without.
+            log_exception("a profile could not be added to the trace")
+        return result
+
+    Profile.__exit__ = end_and_read  # type: ignore[method-assign]
+
+
+def _since_1970_s() -> float:
+    """Returns the difference between the time since 1970 and the clock of traces."""
+    found = []
+    for _ in range(_READINGS):
+        before_s, wall_s, after_s = time.monotonic(), time.time(), time.monotonic()
+        found.append((after_s - before_s, wall_s - (before_s + after_s) / 2))
+    return min(found)[1]
 
 
 class Recording:
@@ -56,7 +158,6 @@ class Recording:
         self.trace = trace
         self.leader = leader
         self.rows = Rows(limit)
-        self.names = Names()
         self.began_s = time.monotonic()
         self.ended_s = 0.0
         self.own_calls: list[tuple[int, int]] = []
@@ -122,14 +223,13 @@ class Recorder:
             self.forget(recording.trace, recording.leader)
 
     def _switch_on(self, recording: Recording) -> None:
-        rows, note, number = recording.rows, recording.rows.note, recording.rows.number
         agent, worker = self._agent, self._worker
-        self._watcher = TracingWatcher(rows, recording.names)
-        worker.watch(self._watcher)
-        worker.tensor_messages.__class__ = traced_messages(note, number)
-        worker.tensor_messages.on_offered = _note_offered(note, number)
-        agent.on_pulled = _note_pulled(note, number)
-        self._hooks = _note_steps(note, number)
+        self._watcher = watcher = TracingWatcher(recording.rows, Names())
+        worker.watch(watcher)
+        worker.tensor_messages.on_fetched = watcher.fetched
+        worker.tensor_messages.on_offered = watcher.offered
+        agent.on_pulled = watcher.pulled
+        self._hooks = _note_steps(watcher)
         agent.links.on_made = self._trace_link
         for peer in list(agent.peers.values()):
             if peer.link is not None:
@@ -146,7 +246,7 @@ class Recorder:
         recording.links.end()
         agent.on_pulled = None
         worker.tensor_messages.on_offered = None
-        worker.tensor_messages.__class__ = TensorMessages
+        worker.tensor_messages.on_fetched = None
         for hook in self._hooks:
             hook.remove()
         if self._watcher is not None:
@@ -255,25 +355,7 @@ def _of_this_worker() -> Recorder:
 RECORDER: Slot[Recorder] = Slot(_of_this_worker)
 
 
-def _note_offered(
-    note: Note, number: Number
-) -> Callable[[Peer, Kind, int, Mapping[str, int]], None]:
-    def note_offered(peer: Peer, kind: Kind, of: int, moved: Mapping[str, int]) -> None:
-        channels = tuple([(name.removeprefix("sent "), n) for name, n in moved.items() if n])
-        now_s = time.monotonic()
-        note((number(), OFFERED, now_s, get_ident(), peer.id, int(kind), of, channels))
-
-    return note_offered
-
-
-def _note_pulled(note: Note, number: Number) -> Callable[[Peer, str, int], None]:
-    def note_pulled(peer: Peer, channel: str, size_bytes: int) -> None:
-        note((number(), PULLED, time.monotonic(), get_ident(), peer.id, channel, size_bytes))
-
-    return note_pulled
-
-
-def _note_steps(note: Note, number: Number) -> list[Any]:
+def _note_steps(watcher: TracingWatcher) -> list[Any]:
     """Notes the steps of all optimizers of the process; returns the handles of the hooks."""
     began: dict[int, float] = {}
 
@@ -281,11 +363,67 @@ def _note_steps(note: Note, number: Number) -> list[Any]:
         began[get_ident()] = time.monotonic()
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
-        thread = get_ident()
         now_s = time.monotonic()
-        name = type(optimizer).__name__
+        began_s, name = began.pop(get_ident(), now_s), type(optimizer).__name__
         count = sum([len(group["params"]) for group in optimizer.param_groups])
-        details = (("parameters", count),)
-        note((number(), RAN, began.pop(thread, now_s), now_s, thread, STEP, name, 0, details))
+        watcher.ran(began_s, now_s, STEP, name, 0, (("parameters", count),))
 
     return [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+
+
+MOST_ROWS = 5_000_000
+"""Records that a worker keeps at most, about 350 bytes each."""
+BATCH = 20_000
+"""Records in one answer."""
+
+
+@remotely_callable
+def read_clock() -> tuple[str, float]:
+    """Returns the id of this worker's clock, and its time."""
+    return current_node().clock_id, time.monotonic()
+
+
+@remotely_callable
+def begin(trace: int, limit: int, profiles: bool) -> None:
+    """Has this worker record what it does."""
+    check_types(trace=(trace, int), limit=(limit, int), profiles=(profiles, bool))
+    if not 0 < limit <= MOST_ROWS:
+        raise ConfigurationError(f"limit is {limit}; a worker keeps 1 to {MOST_ROWS} records")
+    agent = current()
+    agent.slots[RECORDER].begin(trace, _caller(agent), limit, profiles=profiles)
+
+
+def _caller(agent: Agent) -> int:
+    served = current_call.get()
+    # The leader calls them directly for its own worker, perhaps within a call that it serves.
+    is_asked = served is not None and served.function in _NAMES
+    return int(served.peer.id) if served is not None and is_asked else agent.me.id
+
+
+@remotely_callable
+def end(trace: int) -> dict[str, Any]:
+    """Has this worker stop recording; returns what it says about the recording."""
+    check_types(trace=(trace, int))
+    agent = current()
+    return agent.slots[RECORDER].end(trace, _caller(agent))
+
+
+@remotely_callable
+def take(trace: int) -> tuple[list[Row], list[Row]]:
+    """Returns the next rows of a recording that has ended, and of ``torch.profiler``."""
+    check_types(trace=(trace, int))
+    agent = current()
+    return agent.slots[RECORDER].take(trace, _caller(agent), BATCH)
+
+
+@remotely_callable
+def forget(trace: int) -> None:
+    """Has this worker stop recording, and drop the recording."""
+    check_types(trace=(trace, int))
+    agent = current()
+    agent.slots[RECORDER].forget(trace, _caller(agent))
+
+
+_ASKED = (begin, end, take, forget)
+_NAMES = frozenset({*_ASKED, *(f"{__name__}:{each.__name__}".encode() for each in _ASKED)})
+"""What a call of another worker may have called."""

@@ -10,11 +10,16 @@ from typing import Any
 import pytest
 
 from torchweft.autograd.codec import PassMode, PassName, encode, encode_head
+from torchweft.observe.tracing.notes import (
+    Ids,
+    LinkNotes,
+    Rows,
+    TracedLinks,
+    head_in,
+    ids_in,
+)
 from torchweft.protocol.backward import Failed, Gradients, Progress
 from torchweft.protocol.observing.trace import Received, Sent, read
-from torchweft.rpc.tracing.heads import Ids, head_in, ids_in
-from torchweft.rpc.tracing.links import TracedLinks, frames_noter
-from torchweft.rpc.tracing.rows import HEAD_OF_CONTROL, WIDTH, Rows
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
@@ -63,7 +68,6 @@ def test_the_numbers_of_a_message_are_kept_and_no_value(frame: Buffer, expected:
     head = head_in(kind, control)
     assert ids_in(kind, flags, head, len(control)) == expected
     assert not has_secret(head)
-    assert control[HEAD_OF_CONTROL[kind]] == head
 
 
 def has_secret(kept: bytes) -> bool:
@@ -151,9 +155,10 @@ def test_no_byte_of_a_value_is_in_a_row(
     link.send([kind(frame)], may_block=True)
     number, control = int.from_bytes(frame[8:16], "little"), kind(frame[HEADER_BYTES:])
     noted = Frame(frame[0], frame[1], number, control, ())
-    frames_noter(rows)([noted], 4)
-    assert len(rows._fields) == 2 * WIDTH
-    kept = [bytes(each) for each in rows._fields if not isinstance(each, (int, float))]
+    LinkNotes(rows, 4).received(noted)
+    assert len(rows) == 2
+    fields = [each for row in rows._rows for each in row]
+    kept = [bytes(each) for each in fields if not isinstance(each, (int, float))]
     assert not any(map(has_secret, kept))
     sent, received = records(rows)
     assert (sent.number, sent.size_bytes) == (received.number, received.size_bytes)
@@ -169,7 +174,7 @@ def test_a_control_part_that_is_too_short_has_no_numbers(
 ) -> None:
     rows = Rows(100)
     for kind in (Kind.CALL, Kind.REPLY, Kind.GRADIENTS):
-        frames_noter(rows)([Frame(kind, 0, 5, CALL[HEADER_BYTES:][:size], ())], 4)
+        LinkNotes(rows, 4).received(Frame(kind, 0, 5, CALL[HEADER_BYTES:][:size], ()))
     for found in records(rows):
         assert (found.number, found.size_bytes) == (5, HEADER_BYTES + size)
         assert (found.context_id, found.message_id, found.creation) == (0, 0, -1)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -17,11 +16,9 @@ import numpy as np
 
 from torchweft import knobs
 from torchweft.ids import ReferenceId
-from torchweft.protocol.observing.latency import LEAST_S, STEPS
-from torchweft.protocol.observing.report import FunctionCounts
+from torchweft.protocol.observing.report import LEAST_S, STEPS, FunctionCounts
 from torchweft.protocol.served_calls import AnsweredCall
-from torchweft.rpc.watching import Watcher
-from torchweft.rpc.worker import Worker
+from torchweft.rpc.worker import Watcher, Worker
 from torchweft.serialize.functions import describe, own_name
 from torchweft.wire.messages import ERROR_REPLY
 from torchweft.worker.calls import PendingCall
@@ -49,14 +46,6 @@ class _Times(NamedTuple):
     succeeded: list[float]
     failed: list[float]
     untimed: list[float]
-
-
-class _Noting(NamedTuple):
-    """The ``append`` of each list: looked up once, since every call needs one of them."""
-
-    success: Callable[[float], None]
-    failure: Callable[[float], None]
-    untimed: Callable[[float], None]
 
 
 Key = int | bytes | str
@@ -102,27 +91,24 @@ class Tally:
 
     def __init__(self, direction: str) -> None:
         self.direction = direction
-        self.entries: dict[Key, _Noting] = {}
-        self._times: dict[Key, _Times] = {}
+        self.entries: dict[Key, _Times] = {}
         self._names: dict[Key, str] = {}
         self._kept: list[object] = []
         self._lock = threading.RLock()
         self._counted: dict[str, _Counted] = {}
 
-    def entry_of(self, function: Any) -> _Noting:
+    def entry_of(self, function: Any) -> _Times:
         """Returns the entry of a function, which is made if there is none yet."""
         return self.entries.get(key_of(function)) or self._add(function)
 
-    def _add(self, function: Any) -> _Noting:
+    def _add(self, function: Any) -> _Times:
         key, name = key_of(function), name_of(function)
         with self._lock:
             if len(self.entries) >= MOST_FUNCTIONS:
                 key = name = OTHERS
             self._names[key] = name
             self._kept.append(kept_of(function) if key != OTHERS else None)
-            times = self._times.setdefault(key, _Times([], [], []))
-            entry = self.entries[key] = _Noting(*(each.append for each in times))
-            return entry
+            return self.entries.setdefault(key, _Times([], [], []))
 
     def note_made(self, call: PendingCall) -> None:
         """Notes a call of this worker that has its outcome."""
@@ -134,7 +120,7 @@ class Tally:
             entry = self.entry_of(function)
         frame = call.frame
         failed = frame is None or frame.flags & ERROR_REPLY
-        (entry.failure if failed else entry.success)(taken_s)
+        (entry.failed if failed else entry.succeeded).append(taken_s)
 
     def note_served(self, call: AnsweredCall, *, failed: bool) -> None:
         """Notes a served call that was answered."""
@@ -143,12 +129,13 @@ class Tally:
             entry = self.entries[function]
         except (KeyError, TypeError):
             entry = self.entry_of(function)
-        (entry.failure if failed else entry.success)(time.monotonic() - call.arrived_s)
+        times = entry.failed if failed else entry.succeeded
+        times.append(time.monotonic() - call.arrived_s)
 
     def collect(self) -> None:
         """Sorts the times noted so far into the histograms."""
         with self._lock:
-            for key, entry in self._times.items():
+            for key, entry in self.entries.items():
                 name = self._names[key]
                 counted = self._counted.setdefault(name, _Counted())
                 failed = _take(entry.failed)
@@ -239,7 +226,7 @@ class Counting(Watcher):
 
     def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
         """Counts a call for whose answer nobody waits: it takes no time at the caller."""
-        self.made.entry_of(call.function).untimed(0.0)
+        self.made.entry_of(call.function).untimed.append(0.0)
 
     def served(self, call: AnsweredCall, error: BaseException | None) -> None:
         """Counts a served call."""

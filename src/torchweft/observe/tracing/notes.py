@@ -1,0 +1,508 @@
+"""What a worker notes while it is traced: calls, messages, tensors, and parts of backward passes.
+
+While a call waits, as little as possible is done: numbers, times and the head of a message are kept
+as they are. They are decoded when the rows are taken. No byte of a value is kept: the numbers at
+the begin of a control part have a fixed size for each kind of message.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from _thread import get_ident
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.autograd.graph import Node
+
+from torchweft.autograd import codec
+from torchweft.autograd.contexts import PLACEHOLDER
+from torchweft.autograd.graph import LocalPass, Outgoing
+from torchweft.autograd.walk import Reached
+from torchweft.free_threading import shared_count
+from torchweft.ids import ReferenceId
+from torchweft.observe.counting import kept_of, key_of, name_of
+from torchweft.protocol.backward import Progress
+from torchweft.protocol.observing.trace import (
+    BACKWARD,
+    CREATED,
+    FETCH,
+    MADE,
+    OFFERED,
+    PULLED,
+    RAN,
+    RECEIVED,
+    SENT,
+    SERVED,
+    Row,
+)
+from torchweft.protocol.served_calls import AnsweredCall
+from torchweft.rpc.worker import Watcher
+from torchweft.transport.link import Link
+from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame
+from torchweft.wire.messages import (
+    CALL_HEAD_BYTES,
+    ERROR_REPLY,
+    NO_CREATION,
+    NO_GRAD,
+    REPLY_HEAD_BYTES,
+    TABLES,
+    Kind,
+    sizes_of_call,
+    sizes_of_reply,
+)
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.peers import Peer
+
+_CALL, _REPLY, _POST = int(Kind.CALL), int(Kind.REPLY), int(Kind.POST)
+_GRADIENTS = int(Kind.GRADIENTS)
+
+LENGTHS: dict[int, int] = {
+    _CALL: CALL_HEAD_BYTES,
+    _POST: CALL_HEAD_BYTES,
+    _REPLY: REPLY_HEAD_BYTES,
+    _GRADIENTS: codec.HEAD_BYTES,
+    int(Kind.BACKWARD): codec.NAME_BYTES,
+}
+"""Bytes to keep of the control part, by the kind of message."""
+
+
+def head_in(kind: int, control: Buffer) -> bytes:
+    """Returns what is kept of a control part."""
+    return bytes(control[: LENGTHS.get(kind, 0)])
+
+
+class Ids(NamedTuple):
+    """The numbers of a message.
+
+    Attributes:
+        context_id: Its autograd context, or 0.
+        message_id: Its recorded message, or that which its gradients belong to; or 0.
+        creation: The number of the reference that it creates, or ``NO_CREATION``.
+        inline_bytes: Bytes of tensors inside of its control part, with their description.
+    """
+
+    context_id: int = 0
+    message_id: int = 0
+    creation: int = NO_CREATION
+    inline_bytes: int = 0
+
+
+def ids_in(kind: int, flags: int, head: bytes, control_bytes: int) -> Ids:
+    """Returns the numbers in what was kept of a message.
+
+    Args:
+        kind: Its kind.
+        flags: Its flags.
+        head: The return value of ``head_in``.
+        control_bytes: Size of its control part.
+    """
+    if kind == _GRADIENTS and len(head) == codec.HEAD_BYTES:
+        context_id, message_id, before = codec.ids_in(head)
+        inline_bytes = 0 if flags & TABLES else max(control_bytes - before, 0)
+        return Ids(context_id, message_id, NO_CREATION, inline_bytes)
+    if kind == Kind.BACKWARD and len(head) == codec.NAME_BYTES:
+        return Ids(codec.context_in(head))
+    if kind in (_CALL, _POST) and len(head) == CALL_HEAD_BYTES:
+        found = sizes_of_call(head)
+    elif kind == _REPLY and len(head) == REPLY_HEAD_BYTES:
+        found = sizes_of_reply(head)
+    else:
+        return Ids()
+    before = found.before_tensors
+    inline_bytes = 0 if flags & TABLES else max(control_bytes - before, 0)
+    context_id = context_of(found.context_id)
+    return Ids(context_id, found.message_id, found.creation, inline_bytes)
+
+
+def context_of(context_id: int) -> int:
+    """Returns the context that a message names, or 0 where it has none."""
+    return 0 if context_id == NO_GRAD else context_id
+
+
+class Rows:
+    """The newest rows of one recording. Thread-safe: a row is appended in one step of C.
+
+    Args:
+        limit: How many are kept.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._rows: deque[Row] = deque(maxlen=limit)
+        self._ends: deque[tuple[int, float]] = deque(maxlen=limit)
+        self._ended: dict[int, float] = {}
+        self._numbers = shared_count()
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def note(self, tag: int, *fields: Any) -> int:
+        """Takes a new row: its tag and fields; returns its number."""
+        number = next(self._numbers)
+        self._rows.append((number, tag, *fields))
+        return number
+
+    def note_end(self, number: int, at_s: float) -> None:
+        """Takes the time at which the message or the answer of a row was written.
+
+        Until then, that is the last time in the row.
+        """
+        self._ends.append((number, at_s))
+
+    def end(self) -> int:
+        """Is called once, when no new row is noted; returns how many rows were dropped."""
+        return next(self._numbers) - len(self)
+
+    def take(self, count: int) -> list[Row]:
+        """Takes out the oldest rows, as they travel: with the fields of their records."""
+        while self._ends:  # A thread may still note the end of its last message.
+            number, at_s = self._ends.popleft()
+            self._ended[number] = at_s
+        return [self._complete(self._rows.popleft()) for _ in range(min(count, len(self)))]
+
+    def _complete(self, row: Row) -> Row:
+        complete = _COMPLETE.get(row[1])
+        return row if complete is None else complete(row, self._ended)
+
+
+def _served(row: Row, ended: Mapping[int, float]) -> Row:
+    number, tag, arrived_s, began_s, ended_s, *fields, context_id, failed = row
+    answered_s = ended.get(number, ended_s)
+    context_id = context_of(context_id)
+    return (number, tag, arrived_s, began_s, ended_s, answered_s, *fields, context_id, failed)
+
+
+def _sent(row: Row, ended: Mapping[int, float]) -> Row:
+    number, tag, began_s, thread, peer, size_bytes, head = row
+    kind, flags, count, control_bytes, identity = HEADER.unpack_from(head)
+    ids = ids_in(kind, flags, bytes(head[HEADER_BYTES:]), control_bytes)
+    stream_bytes = size_bytes - HEADER_BYTES - 8 * count - control_bytes
+    front = (number, tag, began_s, ended.get(number, began_s), thread, peer)
+    return (*front, kind, identity, size_bytes, *ids, stream_bytes)
+
+
+def _received(row: Row, _: Mapping[int, float]) -> Row:
+    *front, size_bytes, kind, flags, identity, head = row
+    ids = ids_in(kind, flags, head, size_bytes - HEADER_BYTES)
+    told = (ids.context_id, ids.message_id, ids.creation)
+    return (*front, kind, identity, size_bytes, *told)
+
+
+_COMPLETE = {SERVED: _served, SENT: _sent, RECEIVED: _received}
+
+
+_clock: Callable[[], float] = time.monotonic
+_SETTLE_S = 0.1
+"""How long to wait for messages that are being written or read, before the counters are read."""
+_LOOK_S = 0.002
+"""For how long nothing arrives on a link that is settled."""
+
+
+class TracedLinks:
+    """The links of a worker whose messages are noted. Thread-safe.
+
+    Args:
+        rows: Takes the rows.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._counted_before: dict[Link, tuple[int, int, int]] = {}
+
+    def begin(self, link: Link, peer: int) -> None:
+        """Has the messages of a link noted from now on.
+
+        Args:
+            link: The link.
+            peer: The id of the worker at its other end.
+        """
+        counted = (peer, link.bytes_sent, link.bytes_received)
+        if self._counted_before.setdefault(link, counted) is counted:
+            link.watcher = LinkNotes(self._rows, peer)
+
+    def end(self) -> None:
+        """Has no further message noted."""
+        for link in list(self._counted_before):
+            link.watcher = None
+
+    def counted(self) -> list[tuple[int, int, int]]:
+        """Returns the other worker of each link, and the bytes that it has sent and received.
+
+        No further message is noted. Waits for those that are being written or read, for a limited
+        time.
+        """
+        counted = []
+        for link, (peer, sent, received) in list(self._counted_before.items()):
+            link.drain(_SETTLE_S)  # A thread counts a message after it has written it,
+            self._await_notes(link)  # and notes one after it has read it.
+            link.watcher = None
+            counted.append((peer, link.bytes_sent - sent, link.bytes_received - received))
+        return counted
+
+    def _await_notes(self, link: Link) -> None:
+        """Waits until what was noted was written, and what was read was noted, for a while."""
+        notes, limit_s, before = link.watcher, _clock() + _SETTLE_S, -1
+        while _clock() < limit_s:
+            received = link.bytes_received
+            is_read = not (link.is_receiving or link.incoming or link.handling.locked())
+            is_written = not (isinstance(notes, LinkNotes) and notes.unwritten)
+            if received == before and is_read and is_written:
+                return
+            before = received
+            time.sleep(_LOOK_S)
+
+
+class LinkNotes:
+    """Notes the messages of one link.
+
+    A row is noted before its message is written: when the answer to a message has come, the row
+    exists. The time at which the write had ended is noted afterwards.
+
+    Args:
+        rows: Takes the rows.
+        peer: The id of the worker at the other end.
+    """
+
+    def __init__(self, rows: Rows, peer: int) -> None:
+        self._rows = rows
+        self._peer = peer
+        self.unwritten = set[int]()
+        """The rows of messages that are not written yet."""
+
+    def sending(self, parts: Sequence[Buffer]) -> Sequence[int]:
+        """Notes messages that are about to be written; returns their rows."""
+        noted = note_parts(self._rows, list(parts), self._peer)
+        self.unwritten.update(noted)
+        return noted
+
+    def sent(self, noted: Sequence[int]) -> None:
+        """Notes that they are written."""
+        now_s = _clock()
+        for row in noted:
+            self._rows.note_end(row, now_s)
+        self.unwritten.difference_update(noted)
+
+    def received(self, frame: Frame) -> None:
+        """Notes a frame that was received."""
+        kind, flags, identity, control, buffers = frame
+        size = HEADER_BYTES + len(control) + sum([8 + len(each) for each in buffers])
+        where = _clock(), get_ident(), self._peer
+        head = head_in(kind, control)
+        self._rows.note(RECEIVED, *where, size, kind, flags, identity, head)
+
+
+def note_parts(rows: Rows, parts: list[Buffer], peer: int) -> list[int]:
+    """Notes the frames in parts, each of which begins with a part; returns the rows' numbers."""
+    numbers = []
+    now_s, thread, place = _clock(), get_ident(), 0
+    while place < len(parts):
+        part = memoryview(parts[place])
+        kind, _, count, control, _ = HEADER.unpack_from(part)
+        begin = HEADER_BYTES + 8 * count
+        least = begin + control
+        size = len(part)
+        place += 1
+        if count and size == least:  # Otherwise its only buffer is in the same part.
+            size += sum([len(each) for each in parts[place : place + count]])
+            place += count
+        head = bytes(part[:HEADER_BYTES]) + head_in(kind, part[begin:least])
+        numbers.append(rows.note(SENT, now_s, thread, peer, size, head))
+    return numbers
+
+
+_MOST_NODES = 2000
+"""Nodes of a part of a pass that are looked at for their names."""
+_MOST_NAMES = 40
+
+
+def operations_due(local: LocalPass) -> dict[str, int]:
+    """Returns the names of the operations that a part of a pass runs next, and their numbers."""
+    touched = [component.reached for component in local._touched.values()]
+    due = [reached for _, reached, gradients, _ in local._due if gradients is not None]
+    return _operations([*due, *touched])
+
+
+def _operations(parts: Iterable[Reached]) -> dict[str, int]:
+    """Returns the names of the operations in parts of a graph, the first to run first."""
+    found: Counter[str] = Counter()
+    seen: set[Node | None] = {None}
+    level = [edge[0] for reached in parts for send in reached.sends for edge in send.edges]
+    while level and len(seen) < _MOST_NODES:
+        nodes = [node for node in dict.fromkeys(level) if node not in seen]
+        seen.update(nodes)
+        nodes = [node for node in nodes if node is not None and type(node) is not PLACEHOLDER]
+        found.update([node.name() for node in nodes if node.next_functions])
+        level = [target for node in nodes for target, _ in node.next_functions if target]
+    return dict(itertools.islice(found.items(), _MOST_NAMES))
+
+
+_MOST_KEPT_NAMES = 10_000
+
+
+class Names:
+    """The names of called functions; looked up once for each. Thread-safe.
+
+    Attributes:
+        by_key: The names of known functions.
+    """
+
+    def __init__(self) -> None:
+        self.by_key: dict[Any, str] = {}
+        self._kept: list[object] = []
+
+    def name_of(self, function: Any) -> str:
+        """Returns the name of a function."""
+        key = key_of(function)
+        name = self.by_key.get(key)
+        if name is None:
+            name = name_of(function)
+            if len(self._kept) < _MOST_KEPT_NAMES and not isinstance(key, str):
+                self._kept.append(kept_of(function))
+                self.by_key[key] = name
+        return name
+
+
+class TracingWatcher(Watcher):
+    """Notes the calls and the parts of backward passes of one worker.
+
+    Args:
+        rows: Takes the notes.
+        names: The names of the called functions.
+    """
+
+    def __init__(self, rows: Rows, names: Names) -> None:
+        self._rows = rows
+        self._names = names
+
+    def call_begins(self, call: PendingCall) -> bytes:
+        """Keeps which thread makes a call."""
+        call.notes[self] = get_ident()
+        return b""
+
+    def creation_sent(self, call: PendingCall, reference: ReferenceId) -> None:
+        """Notes a call that makes a value."""
+        name = self._names.name_of(call.function)
+        self._rows.note(CREATED, _clock(), get_ident(), reference.owner, reference.number, name)
+
+    def call_ends(self, call: PendingCall) -> None:
+        """Notes a call at its caller."""
+        function: Any = call.function
+        frame, parent = call.frame, call.parent
+        try:
+            name = self._names.by_key[id(function.__code__)]
+        except (AttributeError, KeyError):
+            name = self._names.name_of(function)
+        self._rows.note(
+            MADE,
+            call.started_s,
+            _clock(),
+            call.notes.get(self, 0),
+            call.worker,
+            call.number,
+            name,
+            -1 if parent is None else parent.peer.id,
+            0 if parent is None else parent.number,
+            call.on_done is not None,
+            frame is None or frame.flags & ERROR_REPLY != 0,
+        )
+
+    def serving_begins(self, call: AnsweredCall) -> None:
+        """Keeps when and where the turn of a call has come."""
+        call.notes[self] = _Serving(_clock(), get_ident())
+
+    def serving_ends(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Notes a served call before its caller goes on."""
+        serving = self._serving(call)
+        if serving is None or call.has_ended:
+            return
+        function: Any = call.function
+        try:
+            name = self._names.by_key[function]
+        except (TypeError, KeyError):
+            name = self._names.name_of(function)
+        made = getattr(call, "reference", None)
+        serving.row = self._rows.note(
+            SERVED,
+            call.arrived_s,
+            serving.began_s,
+            _clock(),
+            serving.thread,
+            get_ident(),
+            call.peer.id,
+            call.number,
+            NO_CREATION if made is None else made.number,
+            name,
+            call.context_id,
+            error is not None,
+        )
+
+    def served(self, call: AnsweredCall, error: BaseException | None) -> None:
+        """Notes when a call was answered."""
+        serving = self._serving(call)
+        if serving is not None and serving.row is not None:
+            self._rows.note_end(serving.row, _clock())
+
+    def _serving(self, call: AnsweredCall) -> _Serving | None:
+        notes: dict[Any, _Serving] = getattr(call, "notes", {})
+        return notes.get(self)
+
+    def part_runs(
+        self, local: LocalPass, work: Callable[[], tuple[list[Outgoing], Progress]]
+    ) -> tuple[list[Outgoing], Progress]:
+        """Notes a step of a part of a pass, with the names of its operations."""
+        names = operations_due(local)
+        began_s = _clock()
+        outgoing, progress = work()
+        if progress.executed or outgoing:
+            ended_s = _clock()
+            details = (
+                ("operations", names),
+                ("messages", tuple(progress.executed)),
+                ("answered", tuple(progress.answered)),
+            )
+            name, context_id = next(iter(names), "leaves"), local.context_id
+            self.ran(began_s, ended_s, BACKWARD, name, context_id, details)
+        return outgoing, progress
+
+    def ran(
+        self,
+        began_s: float,
+        ended_s: float,
+        category: str,
+        name: str,
+        context_id: int,
+        details: tuple[tuple[str, Any], ...],
+    ) -> None:
+        """Notes work of this thread that is no call; see ``Ran``."""
+        self._rows.note(RAN, began_s, ended_s, get_ident(), category, name, context_id, details)
+
+    def fetched(self, peer: Peer, began_s: float) -> None:
+        """Notes that tensors of a message have come, or could not be fetched."""
+        self.ran(began_s, _clock(), FETCH, "tensors", 0, (("from", peer.name),))
+
+    def offered(self, peer: Peer, kind: Kind, number: int, moved: Mapping[str, int]) -> None:
+        """Notes tensors of a message that go over other channels than its connection."""
+        channels = tuple([(name.removeprefix("sent "), n) for name, n in moved.items() if n])
+        self._rows.note(OFFERED, _clock(), get_ident(), peer.id, int(kind), number, channels)
+
+    def pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
+        """Notes tensors that were fetched over a channel."""
+        self._rows.note(PULLED, _clock(), get_ident(), peer.id, channel, size_bytes)
+
+
+class _Serving:
+    """What is kept of a served call until it is answered.
+
+    Attributes:
+        began_s: When its turn came.
+        thread: The thread in which it began.
+        row: Its row, once it has an outcome.
+    """
+
+    __slots__ = ("began_s", "row", "thread")
+
+    def __init__(self, began_s: float, thread: int) -> None:
+        self.began_s = began_s
+        self.thread = thread
+        self.row: int | None = None

@@ -1,0 +1,119 @@
+"""Threads that wait note for what, and reports tell it while it lasts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.rpc.pair import Pair, pair_of
+from tests.unit.worker.group import LIMIT_S, wait_until
+from torchweft.observe.reporting import threads
+from torchweft.protocol.observing.keys import CALL, VALUE
+from torchweft.protocol.observing.report import Thread
+from torchweft.rpc import calls, several
+from torchweft.rpc.futures import Future
+from torchweft.worker import current as current_agent
+
+_may_end = threading.Event()
+
+
+def halt() -> None:
+    assert _may_end.wait(LIMIT_S)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    with pair_of(4) as made:
+        current_agent.install(None)
+        current_agent.install(made.caller.agent)
+        yield made
+
+
+def shown_in(pair: Pair, name: str) -> Thread:
+    (thread,) = [each for each in threads(pair.caller, with_frames=False) if each.name == name]
+    return thread
+
+
+WAYS: dict[str, Callable[[list[Future[Any]]], object]] = {
+    "wait": lambda futures: [each.wait() for each in futures[:1]],
+    "wait_all": torch.futures.wait_all,
+    "as_completed": lambda futures: list(several.as_completed(futures)),
+}
+
+
+@pytest.mark.keeps("threads", "descriptors")
+@pytest.mark.parametrize("way", WAYS)
+def test_calls_are_shown_until_the_wait_for_them_ends(pair: Pair, way: str) -> None:
+    _may_end.clear()
+    futures = [pair.start(halt) for _ in range(2)]
+    waiter = threading.Thread(target=WAYS[way], args=(futures,), name="waiter")
+    waiter.start()
+    try:
+        wait_until(lambda: shown_in(pair, "waiter").waits, "its wait")
+        thread = shown_in(pair, "waiter")
+        assert {(wait.kind, wait.workers) for wait in thread.waits} == {(CALL, (pair.peer.name,))}
+        assert len(thread.waits) == (1 if way == "wait" else 2)
+        assert thread.needs_any is (way != "wait")
+    finally:
+        _may_end.set()
+        waiter.join()
+    assert pair.caller.agent.reactor.notes == {}
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_value_that_is_being_made_is_shown_at_its_owner(pair: Pair) -> None:
+    _may_end.clear()
+    me = pair.caller.agent.me
+    reference: Any = calls.create(pair.caller, me, halt, (), {}, LIMIT_S)
+    waiter = threading.Thread(target=reference.local_value, name="waiter")
+    waiter.start()
+    try:
+        wait_until(lambda: shown_in(pair, "waiter").waits, "its wait")
+        (wait,) = shown_in(pair, "waiter").waits
+        assert (wait.kind, wait.workers) == (VALUE, (me.name,))
+    finally:
+        _may_end.set()
+        waiter.join()
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_the_thread_that_serves_a_call_is_shown_with_it(pair: Pair) -> None:
+    _may_end.clear()
+    future = pair.start(halt)
+
+    def serving() -> list[Thread]:
+        return [each for each in threads(pair.callee, with_frames=False) if each.serves]
+
+    try:
+        wait_until(serving, "the begin of the call")
+        (thread,) = serving()
+        assert thread.is_at_lock
+        assert " in halt" in thread.place
+    finally:
+        _may_end.set()
+    future.wait()
+    wait_until(lambda: not serving(), "the end of the call")
+    assert pair.callee.serving == {}
+
+
+@pytest.mark.keeps("threads", "descriptors")
+def test_a_note_goes_with_its_frame_and_tells_nothing_of_what_has_ended(pair: Pair) -> None:
+    """Also where signal handlers raise before the block is left."""
+    _may_end.clear()
+    reactor = pair.caller.agent.reactor
+    future = pair.start(halt)
+    interrupted = reactor.waiting(future._call.unfinished)
+    interrupted.__enter__()
+    note = reactor.notes[threading.get_ident()]
+    assert note() is interrupted
+    assert interrupted.parts() == [future._call]
+    _may_end.set()
+    future.wait()
+    assert interrupted.parts() == []
+    assert reactor.notes == {threading.get_ident(): note}
+    del interrupted
+    assert note() is None
