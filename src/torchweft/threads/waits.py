@@ -4,15 +4,24 @@ from __future__ import annotations
 
 from _thread import get_ident
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
-
-if TYPE_CHECKING:
-    from torchweft.threads.reactor import Reactor
 
 Parts = Callable[[], Sequence[Any]]
 """Returns the open calls, and the ``Wait`` of anything else, that a thread waits for. Called by
 other threads, for reports. Does not block. What has ended by now is left out."""
+
+
+class Counting(Protocol):
+    """Counts the threads that block, and keeps their notes: a ``Reactor``."""
+
+    notes: dict[int, ref[Waiting]]
+
+    def begin_wait(self) -> bool:
+        """See ``Reactor.begin_wait``."""
+
+    def end_wait(self) -> None:
+        """See ``Reactor.end_wait``."""
 
 
 class Waiting:
@@ -24,7 +33,7 @@ class Waiting:
 
     __slots__ = ("__weakref__", "_before", "_is_counted", "_reactor", "needs_any", "parts")
 
-    def __init__(self, reactor: Reactor, parts: Parts, needs_any: bool) -> None:
+    def __init__(self, reactor: Counting, parts: Parts, needs_any: bool) -> None:
         self._reactor = reactor
         self.parts = parts
         self.needs_any = needs_any
