@@ -10,7 +10,7 @@ import sys, threading, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torchweft.autograd import ddp
 
-ddp.watch()
+data_parallel.watch()
 sys.setswitchinterval(0.0005)
 
 def compute():
@@ -26,7 +26,7 @@ for _ in range(150):
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
     del module
-print("ended", len(ddp.known_modules()))
+print("ended", len(data_parallel.known_modules()))
 """
 
 

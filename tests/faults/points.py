@@ -18,7 +18,7 @@ from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.agent import rendezvous
 from torchweft.agent.peers import Peer
 from torchweft.autograd.engine import Engine
-from torchweft.autograd.pass_state import PassState
+from torchweft.autograd.passes import PassState
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
 from torchweft.channel.striping import ReceivingConnection, SendingConnection

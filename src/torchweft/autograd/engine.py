@@ -26,25 +26,25 @@ from torchweft.agent.current import current
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessages
 from torchweft.agent.waiting import Spins, Wanted, kinds_of
-from torchweft.autograd import absent_gradients, plain_passes
+from torchweft.autograd import refusals
 from torchweft.autograd.codec import (
     CONTEXT_AT,
+    Envelopes,
     PassMode,
     PassName,
     decode,
     numbers_of_gradients,
 )
-from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Contexts
-from torchweft.autograd.ddp import AVERAGING, watch
-from torchweft.autograd.envelopes import Envelopes
-from torchweft.autograd.gated_run import PassEnded
+from torchweft.autograd.component import PassEnded
+from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.data_parallel import AVERAGING, watch
 from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.autograd.local_engine import OF_TORCH, operation_of
+from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots
-from torchweft.autograd.pass_state import LOST, LedPassState, PassState, Unreachable
-from torchweft.autograd.pass_waits import PassWaits
+from torchweft.autograd.passes import LOST, LedPassState, PassState, PassWaits, Unreachable
+from torchweft.autograd.records import OF_ANOTHER_CONTEXT, RAN_INTO
 from torchweft.errors import AutogradError, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
@@ -136,8 +136,7 @@ class Engine:
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
         watch()
-        plain_passes.watch(self)
-        absent_gradients.watch(self)
+        refusals.watch(self)
         if device_streams.HAS_CUDA:
             device_streams.allow_leaves_of_other_streams()
         agent.receiver.on(Kind.BACKWARD, self._on_message, inline=True, check=self._check_message)
@@ -235,7 +234,7 @@ class Engine:
             inputs: The tensors, which require grad.
             mode: How the passes are run; has ``for_inputs``.
         """
-        plain_passes.check_inside(self, roots.edges, inputs)
+        refusals.check_inside(self, roots.edges, inputs)
         input_gradients = InputGradients(self.contexts.get(context_id), inputs)
         self.run_all(context_id, roots, mode, input_gradients)
         return input_gradients.results()

@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.arguments import kind_of
-from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
+from torchweft.autograd.contexts import Context
 from torchweft.autograd.gradients import Sink, sum_of
+from torchweft.autograd.records import ReceiveRecord, SendRecord
 from torchweft.autograd.walk import End, Place, Stop
 from torchweft.errors import ArgumentTypeError, AutogradError
 

@@ -11,7 +11,7 @@ from torchweft.agent import current as current_agent
 from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import Context, current_id, set_current_id
 from torchweft.autograd.engine import current_engine
-from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_pass import enable_zeros
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.ids import WORKER_SHIFT, scoped_id
 

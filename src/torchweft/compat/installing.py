@@ -163,7 +163,7 @@ def uninstall() -> None:
     if not is_installed():
         return
     from torchweft.agent import current
-    from torchweft.autograd.graph import enable_zeros
+    from torchweft.autograd.local_pass import enable_zeros
     from torchweft.compat import waiting
 
     with _lock:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torchweft.agent.agent import Slot
 from torchweft.agent.current import current
 from torchweft.autograd import get_gradients
-from torchweft.autograd.absent_gradients import leave_out
+from torchweft.autograd.refusals import leave_out
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim import eager, states
 from torchweft.optim.groups import GroupPart, Options

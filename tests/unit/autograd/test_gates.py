@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchweft.autograd.gates import Opening, Probe, edges_behind, gates_of, put_last
-from torchweft.autograd.local_engine import gradients_at, run_from
+from torchweft.autograd.local_engine import Opening, Probe, gradients_at, put_last, run_from
+from torchweft.autograd.records import edges_behind, gates_of
 
 
 def leaf() -> Tensor:

@@ -30,7 +30,7 @@ from torchweft.agent.peers import Peer
 from torchweft.agent.served_calls import current_call
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
-from torchweft.autograd.graph import LocalPass, Outgoing
+from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.ids import ReferenceId
 from torchweft.observe.telemetry.carrying import MOST_CONTEXTS, Passes, carried_in, context_in
 from torchweft.protocol.backward import Progress

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchweft.autograd.contexts import PLACEHOLDER
+from torchweft.autograd.records import PLACEHOLDER
 from torchweft.errors import AutogradError
 from torchweft.rpc.batching.stacking import region
 

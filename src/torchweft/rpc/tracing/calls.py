@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchweft.agent.calls import PendingCall
-from torchweft.autograd.graph import LocalPass, Outgoing
+from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.calls import AnsweredCall

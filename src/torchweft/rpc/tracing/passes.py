@@ -12,8 +12,8 @@ from torch.autograd.graph import Node
 
 from torchweft.agent.peers import Peer
 from torchweft.agent.tensor_messages import TensorMessage, TensorMessages
-from torchweft.autograd.contexts import PLACEHOLDER
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
+from torchweft.autograd.records import PLACEHOLDER
 from torchweft.autograd.walk import Reached
 from torchweft.protocol.observing.trace import FETCH, RAN
 from torchweft.rpc.tracing.rows import Note, Number

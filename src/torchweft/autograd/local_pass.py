@@ -14,25 +14,29 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchweft.autograd import multi_grad_hooks
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import Answer, Component, not_due, note_reached, run_alone
-from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
-from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
-from torchweft.autograd.gated_run import GatedRun, PassEnded
+from torchweft.autograd.component import Component, GatedRun, PassEnded, not_due, run_alone
+from torchweft.autograd.contexts import Context, enter
+from torchweft.autograd.data_parallel import (
+    Averaging,
+    check_unsharded,
+    find_averaging,
+    is_any_known,
+)
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.multi_grad_hooks import Gathering
-from torchweft.autograd.node_hooks import with_leaf_hooks
+from torchweft.autograd.hooks import Gathering, are_registered, gathered_by, with_leaf_hooks
 from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
-from torchweft.autograd.sharded import check_unsharded
+from torchweft.autograd.records import TensorMeta, is_without_memory
 from torchweft.autograd.walk import (
+    Answer,
     End,
     Live,
     Place,
     Reached,
     Sent,
     SentGraph,
+    note_reached,
     writes_to_views,
 )
 from torchweft.errors import AutogradError, ProtocolError
@@ -238,9 +242,9 @@ class LocalPass:
             messages since the last call.
         """
         self._progress, self._outgoing = Progress(), []
-        if multi_grad_hooks.are_registered():
+        if are_registered():
             self._gathering = self._gathering or Gathering()
-            with multi_grad_hooks.gathered_by(self._gathering):
+            with gathered_by(self._gathering):
                 self._run_in_mode()
             self._finish_hooks(self._may_run)
         else:

@@ -6,12 +6,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
+from torchweft.agent.agent import Agent
 from torchweft.agent.peers import Peer
 from torchweft.autograd.codec import PassName
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
+from torchweft.errors import BackwardTimeout
 from torchweft.protocol.backward import (
     Abort,
     Action,
@@ -28,7 +31,7 @@ from torchweft.protocol.backward import (
 from torchweft.runtime import device_streams
 from torchweft.runtime.device_streams import Mark
 from torchweft.runtime.interrupts import Flag
-from torchweft.runtime.reports import log_exception
+from torchweft.runtime.reports import OpenWait, log_exception, names_of
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
@@ -217,3 +220,51 @@ class LedPassState(PassState):
     def worker_lost(self, peer: Peer) -> list[Action]:
         """Notes the loss of a worker."""
         return self.driver.worker_lost(peer.id, peer.lost) or super().worker_lost(peer)
+
+
+class PassWaits:
+    """The waits of one worker's parts of passes. Thread-safe.
+
+    Args:
+        agent: The worker's agent.
+        timeout_s: How long a pass may wait.
+    """
+
+    def __init__(self, agent: Agent, timeout_s: float) -> None:
+        self._agent = agent
+        self._timeout_s = timeout_s
+
+    def open_in(self, states: Iterable[PassState]) -> list[OpenWait]:
+        """Returns those of some passes in which this worker waits for other workers."""
+        return [
+            OpenWait(
+                ("backward", state.pass_id), state.waits_since_s, partial(self._text_of, state)
+            )
+            for state in states
+            if self._awaited_in(state)
+        ]
+
+    def _awaited_in(self, state: PassState) -> set[int]:
+        if isinstance(state, LedPassState):
+            return state.driver.awaited_workers() - {self._agent.me.id}
+        return set() if state.awaited is None else {state.awaited}
+
+    def _names_awaited(self, state: PassState) -> tuple[str, ...]:
+        return tuple([self._agent.peers[each].name for each in sorted(self._awaited_in(state))])
+
+    def _text_of(self, state: PassState) -> str:
+        return f"in a backward pass for {names_of(self._names_awaited(state))}"
+
+    def timeout_error(self, state: PassState) -> BackwardTimeout:
+        """Returns the error of a pass that has waited too long; it names the workers."""
+        missing = self._names_awaited(state)
+        whom = "another thread of this worker"
+        if missing:
+            whom = f"{names_of(missing)}, or for workers that were called from there,"
+        return BackwardTimeout(
+            f"a backward pass has waited {self._timeout_s:g} s (WEFT_BACKWARD_TIMEOUT_S) for "
+            f"{whom} and has ended; raise the variable if a pass may take longer",
+            worker=missing[0] if missing else "",
+            operation="waiting for the pass",
+            missing=missing,
+        )

@@ -1,38 +1,50 @@
-"""Refuses passes of PyTorch alone that would leave out what other workers computed.
+"""Refuses functions of PyTorch that would leave out what other workers have.
 
-``loss.backward()`` runs every node, so it runs into a placeholder, which raises. A pass for certain
-inputs, as ``torch.autograd.grad(loss, w)`` and ``loss.backward(inputs=[w])``, runs only nodes that
-lead to an input here. It would leave out the part of the gradient that leads over another worker,
-and say nothing. No hook can tell, since nothing of that part runs.
-
-The idea: PyTorch's engine is an object with one method, which all passes of Python call. An
-object of a subclass takes its place, and looks at passes for inputs before they begin. The
+*Passes of PyTorch alone.* ``loss.backward()`` runs every node, so it runs into a placeholder, which
+raises. A pass for certain inputs, as ``torch.autograd.grad(loss, w)`` and
+``loss.backward(inputs=[w])``, runs only nodes that lead to an input here. It would leave out the
+part of the gradient that leads over another worker, and say nothing. No hook can tell, since
+nothing of that part runs. PyTorch's engine is an object with one method, which all passes of Python
+call. An object of a subclass takes its place, and looks at passes for inputs before they begin. The
 gradient is incomplete if the roots lead to a tensor of another worker, and if a message that this
 worker had sent before leads to an input. That takes a walk through the graph, which is made only
 where this worker has exchanged tensors with a graph.
+
+*Functions that read ``.grad``.* Steps of optimizers and ``torch.nn.utils.clip_grad_norm_`` leave
+out parameters without ``.grad``. But a pass in a context leaves gradients in the context, and a
+model that was handed to other workers gets them there. Then these functions would do nothing, and
+say nothing. Each kind of place adds a check, which raises where gradients are elsewhere. Contexts
+are looked at only where no parameter has a gradient in ``.grad``: then the function can have no
+effect.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.nn import utils
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchweft.autograd.contexts import Contexts, SendRecord
-from torchweft.autograd.multi_grad_hooks import are_registered, gathered_by
+from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.hooks import are_registered, gathered_by, replace
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.errors import AutogradError
+from torchweft.autograd.records import SendRecord
+from torchweft.errors import AutogradError, ConfigurationError
 
 _variable: Any = torch.autograd.Variable
 _engine: Any = getattr(_variable, "_execution_engine", None)
 
 
 class Recorder(Protocol):
-    """What one worker has sent and received."""
+    """A worker, with what it has sent and received."""
 
     contexts: Contexts
     outside: OutsideRecords
@@ -46,11 +58,14 @@ _watched: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def watch(recorder: Recorder) -> None:
-    """Looks at PyTorch's passes for inputs from now on, for as long as ``recorder`` lives."""
+    """Looks for gradients of a worker from now on, for as long as ``recorder`` lives."""
     _watched.add(recorder)
     if _engine is not None and type(_variable._execution_engine) is type(_engine):
         _variable._execution_engine = _Watching()
+    _begin()
 
+
+# Passes of PyTorch alone
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _Engine: Any = object if _engine is None else type(_engine)
@@ -169,3 +184,108 @@ def _behind(nodes: Iterable[Node]) -> set[Node]:
                 found.add(node)
                 stack.append(node)
     return found
+
+
+# Absent gradients
+
+Check = Callable[[str, Sequence[Tensor]], object]
+"""Raises if gradients of parameters are elsewhere. It gets the name of the function that reads
+them: that of a class of optimizers, or of a function of ``torch.nn.utils``."""
+
+
+_checks: list[Check] = []
+_fed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+OWN_HOOKS: list[Any] = []
+"""The hook of all optimizers. It stays: a step must not change its hooks."""
+
+
+def add_check(check: Check) -> None:
+    """Calls a check from now on, before gradients are read."""
+    if check not in _checks:
+        _checks.append(check)
+    _begin()
+
+
+def leave_out(optimizer: Optimizer) -> None:
+    """Does not look at the steps of an optimizer, which Weft gives the gradients that there are."""
+    _fed.add(optimizer)
+
+
+def _begin() -> None:
+    if not OWN_HOOKS:
+        OWN_HOOKS.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    # With a closure, or the number of a context, gradients come from elsewhere.
+    if len(args) > 1 or options or optimizer in _fed:
+        return
+    groups = [group["params"] for group in optimizer.param_groups]
+    _look(type(optimizer).__name__, [each for group in groups for each in group])
+
+
+def _reading_grad(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(parameters: Any, *args: Any, **options: Any) -> Any:
+        found = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        _look(name, found)
+        # torch warns of a generator that yields nothing.
+        return function(found or parameters, *args, **options)
+
+    return call
+
+
+def _measuring(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(tensors: Any, *args: Any, **options: Any) -> Any:
+        found = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if not found and any(_contexts_with_gradients()):
+            warnings.warn(
+                "get_total_norm was called without gradients, and there are gradients in an "
+                "autograd context: torchweft.autograd.get_gradients(context_id) has them",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return function(found, *args, **options)
+
+    return call
+
+
+for _name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+    _function = getattr(utils, _name)
+    replace(_function, _reading_grad(_function, _name), _name)
+replace(utils.get_total_norm, _measuring(utils.get_total_norm), "get_total_norm")
+
+
+def _look(name: str, parameters: Iterable[Any]) -> None:
+    tensors = [each for each in parameters if isinstance(each, Tensor)]
+    for check in _checks:
+        check(name, tensors)
+    if any(each.grad is not None for each in tensors):
+        return
+    for context_id, has_gradient in _contexts_with_gradients():
+        if any(map(has_gradient, tensors)):
+            raise ConfigurationError(
+                f"{name} finds no gradient: those of its parameters are in autograd context "
+                f"{context_id}. {_instead(name)}, or call torchweft.autograd.backward(loss) "
+                "outside of contexts, which adds to .grad"
+            )
+
+
+def _contexts_with_gradients() -> list[tuple[int, Callable[[Tensor], bool]]]:
+    contexts = [context for recorder in list(_watched) for context in recorder.contexts.all()]
+    return [(each.id, each.gradients.has) for each in contexts if each.gradients.has_any]
+
+
+def _instead(name: str) -> str:
+    if name == "clip_grad_norm_":
+        return (
+            "Call torchweft.optim.clip_grad_norm_(context_id, references, max_norm), with RRefs "
+            "to the parameters"
+        )
+    if name.startswith("clip_"):
+        return "Change the tensors of torchweft.autograd.get_gradients(context_id) in place"
+    return (
+        f"Use torchweft.optim.DistributedOptimizer({name}, references), with RRefs to the "
+        "parameters, and its step(context_id)"
+    )
