@@ -23,8 +23,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import threading
 from _thread import get_ident
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import Any
@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from torchweft.autograd.records import TAKE
+from torchweft.autograd.records import TAKE, hooks_at
 from torchweft.errors import WeftError
 from torchweft.ids import WORKER_SHIFT
 
@@ -185,6 +185,11 @@ def operation_of(error: BaseException) -> str:
 # Passing gates
 
 
+_registering = threading.Lock()
+"""Held while hooks of a gate are registered: two threads that are the first to do so would give the
+gate two tables of hooks, the second one while a run of the first thread may be looking at them."""
+
+
 class Opening:
     """A gate in one run.
 
@@ -201,7 +206,8 @@ class Opening:
         if isinstance(gate, torch._C._FunctionBase):
             setattr(self.zeros, TAKE, take)
         else:
-            self._handle = gate.register_prehook(self._replace)
+            with _registering:
+                self._handle = gate.register_prehook(self._replace)
 
     def _replace(self, incoming: tuple[Tensor | None, ...]) -> tuple[Tensor | None] | None:
         if incoming[0] is not self.zeros:
@@ -223,24 +229,22 @@ def _zeros_at(gate: Any) -> Tensor:
 
 
 class Probe:
-    """Tells of the gradient of a node's first output, after all hooks of its tensor.
+    """Tells of the gradient of a received tensor, after all hooks of the tensor.
 
     Unlike a hook of the node, it is called also if the engine ends there.
 
     Args:
-        node: The node.
-        take: Called with the gradient, or None for an undefined one.
+        node: The placeholder of the tensor.
+        take: Called with the gradient, or None for an undefined one, in each run of the node.
     """
 
-    def __init__(self, node: Any, take: Callable[[Tensor | None], None]) -> None:
-        self._hooks: OrderedDict[int, Callable[[Tensor | None], None]] = OrderedDict({0: take})
-        owner: Any = torch.empty(0)
-        owner._backward_hooks = self._hooks
-        node._register_hook_dict(owner)
+    def __init__(self, node: Node, take: Callable[[Tensor | None], None]) -> None:
+        self._hooks = hooks_at(node)
+        self._hooks[self] = take
 
     def close(self) -> None:
-        """Ends the calls. The node keeps an empty table."""
-        self._hooks.clear()
+        """Ends the calls."""
+        self._hooks.pop(self, None)
 
 
 # Order

@@ -8,6 +8,7 @@ graph; a placeholder stands for each received tensor in the receiver's graph.
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,11 +87,27 @@ def make_placeholders(tensors: Sequence[Tensor]) -> tuple[list[Node], list[Tenso
     nodes: list[Any] = []
     placeholders: list[Tensor] = []
     for tensor in tensors:
-        placeholder = _output(tensor.requires_grad_(True))
-        nodes.append(placeholder.grad_fn)
+        placeholder: Any = _output(tensor.requires_grad_(True))
+        node = placeholder.grad_fn
+        # As torch does for the first hook of a tensor. A run of the engine in another thread may
+        # look at the node's tables of hooks, so none may be added once the graph can be run.
+        hooks = placeholder._backward_hooks = OrderedDict()
+        node._register_hook_dict(placeholder)
+        node.metadata[_HOOKS] = hooks
+        nodes.append(node)
         placeholders.append(placeholder)
         _drop_memory(tensor)
     return nodes, placeholders
+
+
+_HOOKS = "torchweft hooks"
+"""Key in the metadata of a placeholder."""
+
+
+def hooks_at(placeholder: Any) -> dict[Any, Callable[[Tensor | None], object]]:
+    """Returns the table of the hooks of a placeholder's tensor, in the order of their calls."""
+    table: dict[Any, Callable[[Tensor | None], object]] = placeholder.metadata[_HOOKS]
+    return table
 
 
 def is_without_memory(leaf: object) -> bool:
