@@ -20,7 +20,7 @@ import torch
 
 from torchweft.agent.calls import PendingCall
 from torchweft.agent.open_calls import OpenCalls
-from torchweft.autograd.engine import Engine
+from torchweft.autograd.led_pass import LedPass
 from torchweft.protocol.calls import ServedCall
 from torchweft.protocol.observing.keys import call_key, reference_key
 from torchweft.protocol.observing.report import (
@@ -147,8 +147,8 @@ def _for_gathering(worker: Worker, key: Key, gathering: Any) -> Sequence[Wait]:
 
 
 def _for_pass(worker: Worker, found: Locals) -> Sequence[Wait]:
-    led, peers = found["led"], worker.agent.peers
-    lacking = led.driver.awaited_workers() - {worker.agent.me.id}
+    led, peers = found["self"], worker.agent.peers
+    lacking = led.awaited()
     since_s = min(led.waits_since_s, time.monotonic())
     names = tuple(peers[each].name for each in sorted(lacking))
     age_s = time.monotonic() - since_s
@@ -191,7 +191,7 @@ _WAITING: dict[CodeType, _Waits] = {
     _code(Merged._next_number): _for_streams,
     _code(Led.gather): _for_led,
     _code(Gatherings._follow): _for_led,
-    _code(Engine._lead): _for_pass,
+    _code(LedPass._lead): _for_pass,
     _code(RRef._wait_for_value): _for_value,
     _code(Leaving.wait): _for_shutdown,
 }

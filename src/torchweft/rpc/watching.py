@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchweft.agent.calls import PendingCall
-from torchweft.autograd.engine import PassWatcher
+from torchweft.autograd.passes import PassWatcher
 from torchweft.ids import ReferenceId
 from torchweft.protocol.calls import AnsweredCall
 

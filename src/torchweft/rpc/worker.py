@@ -120,7 +120,7 @@ class Worker:
             self._watch(tuple(each for each in self.watchers if each is not watcher))
 
     def _watch(self, watchers: tuple[Watcher, ...]) -> None:
-        self.watchers = self.engine.watchers = watchers
+        self.watchers = self.engine.passes.watchers = watchers
         self.carrier = next((each for each in watchers if isinstance(each, Carrier)), None)
 
     def note_call(self, call: PendingCall) -> bytes:
