@@ -336,7 +336,6 @@ _READERS: dict[int, Callable[[tuple[int, ...], Buffer], Message]] = {
 # Frames
 
 _SMALL_NUMEL = 1024
-_ONLY_TENSORS = frozenset({Tensor})
 
 
 class Envelopes:
@@ -386,10 +385,20 @@ class Envelopes:
 
     def _seal_gradients(self, peer: Peer, name: PassName, message: Gradients) -> list[Buffer]:
         flags = name.mode.flags
-        gradients = [_plain(gradient) for gradient in message.gradients]
+        gradients: list[Any] = []
+        is_plain = True
+        for gradient in message.gradients:
+            if type(gradient) is Tensor and gradient.layout is torch.strided:
+                if gradient.numel() <= _SMALL_NUMEL:
+                    # That of a sum is one expanded number; a contiguous one is returned itself.
+                    gradient = gradient.contiguous()
+                is_plain = is_plain and not vars(gradient)
+            else:
+                is_plain = is_plain and type(gradient) is Tensor and not vars(gradient)
+            gradients.append(gradient)
         payload: bytes | None = b""
-        tensors: list[Any] = gradients
-        if not _ONLY_TENSORS.issuperset(map(type, gradients)) or any(map(vars, gradients)):
+        tensors = gradients
+        if not is_plain:
             tensors = []
             payload = values.encode(tuple(gradients), tensors, main_by_name=True)
         maps = peer.device_maps
@@ -471,11 +480,3 @@ class Envelopes:
         """Tells the sender of unneeded gradients to release them."""
         if frame.kind == Kind.GRADIENTS and frame.flags & TABLES:
             self._tensor_messages.discard(peer, self._tensor_messages.read(frame))
-
-
-def _plain(gradient: Gradient) -> Gradient:
-    """Returns a small gradient as contiguous; the gradient of a sum is one expanded number."""
-    if not isinstance(gradient, Tensor) or gradient.layout is not torch.strided:
-        return gradient
-    # For a contiguous tensor this returns the tensor itself.
-    return gradient.contiguous() if gradient.numel() <= _SMALL_NUMEL else gradient

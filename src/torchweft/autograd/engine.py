@@ -108,11 +108,14 @@ class Engine:
         context = self.contexts.get(context_id)
         here = mode._replace(retain_graph=True) if retains_here else mode
         local = LocalPass(context, here, gradients, input_gradients, self.outside)
+        led = LedPass(self.passes, context, mode, local)
+        if not self.passes.watchers:
+            led.run(roots)
+            return
         with contextlib.ExitStack() as watched:
             for each in self.passes.watchers:
                 watched.enter_context(each.pass_runs(context_id))
-            local.start(roots)
-            LedPass(self.passes, context, mode, local).run()
+            led.run(roots)
 
     def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
         """Runs a pass outside of contexts that adds to ``.grad`` of leaves on all workers."""

@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from torchweft.agent.peers import Peer
 from torchweft.agent.waiting import Spins, Wanted, kinds_of
 from torchweft.autograd.codec import PassMode, PassName
 from torchweft.autograd.component import PassEnded
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass, Outgoing
+from torchweft.autograd.pass_arguments import Roots
 from torchweft.autograd.passes import LOOK_S, Item, Passes, PassPart
 from torchweft.errors import AutogradError, NotInitialized, WorkerLost
 from torchweft.protocol.backward import (
@@ -75,8 +78,10 @@ class LedPass(PassPart):
 
     def take_all(self) -> list[Item]:
         """Removes and returns the items of the inbox."""
-        inbox = self.inbox
-        return [inbox.popleft() for _ in range(len(inbox))]
+        inbox, items = self.inbox, []
+        while inbox:
+            items.append(inbox.popleft())
+        return items
 
     def wait(self, limit_s: float) -> bool:
         """Blocks until an item is in the inbox; returns False if the time is up before."""
@@ -112,14 +117,18 @@ class LedPass(PassPart):
 
     # Leading
 
-    def run(self) -> None:
+    def run(self, roots: Roots | Sequence[Tensor]) -> None:
         """Blocks until the pass is over everywhere.
+
+        Args:
+            roots: Where it starts.
 
         Raises:
             AutogradError: It failed.
         """
         try:
             try:
+                self.local.start(roots)
                 self._register()
                 self._run()
             finally:
@@ -133,10 +142,10 @@ class LedPass(PassPart):
         passes, context_id = self._passes, self.key[1]
         with passes.lock:
             number = self.pass_id = self.local.pass_id = passes.new_id()
-            oldest = min(
-                [each.pass_id for each in passes.led.values() if each.key[1] == context_id],
-                default=number,
-            )
+            oldest = number
+            for other in passes.led.values():
+                if other.key[1] == context_id:
+                    oldest = min(oldest, other.pass_id)
             self.key = (number, context_id)
             self.name = PassName(context_id, number, oldest, self._mode)
             passes.led[number] = passes.parts[self.key] = self

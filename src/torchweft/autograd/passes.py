@@ -235,6 +235,8 @@ class PassPart:
     """Whether this thread may block on a full socket."""
     _is_at_work = False
     _signal: Flag | None = None
+    _mark: Mark | None = None
+    """The end of the GPU work of the thread that handled the items before."""
 
     def __init__(self, passes: Passes, machine: Participant, pass_id: int, context_id: int) -> None:
         self._passes = passes
@@ -244,9 +246,7 @@ class PassPart:
         self.key = (pass_id, context_id)
         """Names the pass: a worker that takes no part in the context does not know it."""
         self.inbox: Any = []
-        self._mark: Mark | None = None
-        """The end of the GPU work of the thread that handled the items before."""
-        self._lock = threading.RLock()
+        self._lock = passes.lock
 
     # The inbox
 
