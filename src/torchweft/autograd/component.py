@@ -14,7 +14,6 @@ of this worker run in one call, since one may wait for what another answers.
 
 from __future__ import annotations
 
-from _thread import get_ident
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,7 +25,14 @@ from torch.autograd.graph import GradientEdge, Node
 from torchweft.autograd import hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink
-from torchweft.autograd.local_engine import Opening, Probe, gradients_at, put_last, run_from
+from torchweft.autograd.local_engine import (
+    Opening,
+    Probe,
+    gradients_at,
+    probed_by,
+    put_last,
+    run_from,
+)
 from torchweft.autograd.records import ReceiveRecord
 from torchweft.autograd.walk import (
     Answer,
@@ -450,7 +456,6 @@ class GatedRun:
         self._sink = sink
         self._mode = mode
         self._wait = wait
-        self._thread = get_ident()
         self._receives: dict[Node, ReceiveRecord] = {}
         self._missing: Counter[int] = Counter()
         self._gradients: dict[int, list[Gradient]] = {}
@@ -481,15 +486,16 @@ class GatedRun:
             probes += self._probes()
             reached = self._components[0].reached
             targets, variables = targets_of(leaves, self._receives, reached.passed)
-            captured = run_from(
-                targets,
-                edges,
-                gradients,
-                openings,
-                reached.cuts,
-                retain_graph=self._mode.retain_graph,
-                create_graph=self._mode.create_graph,
-            )
+            with probed_by(self):
+                captured = run_from(
+                    targets,
+                    edges,
+                    gradients,
+                    openings,
+                    reached.cuts,
+                    retain_graph=self._mode.retain_graph,
+                    create_graph=self._mode.create_graph,
+                )
         finally:
             for opening in openings:
                 opening.close()
@@ -537,12 +543,10 @@ class GatedRun:
         probes: list[Probe] = []
         for node, receive in self._receives.items():
             at = 0 if len(receive.nodes) == 1 else receive.nodes.index(node)
-            probes.append(Probe(node, partial(self._take, node, receive, at)))
+            probes.append(Probe(node, partial(self._take, node, receive, at), self))
         return probes
 
     def _take(self, node: Node, receive: ReceiveRecord, at: int, gradient: Tensor | None) -> None:
-        if get_ident() != self._thread:
-            return  # Another pass runs the same graph.
         number = receive.message_id
         found = self._gradients.setdefault(number, [None] * len(receive.nodes))
         create_graph = self._mode.create_graph

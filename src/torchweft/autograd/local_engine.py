@@ -228,6 +228,28 @@ def _zeros_at(gate: Any) -> Tensor:
     return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
 
 
+class _Probing(threading.local):
+    """The run of the engine in a thread whose probes are to take gradients, if any."""
+
+    run: object = None
+
+
+probing = _Probing()
+
+
+@contextlib.contextmanager
+def probed_by(run: object) -> Iterator[None]:
+    """Has only the probes of a run take gradients in this thread, within a ``with`` block.
+
+    A hook may begin another pass through the same graph; None stands for such a pass.
+    """
+    before, probing.run = probing.run, run
+    try:
+        yield
+    finally:
+        probing.run = before
+
+
 class Probe:
     """Tells of the gradient of a received tensor, after all hooks of the tensor.
 
@@ -235,12 +257,19 @@ class Probe:
 
     Args:
         node: The placeholder of the tensor.
-        take: Called with the gradient, or None for an undefined one, in each run of the node.
+        take: Called with the gradient, or None for an undefined one.
+        run: The run. In others of the same node, ``take`` is not called; see ``probed_by``.
     """
 
-    def __init__(self, node: Node, take: Callable[[Tensor | None], None]) -> None:
+    def __init__(self, node: Node, take: Callable[[Tensor | None], None], run: object) -> None:
+        self._take = take
+        self._run = run
         self._hooks = hooks_at(node)
-        self._hooks[self] = take
+        self._hooks[self] = self._see
+
+    def _see(self, gradient: Tensor | None) -> None:
+        if probing.run is self._run:
+            self._take(gradient)
 
     def close(self) -> None:
         """Ends the calls."""

@@ -26,6 +26,7 @@ from torchweft.autograd.data_parallel import (
 )
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
 from torchweft.autograd.hooks import Gathering, are_registered, gathered_by, with_leaf_hooks
+from torchweft.autograd.local_engine import probed_by, probing
 from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.autograd.records import TensorMeta, is_without_memory
@@ -244,7 +245,7 @@ class LocalPass:
             messages since the last call.
         """
         self._progress, self._outgoing = Progress(), []
-        if are_registered() or self._mode.create_graph:
+        if are_registered() or self._mode.create_graph or probing.run is not None:
             self._run_with_hooks()
         else:
             self._run()
@@ -254,7 +255,7 @@ class LocalPass:
 
     def _run_with_hooks(self) -> None:
         """Runs the ready nodes; gathers for hooks of several tensors, and records the pass."""
-        with contextlib.ExitStack() as around:
+        with probed_by(None), contextlib.ExitStack() as around:
             if are_registered():
                 self._gathering = self._gathering or Gathering()
                 around.enter_context(gathered_by(self._gathering))

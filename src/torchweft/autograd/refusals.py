@@ -35,6 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.hooks import are_registered, gathered_by, replace
+from torchweft.autograd.local_engine import probed_by, probing
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.records import SendRecord
 from torchweft.errors import AutogradError, ConfigurationError
@@ -88,9 +89,9 @@ class _Watching(_Engine):  # type: ignore[misc]
         if inputs:
             _check(roots, inputs)
         begin = super().run_backward
-        if not are_registered():
+        if not are_registered() and probing.run is None:
             return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
-        with gathered_by(None):  # It may begin in a hook of a pass of Weft.
+        with gathered_by(None), probed_by(None):  # It may begin in a hook of a pass of Weft.
             return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
 
 

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchweft.autograd.local_engine import Opening, Probe, gradients_at, put_last, run_from
+from torchweft.autograd.local_engine import (
+    Opening,
+    Probe,
+    gradients_at,
+    probed_by,
+    put_last,
+    run_from,
+)
 from torchweft.autograd.records import edges_behind, gates_of, make_placeholders
 
 
@@ -123,10 +130,12 @@ def test_a_probe_sees_what_hooks_of_the_tensor_return() -> None:
     made = received()
     seen: list[Tensor | None] = []
     assert made.grad_fn is not None
-    Probe(made.grad_fn, seen.append).close()
+    Probe(made.grad_fn, seen.append, None).close()
     made.register_hook(lambda gradient: gradient * 5)
-    probe = Probe(made.grad_fn, seen.append)
+    probe = Probe(made.grad_fn, seen.append, None)
     run_to(made)
+    with probed_by("another run"):
+        run_to(made)
     probe.close()
     run_to(made)
     assert [each.tolist() for each in seen if each is not None] == [[15.0] * 3]
@@ -140,11 +149,11 @@ def test_probes_come_and_go_while_a_run_is_at_the_node() -> None:
     seen: list[str] = []
 
     def pass_others(_: Tensor) -> None:
-        for probe in [Probe(node, lambda _: seen.append("other")) for _ in range(1000)]:
+        for probe in [Probe(node, lambda _: seen.append("other"), None) for _ in range(1000)]:
             probe.close()
 
     made.register_hook(pass_others)
-    probe = Probe(node, lambda _: seen.append("own"))
+    probe = Probe(node, lambda _: seen.append("own"), None)
     run_to(made)
     probe.close()
     assert seen == ["own"]
