@@ -38,6 +38,7 @@ from torchweft.autograd.hooks import are_registered, gathered_by, replace
 from torchweft.autograd.local_engine import probed_by, probing
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.records import SendRecord
+from torchweft.autograd.walk import walk
 from torchweft.errors import AutogradError, ConfigurationError
 
 _variable: Any = torch.autograd.Variable
@@ -100,14 +101,14 @@ def _check(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
         contexts = [each for each in recorder.contexts.all() if each.has_both_ways()]
         if not contexts and not recorder.outside.sends():
             continue
-        reached = _behind(_nodes(roots))
+        reached = set(walk(_nodes(roots), set()))
         wanted = set(_nodes(inputs))
         for context in contexts:
             records = [each for node, each in list(context.receive_of.items()) if node in reached]
             if records:
                 latest = max(records, key=lambda record: record.sends_before)
                 before = context.sends()[: latest.sends_before]
-                if not wanted.isdisjoint(_behind(_sent(before))):
+                if not wanted.isdisjoint(walk(_sent(before), set())):
                     raise _left_out(recorder.name_of(latest.from_worker))
         name = _led_outside(recorder, reached, wanted)
         if name is not None:
@@ -124,7 +125,7 @@ def check_inside(recorder: Recorder, roots: Sequence[GradientEdge], inputs: Sequ
     """
     if not recorder.outside.sends():
         return
-    name = _led_outside(recorder, _behind(_nodes(roots)), set(_nodes(inputs)))
+    name = _led_outside(recorder, set(walk(_nodes(roots), set())), set(_nodes(inputs)))
     if name is not None:
         raise AutogradError(
             f"the outputs lead to a tensor that worker {name!r} computed in a call outside of "
@@ -137,7 +138,7 @@ def check_inside(recorder: Recorder, roots: Sequence[GradientEdge], inputs: Sequ
 def _led_outside(recorder: Recorder, reached: set[Node], wanted: set[Node]) -> str | None:
     """Returns the worker that computed, outside of contexts, a tensor perhaps from the inputs."""
     sends = recorder.outside.sends()
-    if not sends or wanted.isdisjoint(_behind(_sent(sends))):
+    if not sends or wanted.isdisjoint(walk(_sent(sends), set())):
         return None
     ends = recorder.outside.ends_beside({}, lambda _: None)
     found = [end for node in reached if (end := ends.get(node)) is not None]
@@ -173,18 +174,6 @@ def _nodes(edges: Iterable[Any]) -> list[Node]:
                 continue  # torch finds no node of it, and nothing is behind it.
             nodes.append(get_gradient_edge(edge).node)
     return nodes
-
-
-def _behind(nodes: Iterable[Node]) -> set[Node]:
-    """Returns the nodes and all nodes to which they lead on this worker."""
-    found = set(nodes)
-    stack = list(found)
-    while stack:
-        for node, _ in stack.pop().next_functions:
-            if node is not None and node not in found:
-                found.add(node)
-                stack.append(node)
-    return found
 
 
 # Absent gradients

@@ -7,7 +7,7 @@ user's graph, so they are written out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
@@ -211,21 +211,34 @@ class SentGraph:
 _NO_SEND = -1
 
 
-def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
-    """Returns whether ``edges`` reach an in-place operation on a view."""
-    seen = {edge.node for edge in edges}
-    stack = list(seen)
+def next_nodes(node: Node) -> list[Node]:
+    """Returns the nodes to which a node leads on this worker."""
+    return [target for target, _ in node.next_functions if target is not None]
+
+
+def walk(
+    seeds: Iterable[Node],
+    visited: set[Node],
+    nexts: Callable[[Node], Iterable[Node]] = next_nodes,
+) -> Iterator[Node]:
+    """Yields ``seeds`` and all nodes they lead to, except nodes in ``visited``."""
+    stack = list(seeds)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "CopySlices":
-            return True
-        if node in ends:
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False
+        if node not in visited:
+            visited.add(node)
+            yield node
+            stack.extend(nexts(node))
+
+
+def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
+    """Returns whether ``edges`` reach an in-place operation on a view."""
+    nodes = walk(
+        [edge.node for edge in edges],
+        set(),
+        lambda node: () if node in ends else next_nodes(node),
+    )
+    return any(type(node).__name__ == "CopySlices" for node in nodes)
 
 
 def receives_behind(
