@@ -6,7 +6,6 @@ holds the records of the worker's messages, which backward passes follow in the 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -367,11 +366,14 @@ set_current_id: Callable[[int], object] = _current.set
 """Makes this thread or task record into a context from now on; 0 for none."""
 
 
-@contextlib.contextmanager
-def enter(context_id: int) -> Iterator[None]:
+class enter:
     """Makes this thread or task record into a context within a ``with`` block."""
-    before = _current.set(context_id)
-    try:
-        yield
-    finally:
-        _current.reset(before)
+
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        self._before = _current.set(self._context_id)
+
+    def __exit__(self, *failure: object) -> None:
+        _current.reset(self._before)
