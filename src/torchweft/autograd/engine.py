@@ -169,6 +169,8 @@ class Engine:
         for worker in self.contexts.release(context_id, told_by):
             if worker != told_by:
                 self._post(worker, Kind.RELEASE_CONTEXT, context_id)
+        if self.contexts.find(context_id) is not None:
+            return  # ``told_by`` has no say in it.
         self.passes.end_in(context_id)
         self.contexts.notified(context_id)
 

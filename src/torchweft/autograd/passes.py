@@ -205,8 +205,6 @@ class Passes:
     def end_in(self, context_id: int) -> None:
         """Releases the parts in passes of a context that this worker has released."""
         with self.lock:
-            if self.contexts.find(context_id) is not None:
-                return  # The worker that said so has no say in it.
             keys = [(each, context_id) for each in self._passes_of.pop(context_id, ())]
             parts = [self.parts.pop(key, None) for key in keys]
         for part in parts:
