@@ -23,7 +23,7 @@ from torchweft.autograd.codec import (
     decode,
     numbers_of_gradients,
 )
-from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.contexts import Contexts, current_id, set_current_id
 from torchweft.autograd.gradients import Gradients
 from torchweft.autograd.led_pass import LedPass
 from torchweft.autograd.local_pass import LocalPass
@@ -305,6 +305,7 @@ class OpenContext:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._around = current_id()
         self.id = engine.contexts.new_id()
         engine.contexts.get_or_create(self.id)
 
@@ -315,6 +316,8 @@ class OpenContext:
 
     def __del__(self) -> None:
         if self.id:
+            if current_id() == self.id:  # Interrupted before it could leave its block.
+                set_current_id(self._around)
             self._engine.release_later(self.id)
 
 

@@ -383,7 +383,7 @@ def test_what_does_not_come_for_long_is_asked_for_again(
     assert torch.equal(received.next().tensors(detached=False)[0], sent)
     assert "nothing came for" in caplog.text
     assert second.peer(first).lost is None
-    assert is_free(first, second)
+    wait_until(lambda: is_free(first, second))
     received.message = None
     wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
 

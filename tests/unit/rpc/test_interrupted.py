@@ -29,7 +29,7 @@ from torchweft import autograd, native
 from torchweft.agent import current as current_agent
 from torchweft.agent import links
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.contexts import enter
+from torchweft.autograd.contexts import current_id, enter
 from torchweft.autograd.engine import ENGINE
 from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import AutogradError, CallCancelled
@@ -187,6 +187,7 @@ def test_nothing_of_an_interrupted_context_stays(pair: Pair) -> None:
     try:
         step = 1
         while interrupt_at(step, lambda: step_in_a_context(pair)):
+            assert current_id() == 0
             if step % 20 == 0:
                 check_is_sound(pair)
             step += every(3)
