@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import sys, threading, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torchweft.autograd import ddp
+from torchweft.autograd import data_parallel
 
 data_parallel.watch()
 sys.setswitchinterval(0.0005)

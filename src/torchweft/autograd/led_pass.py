@@ -64,7 +64,8 @@ class LedPass(PassPart):
         self.local = local
         self.driver = Driver(me)
         self._mode = mode
-        self._others = [*map(self._agent.peers.__getitem__, context.known_workers)]
+        self._context = context
+        self._others: list[Peer] = []
         local.exchange = self._exchange
 
     # The inbox
@@ -128,7 +129,9 @@ class LedPass(PassPart):
         """
         try:
             try:
-                self.local.start(roots)
+                self.local.start(roots)  # Its walk may reach messages of further workers.
+                known = self._context.known_workers
+                self._others = [*map(self._agent.peers.__getitem__, known)]
                 self._register()
                 self._run()
             finally:
