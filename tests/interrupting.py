@@ -61,6 +61,5 @@ def _is_in_finalizer(frame: Any) -> bool:
 FINALIZERS = (
     shm._end.__code__,
     Handle.__del__.__code__,
-    engine.Engine._leading_ended.__code__,
     engine.OpenContext.__del__.__code__,
 )

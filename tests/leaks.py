@@ -20,7 +20,7 @@ _SHARED_MEMORY = ("torch", "psm_")
 """How the names begin that PyTorch, Weft and Python's ``shared_memory`` give."""
 KINDS = ("threads", "processes", "descriptors", "shared memory", "settings")
 
-SETTINGS = (("torchweft.autograd.graph", "_sends_zeros"),)
+SETTINGS = (("torchweft.autograd.local_pass", "_sends_zeros"),)
 """Switches of the whole process, which ``torchweft.compat`` turns on: they change later passes."""
 
 State = Mapping[str, Mapping[object, str]]

@@ -53,8 +53,8 @@ def of_autograd() -> dict[str, list[Any]]:
     engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),
-        "parts": list(engine._states),
-        "led": list(engine._led),
+        "parts": list(engine.passes.parts),
+        "led": list(engine.passes.led),
     }
 
 
@@ -69,7 +69,7 @@ def of_autograd_outside() -> dict[str, list[int]]:
     engine = current_engine()
     return {
         "contexts": engine.contexts.ids(),
-        "parts": list(engine._states),
+        "parts": list(engine.passes.parts),
         "recorded": [count for count in messages_recorded() if count],
     }
 

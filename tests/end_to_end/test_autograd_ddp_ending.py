@@ -8,9 +8,9 @@ import sys
 PROGRAM = """
 import sys, threading, time, torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torchweft.autograd import ddp
+from torchweft.autograd import data_parallel
 
-ddp.watch()
+data_parallel.watch()
 sys.setswitchinterval(0.0005)
 
 def compute():
@@ -26,7 +26,7 @@ for _ in range(150):
     dist.all_reduce(torch.ones(1))
     dist.destroy_process_group()
     del module
-print("ended", len(ddp.known_modules()))
+print("ended", len(data_parallel.known_modules()))
 """
 
 

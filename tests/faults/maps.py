@@ -33,7 +33,7 @@ from tests.faults.map_plan import (
 from tests.faults.plan import TRAINER
 from torchweft import mapreduce, rpc
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.errors import AutogradError, WorkerLost
 from torchweft.mapreduce.execution import Execution
 from torchweft.mapreduce.map_call import MapCall

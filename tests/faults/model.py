@@ -193,8 +193,8 @@ def count_here() -> dict[str, int]:
     engine = current_engine()
     of_autograd = {
         "contexts": len(engine.contexts.ids()),
-        "passes": len(engine._states),
-        "led": len(engine._led),
+        "passes": len(engine.passes.parts),
+        "led": len(engine.passes.led),
     }
     return {**counts, **of_autograd, "alive": len(Value.alive)}
 

@@ -16,7 +16,7 @@ from typing import Any
 from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.autograd.engine import Engine
-from torchweft.autograd.pass_state import PassState
+from torchweft.autograd.passes import PassPart
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
 from torchweft.channel.striping import ReceivingConnection, SendingConnection
@@ -166,14 +166,14 @@ def _around_greeting(kind: Kind, *, is_sent: bool) -> Callable[[], None]:
 
 
 def _at_discovery() -> None:
-    apply = PassState.apply
+    apply = PassPart.apply
 
-    def discovered(state: PassState, message: Any) -> None:
+    def discovered(state: PassPart, message: Any) -> None:
         if isinstance(message, (Discover, Settled)):
             reach("discovered")
         apply(state, message)
 
-    PassState.apply = discovered  # type: ignore[assignment, method-assign]
+    PassPart.apply = discovered  # type: ignore[assignment, method-assign]
 
 
 def _making_objects() -> None:
@@ -185,7 +185,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "sending": _amid_sending,
     "hello": _around_greeting(Kind.HELLO, is_sent=True),
     "welcome": _around_greeting(Kind.WELCOME, is_sent=False),
-    "gradients": _before(Engine, "_send_all", "gradients"),
+    "gradients": _before(PassPart, "send_all", "gradients"),
     "discovered": _at_discovery,
     "registering": _before(bootstrap, "join", "registering"),
     "registered": _before(rendezvous, "_wait", "registered"),

@@ -118,7 +118,7 @@ def spanned(*workers: str) -> Iterator[list[Seen]]:
 def is_plain() -> bool:
     """Whether nothing of spans is left in this worker."""
     worker = current_node().worker
-    return not (worker.watchers or worker.engine.watchers or worker.carrier)
+    return not (worker.watchers or worker.engine.passes.watchers or worker.carrier)
 
 
 # What workers run

@@ -11,7 +11,7 @@ from tests.contract.processes.functions import wait_until
 from tests.contract.processes.test_compat_autograd import FIRST, await_end, debug_info
 from tests.gradient_functions import Rejoin
 from torchweft import rpc
-from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_pass import enable_zeros
 from torchweft.compat import autograd
 from torchweft.ids import worker_of
 from torchweft.launch import Nursery, cluster

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests import leaks
-from torchweft.autograd import graph
+from torchweft.autograd import local_pass
 
 
 @pytest.fixture(autouse=True)
@@ -90,11 +90,13 @@ def test_a_file_of_another_program_is_no_leak() -> None:
 
 def test_a_switch_that_stays_on_is_found() -> None:
     before = leaks.take_state()
-    graph.enable_zeros()
+    local_pass.enable_zeros()
     try:
-        assert leaks.find_leaks(before) == ["settings: torchweft.autograd.graph._sends_zeros is on"]
+        assert leaks.find_leaks(before) == [
+            "settings: torchweft.autograd.local_pass._sends_zeros is on"
+        ]
         assert leaks.find_leaks(leaks.take_state()) == []
     finally:
-        graph.enable_zeros(False)
+        local_pass.enable_zeros(False)
     for module, name in leaks.SETTINGS:
         assert getattr(importlib.import_module(module), name) is False

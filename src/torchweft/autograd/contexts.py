@@ -1,179 +1,34 @@
 """Contexts: a worker's record of one forward pass, and the resulting gradients.
 
-A context has one number in the whole group and a ``Context`` on each worker that took part. A
-message that carries tensors which require grad leaves a send record at its sender and a receive
-record at its receiver, under one message id. Backward passes follow them in the opposite direction.
-A placeholder stands for each received tensor in the receiver's graph.
+A context has one number in the whole group and a ``Context`` on each worker that took part. It
+holds the records of the worker's messages, which backward passes follow in the opposite direction.
 """
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 
-from torchweft.autograd.gates import edges_behind, gates_of
 from torchweft.autograd.gradients import Gradients
+from torchweft.autograd.records import (
+    ReceiveRecord,
+    SendRecord,
+    edges_behind,
+    make_placeholders,
+    metas_of,
+    send_record,
+)
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED, separated
-
-# Placeholders: the tensors that stand for received tensors in the receiver's graph. They must not
-# be leaves, since programs modify received tensors in place. And a walk must see where the graph
-# continues on another worker. Both follow from making each placeholder the output of a node. torch
-# has a suitable node that raises when it is run. Making it takes less than half the time of a
-# Python function, which is the fallback.
-#
-# Each tensor has a node of its own. The engine calls the hooks of all outputs of a node that it
-# runs, with None for missing gradients, so the tensors of a message must not share a node.
-
-RAN_INTO = (
-    "backward reached a tensor that came from another worker; inside the autograd context call "
-    "torchweft.autograd.backward(context_id, [loss]), which goes on there, instead of "
-    "loss.backward()"
-)
-
-OF_ANOTHER_CONTEXT = (
-    "backward reached a tensor that another worker computed in another autograd context, such as a "
-    "state kept from an earlier step; gradients do not go from context to context: detach() such "
-    "tensors, or make all calls that a loss depends on in one context"
-)
-
-_EMPTY = torch.empty(0)
-
-
-class _Received(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        # Detached, not a view: a view that a function returns cannot be modified in place.
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        raise RuntimeError(RAN_INTO)
-
-
-def _by_function(leaf: Tensor) -> Tensor:
-    apply: Any = _Received.apply
-    output: Tensor = apply(leaf)
-    return output
-
-
-def _by_torch(leaf: Tensor) -> Tensor:
-    output: Tensor = _delayed_error(RAN_INTO, 1)(leaf)
-    return output
-
-
-_delayed_error: Any = getattr(torch._C._functions, "DelayedError", None)
-_output: Callable[[Tensor], Tensor] = _by_function if _delayed_error is None else _by_torch
-
-PLACEHOLDER = type(_output(torch.empty(0, requires_grad=True)).grad_fn)
-"""The type of placeholder nodes."""
-
-
-def make_placeholders(tensors: Sequence[Tensor]) -> tuple[list[Node], list[Tensor]]:
-    """Makes tensors with the memory of ``tensors``, each the output of a new node.
-
-    Args:
-        tensors: Fresh leaves of a differentiable type; their memory moves to the placeholders,
-            and the caller must drop them.
-
-    Returns:
-        The nodes and the placeholders, in the order of ``tensors``.
-    """
-    if not torch.is_grad_enabled():
-        with torch.enable_grad():
-            return make_placeholders(tensors)
-    nodes: list[Any] = []
-    placeholders: list[Tensor] = []
-    for tensor in tensors:
-        placeholder = _output(tensor.requires_grad_(True))
-        nodes.append(placeholder.grad_fn)
-        placeholders.append(placeholder)
-        _drop_memory(tensor)
-    return nodes, placeholders
-
-
-def is_without_memory(leaf: object) -> bool:
-    """Returns whether a leaf may be a placeholder's, of any context; few other leaves match."""
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.numel()
-
-
-def _drop_memory(leaf: Tensor) -> None:
-    # The node keeps its leaf as long as the graph lives; the memory can be freed now.
-    if leaf.layout is torch.strided:
-        leaf.data = _EMPTY if leaf.is_cpu else leaf.new_empty(0)
-
-
-# Records
-
-
-@dataclass(slots=True)
-class TensorMeta:
-    """The shape, type and device that the gradient of a tensor must have."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-@dataclass(slots=True)
-class SendRecord:
-    """A sent message: its tensors that require grad, in their order.
-
-    Attributes:
-        message_id: Number of the message in the group.
-        to_worker: The receiver, which will send the gradients.
-        metas: Shape, type and device of each gradient.
-        gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
-            alive, which an edge to a Python node does not.
-        is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
-        edges: Where in the graph the gradients go; made by the first pass that looks at it.
-    """
-
-    message_id: int
-    to_worker: int
-    metas: tuple[TensorMeta, ...]
-    gates: tuple[Node, ...]
-    is_back: bool = False
-    edges: tuple[GradientEdge, ...] = ()
-
-
-@dataclass(slots=True)
-class ReceiveRecord:
-    """A received message: its tensors that required grad, in their order.
-
-    Attributes:
-        message_id: Number of the message in the group.
-        from_worker: The sender, which waits for the gradients.
-        nodes: The placeholders, one for each tensor.
-        metas: Shape, type and device of each tensor on this worker.
-        sends_before: How many messages this worker had sent in the context before. No message
-            sent later can lead to this one.
-        is_answer: Whether it is the result of a call that this worker made.
-        is_back: Whether its tensors were placed as those of an answer: those of an answer, and
-            recorded gradients of the arguments of a call.
-        is_outside: Whether it belongs to no context.
-    """
-
-    message_id: int
-    from_worker: int
-    nodes: list[Node]
-    metas: tuple[TensorMeta, ...]
-    sends_before: int = 0
-    is_answer: bool = False
-    is_back: bool = False
-    is_outside: bool = False
 
 
 class Context:
@@ -358,21 +213,6 @@ class Context:
         self.gradients.clear()
 
 
-def send_record(
-    message_id: int, to_worker: int, tensors: Sequence[Tensor], is_back: bool = False
-) -> SendRecord:
-    """Returns the record of a message with ``tensors``, which require grad."""
-    return SendRecord(message_id, to_worker, metas_of(tensors), gates_of(tensors), is_back)
-
-
-def metas_of(tensors: Iterable[Tensor]) -> tuple[TensorMeta, ...]:
-    """Returns the shape, type and device of each of ``tensors``."""
-    metas: list[TensorMeta] = []
-    for tensor in tensors:  # Without a function for a list: it runs for each recorded message.
-        metas.append(TensorMeta(tensor.shape, tensor.dtype, tensor.device))
-    return tuple(metas)
-
-
 class Contexts:
     """The contexts in which one worker takes part. Thread-safe.
 
@@ -525,11 +365,14 @@ set_current_id: Callable[[int], object] = _current.set
 """Makes this thread or task record into a context from now on; 0 for none."""
 
 
-@contextlib.contextmanager
-def enter(context_id: int) -> Iterator[None]:
+class enter:
     """Makes this thread or task record into a context within a ``with`` block."""
-    before = _current.set(context_id)
-    try:
-        yield
-    finally:
-        _current.reset(before)
+
+    def __init__(self, context_id: int) -> None:
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        self._before = _current.set(self._context_id)
+
+    def __exit__(self, *failure: object) -> None:
+        _current.reset(self._before)

@@ -151,7 +151,8 @@ class Gradients:
             raise AutogradError(_NOTHING_ACCUMULATED)
         used = _used_elsewhere(pairs, borrowed)
         with self._lock, self._order:
-            self._keep_for_sums(pairs)
+            if device_streams.HAS_CUDA:
+                self._keep_for_sums(pairs)
             for tensor, gradient in pairs:
                 previous = self._sums.get(tensor)
                 if previous is None:
@@ -182,14 +183,14 @@ class Gradients:
 
     def _keep_for_sums(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Keeps the memory of all parts of sums until this thread has added them."""
-        if device_streams.HAS_CUDA:
-            for tensor, gradient in pairs:
-                keep(gradient, self._sums.get(tensor))
+        for tensor, gradient in pairs:
+            keep(gradient, self._sums.get(tensor))
 
     def keep(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Adds gradients without copying; other code may read but must not write them."""
         with self._lock, self._order:
-            self._keep_for_sums(gradients.items())
+            if device_streams.HAS_CUDA:
+                self._keep_for_sums(gradients.items())
             for tensor, gradient in gradients.items():
                 previous = self._sums.get(tensor)
                 self._sums[tensor] = gradient if previous is None else sum_of(previous, gradient)

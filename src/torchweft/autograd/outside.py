@@ -25,16 +25,16 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from torchweft.autograd.contexts import (
+from torchweft.autograd.records import (
     PLACEHOLDER,
     ReceiveRecord,
     SendRecord,
     TensorMeta,
+    edges_behind,
     make_placeholders,
     metas_of,
     send_record,
 )
-from torchweft.autograd.gates import edges_behind
 from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from torchweft.arguments import kind_of
-from torchweft.autograd.contexts import Context, ReceiveRecord, SendRecord
+from torchweft.autograd.contexts import Context
 from torchweft.autograd.gradients import Sink, sum_of
-from torchweft.autograd.walk import End, Place, Stop
+from torchweft.autograd.records import ReceiveRecord, SendRecord
+from torchweft.autograd.walk import End, Place, Stop, next_nodes, walk
 from torchweft.errors import ArgumentTypeError, AutogradError
 
 # Roots
@@ -195,12 +196,12 @@ class InputGradients:
         """Returns the members of ``nodes`` that may lead to other members."""
         nexts = self._nexts
         seeds = [target for node in nodes for target in nexts(node)]
-        if not any(node in nodes for node in _walk(seeds, set(), nexts)):
+        if not any(node in nodes for node in walk(seeds, set(), nexts)):
             return set()
         return {
             node
             for node in nodes
-            if any(target in nodes for target in _walk(nexts(node), set(), nexts))
+            if any(target in nodes for target in walk(nexts(node), set(), nexts))
         }
 
     @property
@@ -232,7 +233,7 @@ class InputGradients:
         """Yields the roots of each further pass."""
         pending = {node for node, _ in self._replaced}
         behind = {
-            node: set(_walk(self._nexts(node), set(), self._nexts)) & pending for node in pending
+            node: set(walk(self._nexts(node), set(), self._nexts)) & pending for node in pending
         }
         while pending:
             # No pending node leads to these, so their gradients are complete.
@@ -265,14 +266,14 @@ class _History:
         """Returns how many messages were sent before the first that leads to one of ``wanted``."""
         visited: set[Node] = set()
         for place, send in enumerate(self._sends):
-            nodes = _walk(_nodes_of(send), visited, self._nexts_here)
+            nodes = walk(_nodes_of(send), visited, self._nexts_here)
             if any(node in wanted for node in nodes):
                 return place
         return len(self._sends)
 
     def _nexts_here(self, node: Node) -> Iterable[Node]:
         """Returns the nodes that ``node`` leads to on this worker, without following messages."""
-        return () if node in self.receive_of else _next_nodes(node)
+        return () if node in self.receive_of else next_nodes(node)
 
     def nexts_after(self, first_send: int) -> Callable[[Node], Iterable[Node]]:
         """Returns a function that gives a node's successors, also by way of other workers.
@@ -284,7 +285,7 @@ class _History:
         def nexts(node: Node) -> Iterable[Node]:
             receive = self.receive_of.get(node)
             if receive is None:
-                return _next_nodes(node)
+                return next_nodes(node)
             sends = self._sends[first_send : receive.sends_before]
             return [target for send in sends for target in _nodes_of(send)]
 
@@ -294,7 +295,7 @@ class _History:
 def receives_before(context: Context, roots: Roots) -> list[ReceiveRecord]:
     """Returns the received messages to which roots may lead, also by way of other workers."""
     history = _History(context)
-    nodes = _walk([edge.node for edge in roots.edges], set(), history.nexts_after(0))
+    nodes = walk([edge.node for edge in roots.edges], set(), history.nexts_after(0))
     return [history.receive_of[node] for node in nodes if node in history.receive_of]
 
 
@@ -315,23 +316,6 @@ def _stops_at(places: Iterable[Place], inputs: Iterable[Tensor]) -> dict[Node, S
 
 def _nodes_of(send: SendRecord) -> list[Node]:
     return [edge.node for edge in send.edges]
-
-
-def _next_nodes(node: Node) -> list[Node]:
-    return [target for target, _ in node.next_functions if target is not None]
-
-
-def _walk(
-    seeds: Iterable[Node], visited: set[Node], nexts: Callable[[Node], Iterable[Node]]
-) -> Iterator[Node]:
-    """Yields ``seeds`` and all nodes they lead to, except nodes in ``visited``."""
-    stack = list(seeds)
-    while stack:
-        node = stack.pop()
-        if node not in visited:
-            visited.add(node)
-            yield node
-            stack.extend(nexts(node))
 
 
 def checked_inputs(inputs: Tensor | Iterable[Tensor]) -> list[Tensor]:

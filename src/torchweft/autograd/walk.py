@@ -7,15 +7,17 @@ user's graph, so they are written out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from torchweft.autograd.contexts import ReceiveRecord, SendRecord
+from torchweft.autograd.gradients import UNDEFINED, Gradient
+from torchweft.autograd.hooks import at_received, has_leaf_hooks
 from torchweft.autograd.local_engine import edges_at
-from torchweft.autograd.node_hooks import has_leaf_hooks
+from torchweft.autograd.records import ReceiveRecord, SendRecord
+from torchweft.protocol.backward import Progress
 
 Next = tuple[Node | None, int]
 Place = tuple[Node, int]
@@ -209,21 +211,34 @@ class SentGraph:
 _NO_SEND = -1
 
 
-def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
-    """Returns whether ``edges`` reach an in-place operation on a view."""
-    seen = {edge.node for edge in edges}
-    stack = list(seen)
+def next_nodes(node: Node) -> list[Node]:
+    """Returns the nodes to which a node leads on this worker."""
+    return [target for target, _ in node.next_functions if target is not None]
+
+
+def walk(
+    seeds: Iterable[Node],
+    visited: set[Node],
+    nexts: Callable[[Node], Iterable[Node]] = next_nodes,
+) -> Iterator[Node]:
+    """Yields ``seeds`` and all nodes they lead to, except nodes in ``visited``."""
+    stack = list(seeds)
     while stack:
         node = stack.pop()
-        if type(node).__name__ == "CopySlices":
-            return True
-        if node in ends:
-            continue
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                stack.append(following)
-    return False
+        if node not in visited:
+            visited.add(node)
+            yield node
+            stack.extend(nexts(node))
+
+
+def writes_to_views(edges: Iterable[GradientEdge], ends: Mapping[Node, End]) -> bool:
+    """Returns whether ``edges`` reach an in-place operation on a view."""
+    nodes = walk(
+        [edge.node for edge in edges],
+        set(),
+        lambda node: () if node in ends else next_nodes(node),
+    )
+    return any(type(node).__name__ == "CopySlices" for node in nodes)
 
 
 def receives_behind(
@@ -251,3 +266,93 @@ def has_hooks(leaf: Leaf, node: Node) -> bool:
         return leaf.is_hooked
     # Post-accumulate hooks are called in passes that add to ``.grad``.
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or has_leaf_hooks(node)
+
+
+# Answers
+
+Answer = tuple[ReceiveRecord, list[Gradient]]
+"""The complete gradients of a received message."""
+
+
+def note_reached(
+    progress: Progress,
+    found: Mapping[Node, ReceiveRecord],
+    answered: Collection[int] = (),
+    answers_all: bool = False,
+) -> None:
+    """Notes the messages and tensors that have been reached, and are not answered yet.
+
+    Args:
+        progress: Gets the notes.
+        found: Received messages by the placeholders that were reached for the first time.
+        answered: Messages to leave out.
+        answers_all: Whether each tensor of a message counts as reached.
+    """
+    nodes_of: dict[int, list[Node]] = {}
+    for node, receive in found.items():
+        if receive.message_id not in answered:
+            nodes_of.setdefault(receive.message_id, []).append(node)
+    progress.reached += nodes_of
+    if answers_all:
+        return
+    parts: dict[int, int] = {}
+    for message_id, nodes in nodes_of.items():
+        among = found[nodes[0]].nodes
+        if len(nodes) < len(among):
+            parts[message_id] = sum([1 << among.index(node) for node in nodes])
+    if parts:
+        progress.add_parts({}, parts)
+
+
+def pairs_of(
+    variables: Iterable[Any], gradients: Iterable[Tensor | None]
+) -> list[tuple[Any, Tensor]]:
+    """Returns the leaves that have a gradient, with it."""
+    return [
+        (variable, gradient)
+        for variable, gradient in zip(variables, gradients, strict=True)
+        if gradient is not None
+    ]
+
+
+def answers_of(
+    receives: Mapping[Node, ReceiveRecord],
+    gradients: Iterable[Tensor | None],
+    create_graph: bool,
+) -> tuple[dict[int, Answer], list[Node]]:
+    """Returns the gradients of messages by their numbers, and the placeholders without a gradient.
+
+    Args:
+        receives: The messages by their placeholders.
+        gradients: The gradient at each placeholder, if any.
+        create_graph: Whether the pass is recorded.
+    """
+    answers: dict[int, Answer] = {}
+    without: list[Node] = []
+    for (node, receive), gradient in zip(receives.items(), gradients, strict=True):
+        if gradient is None:
+            without.append(node)
+        else:
+            gradient = at_received(node, gradient, create_graph)
+        if len(receive.nodes) == 1:
+            answers[receive.message_id] = (receive, [gradient])
+            continue
+        answer = answers.get(receive.message_id)
+        if answer is None:
+            answer = answers[receive.message_id] = (receive, [None] * len(receive.nodes))
+        answer[1][receive.nodes.index(node)] = gradient
+    return answers, without
+
+
+def mark_used(
+    answers: Mapping[int, Answer],
+    without: Iterable[Node],
+    receives: Mapping[Node, ReceiveRecord],
+    used: Container[Node],
+) -> None:
+    """Marks the gradients of tensors that were used as undefined, where there is none."""
+    for node in without:
+        if node in used:
+            receive = receives[node]
+            _, gradients = answers[receive.message_id]
+            gradients[receive.nodes.index(node)] = UNDEFINED

@@ -10,7 +10,7 @@ import torchweft.autograd
 from torchweft.autograd import get_gradients, is_available
 from torchweft.autograd.contexts import Context, current_id, set_current_id
 from torchweft.autograd.engine import current_engine
-from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_pass import enable_zeros
 from torchweft.errors import ArgumentTypeError, AutogradError, ConfigurationError
 from torchweft.ids import WORKER_SHIFT, scoped_id
 from torchweft.worker import current as current_agent

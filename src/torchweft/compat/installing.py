@@ -162,7 +162,7 @@ def uninstall() -> None:
     """
     if not is_installed():
         return
-    from torchweft.autograd.graph import enable_zeros
+    from torchweft.autograd.local_pass import enable_zeros
     from torchweft.compat import waiting
     from torchweft.worker import current
 

@@ -23,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.optim import Optimizer, optimizer
 
-from torchweft.autograd.absent_gradients import OWN_HOOKS
+from torchweft.autograd.refusals import OWN_HOOKS
 from torchweft.rpc.rref import is_made_plainly
 
 _COMPILER = "torch._dynamo"

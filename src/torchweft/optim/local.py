@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from torchweft.autograd import get_gradients
-from torchweft.autograd.absent_gradients import leave_out
+from torchweft.autograd.refusals import leave_out
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.optim import eager, states
 from torchweft.optim.groups import GroupPart, Options

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
-from torchweft.autograd.absent_gradients import add_check
+from torchweft.autograd.refusals import add_check
 from torchweft.errors import ConfigurationError
 
 Known = dict[int, weakref.ref[Tensor]]

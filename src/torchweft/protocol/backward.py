@@ -71,7 +71,8 @@ class Progress:
         self.executed += other.executed
         self.answered += other.answered
         self.reached += other.reached
-        self.add_parts(other.walked_parts, other.reached_parts)
+        if other.walked_parts or other.reached_parts:
+            self.add_parts(other.walked_parts, other.reached_parts)
 
     def add_parts(self, walked: Parts, reached: Parts) -> None:
         """Adds the parts of messages that were walked from and reached."""

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from torchweft.autograd.contexts import Contexts
-from torchweft.autograd.engine import Engine, PassWatcher
+from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
+from torchweft.autograd.passes import PassWatcher
 from torchweft.errors import NotInitialized, ProtocolError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
@@ -282,7 +283,7 @@ class Worker:
             self._watch(tuple(each for each in self.watchers if each is not watcher))
 
     def _watch(self, watchers: tuple[Watcher, ...]) -> None:
-        self.watchers = self.engine.watchers = watchers
+        self.watchers = self.engine.passes.watchers = watchers
         self.carrier = next((each for each in watchers if isinstance(each, Carrier)), None)
 
     def note_call(self, call: PendingCall) -> bytes:

@@ -184,6 +184,34 @@ def test_two_passes_on_a_retained_graph_add_up() -> None:
 
 
 @together
+def test_a_hook_may_differentiate_a_part_of_the_running_graph() -> None:
+    """What that pass finds at a received tensor is no part of the running one."""
+
+    def program(call: Any) -> tuple[Tensor, Tensor, list[Tensor]]:
+        value, slopes = leaf(), list[Tensor]()
+        sent = value.tanh()
+        received = call(FIRST, functions.sine, sent)
+        total = received + sent
+        other = total.square().sum()
+
+        def differentiate(_: Tensor) -> None:
+            slopes.extend(torch.autograd.grad(other, received, retain_graph=True))
+
+        result = total * 3
+        result.register_hook(differentiate)
+        return value, result.sum(), slopes
+
+    value, loss, expected = program(at_once)
+    loss.backward()
+    with autograd.context() as context_id:
+        mine, loss, slopes = program(called)
+        autograd.backward(context_id, [loss])
+        found = autograd.get_gradients(context_id)[mine]
+    assert_close(slopes, expected)
+    assert_close(found, value.grad)
+
+
+@together
 def test_outside_of_contexts_gradients_add_to_grad() -> None:
     def program(call: Any) -> tuple[Tensor, list[Tensor]]:
         weight, value = leaf(1), leaf(2)

@@ -22,6 +22,7 @@ import torch
 from tests.fuzz.strict import program
 from torchweft import autograd
 from torchweft.autograd.engine import ENGINE
+from torchweft.autograd.led_pass import LedPass
 from torchweft.errors import ProtocolError
 from torchweft.protocol.leaving import Stage
 from torchweft.protocol.registration import STRICT, Registration
@@ -128,8 +129,6 @@ class Member:
         agent.connect_all = lambda *args, **kwargs: None  # type: ignore[method-assign]
         calls: Any = agent.calls
         calls._wait_for_others = lambda call: pump(lambda: call.is_done)
-        engine: Any = self.worker.engine
-        engine._wait_for_others = lambda led: pump(lambda: bool(led.inbox or led.outcome))
 
     def work(self) -> bool:
         """Does the work that waits; returns whether there was any."""
@@ -191,6 +190,8 @@ class Trio:
         ]
         self._attack = attack
         self._queue: deque[tuple[Way, bytes]] = deque()
+        self._waiting = mock.patch.object(LedPass, "_wait_for_others", self._wait_in)
+        self._waiting.start()
         self.honest = Member(HONEST, registrations, self._pump)
         self.victim = Member(VICTIM, registrations, self._pump)
         self._at = self.honest
@@ -222,6 +223,10 @@ class Trio:
             yield
         finally:
             self._enter(before)
+
+    @property
+    def _wait_in(self) -> Callable[[LedPass], None]:
+        return lambda led: self._pump(lambda: bool(led.inbox or led.outcome))
 
     def _pump(self, is_done: Callable[[], bool]) -> None:
         for _ in range(_STEPS):
@@ -374,8 +379,8 @@ class Trio:
                 honest.engine.count_passes(),
                 # A hostile member may make up parts in contexts of its own, whoever these name: a
                 # worker that it alone leads to a pass of another looks the same.
-                *(key for key in victim.engine._states if key[1] in honest.contexts._released),
-                *(key for key in victim.engine._states if key[0] >> 48 == VICTIM),
+                *(key for key in victim.engine.passes.parts if key[1] in honest.contexts._released),
+                *(key for key in victim.engine.passes.parts if key[0] >> 48 == VICTIM),
             ],
             "graphs": [
                 *honest.engine.outside.count(),
@@ -388,6 +393,7 @@ class Trio:
         """Ends the workers."""
         self._attack = tuple
         self._queue.clear()
+        self._waiting.stop()
         self.honest.close()
         self.victim.close()
 

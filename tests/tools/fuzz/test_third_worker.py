@@ -58,7 +58,7 @@ def test_a_made_up_pass_of_an_honest_worker_keeps_no_graph_of_it() -> None:
     try:
         trio.round(0)
         assert not to_send
-        assert (pass_id, context_id) in victim.engine._states
+        assert (pass_id, context_id) in victim.engine.passes.parts
     finally:
         trio.close()
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.gradients import Gradient
-from torchweft.autograd.graph import LocalPass, Outgoing
 from torchweft.autograd.local_engine import operation_of
+from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.errors import AutogradError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.autograd.cluster import flags_of
-from torchweft.autograd import contexts
+from torchweft.autograd import contexts, records
 from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context, Contexts
 from torchweft.errors import AutogradError
 from torchweft.ids import worker_of
@@ -24,8 +24,8 @@ def receive(context: Context, *tensors: Tensor, message_id: int = 5) -> list[Ten
 @pytest.fixture(params=["torch", "function"])
 def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has placeholders made with torch's node, and with the fallback."""
-    make = {"torch": contexts._by_torch, "function": contexts._by_function}
-    monkeypatch.setattr(contexts, "_output", make[request.param])
+    make = {"torch": records._by_torch, "function": records._by_function}
+    monkeypatch.setattr(records, "_output", make[request.param])
 
 
 def test_message_without_gradients_is_not_recorded() -> None:

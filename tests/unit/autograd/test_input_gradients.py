@@ -11,7 +11,7 @@ from torch import Tensor
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
 from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.pass_arguments import (
     InputGradients,
     checked_inputs,

@@ -10,7 +10,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
 
 
 def gradient_bits(found: Any) -> list[bool]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd import node_hooks
+from torchweft.autograd import hooks
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
 
 Seen = list[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]
 
@@ -85,9 +85,9 @@ def test_prehooks_may_replace_the_gradient_that_the_context_gets() -> None:
 def test_nodes_without_hooks_are_not_looked_at_before_the_program_has_registered_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(node_hooks, "_has_any", False)
+    monkeypatch.setattr(hooks, "_has_any", False)
     looked: list[object] = []
-    monkeypatch.setattr(node_hooks, "_hooks_of", lambda register: looked.append(register) or [])
+    monkeypatch.setattr(hooks, "_hooks_of", lambda register: looked.append(register) or [])
     leaf = torch.nn.Parameter(torch.ones(2))
     doubled = leaf * 2
     backward(Context(1, 0), doubled.sum())

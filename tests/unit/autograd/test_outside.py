@@ -17,9 +17,10 @@ from tests.unit.autograd.cluster import (
     assert_equal_gradients,
     expected_gradients,
 )
-from torchweft.autograd.contexts import Context, make_placeholders
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import OutsideRecords
+from torchweft.autograd.records import make_placeholders
 
 
 def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list[Tensor]:

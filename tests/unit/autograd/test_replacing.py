@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from torchweft.autograd.replacing import replace
+from torchweft.autograd.hooks import replace
 
 
 def test_all_modules_that_know_a_function_by_its_name_get_the_other_one(

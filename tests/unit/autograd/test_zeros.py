@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.autograd import awkward_programs, programs
 from tests.unit.autograd.cluster import Cluster
-from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_pass import enable_zeros
 
 
 @pytest.fixture(autouse=True)

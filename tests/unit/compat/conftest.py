@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from torchweft.autograd.graph import enable_zeros
+from torchweft.autograd.local_pass import enable_zeros
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.autograd import graph
+from torchweft.autograd import local_pass
 from torchweft.compat import autograd
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitialized
 
@@ -12,7 +12,7 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError, NotInitializ
 def test_preparing_a_worker() -> None:
     autograd._init(0)
     autograd._init((1 << 16) - 1)
-    assert graph._sends_zeros
+    assert local_pass._sends_zeros
 
 
 def test_numbers_that_no_worker_has() -> None:
@@ -21,7 +21,7 @@ def test_numbers_that_no_worker_has() -> None:
             autograd._init(number)
     with pytest.raises(ArgumentTypeError):
         autograd._init("worker0")  # type: ignore[arg-type]
-    assert not graph._sends_zeros
+    assert not local_pass._sends_zeros
 
 
 def test_without_a_group() -> None:

@@ -301,7 +301,7 @@ class Graphs:
 
 
 class Model:
-    """Models ``torchweft.autograd.graph.LocalPass`` on graphs without tensors."""
+    """Models ``torchweft.autograd.local_pass.LocalPass`` on graphs without tensors."""
 
     def __init__(self, graphs: Graphs, worker: int) -> None:
         self.graphs = graphs

@@ -180,7 +180,7 @@ def test_nothing_of_an_interrupted_context_stays(pair: Pair) -> None:
 
     def left() -> list[object]:
         gc.collect()
-        return [[each.contexts.ids(), each._led, each._states] for each in engines]
+        return [[each.contexts.ids(), each.passes.led, each.passes.parts] for each in engines]
 
     current_agent.install(None)
     current_agent.install(pair.caller.agent)
@@ -205,7 +205,7 @@ def await_no_records(pair: Pair, step: int) -> None:
 
     def left() -> list[object]:
         gc.collect()
-        return [[each.outside.count(), each._led, each._states] for each in engines]
+        return [[each.outside.count(), each.passes.led, each.passes.parts] for each in engines]
 
     wait_until(lambda: left() == [[(0, 0), {}, {}]] * 2, f"the records of step {step} to go")
 

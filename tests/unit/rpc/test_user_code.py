@@ -14,7 +14,10 @@ import torch
 from tests.thorough import CHECKED, spread
 from tests.thread_limits import no_new_threads
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
+from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
+from torchweft.autograd.led_pass import LedPass
+from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import AutogradError, RemoteError
 from torchweft.rpc.functions import async_execution
 from torchweft.worker.calls import current_call
@@ -556,3 +559,23 @@ def test_the_modes_of_a_waiting_thread_do_not_change_what_arrives(
             arrived.append(pair.sync(tensors_of_many_kinds))
     assert [seen_in(each) for each in arrived] == [expected] * len(arrived)
     (torch.ones(2, requires_grad=True) * arrived[-1][0]).sum().backward()
+
+
+def test_a_pass_outside_of_contexts_knows_whose_answers_it_awaits(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread reads their connections itself."""
+    read: list[list[object]] = []
+    run = LedPass._run
+
+    def noting(led: LedPass) -> None:
+        read.append([*led._others])
+        run(led)
+
+    monkeypatch.setattr(LedPass, "_run", noting)
+    start = torch.ones(2, requires_grad=True)
+    loss = pair.sync(doubled, start * 3).sum()
+    pair.caller.engine.run_into_grad(roots_of([loss]), PassMode())
+    assert start.grad is not None
+    assert start.grad.tolist() == [6.0, 6.0]
+    assert read == [[pair.peer]]

@@ -31,7 +31,7 @@ from opentelemetry.trace import (
 
 from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import current_id
-from torchweft.autograd.graph import LocalPass, Outgoing
+from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.ids import ReferenceId, worker_of
 from torchweft.observe.counting import name_of
 from torchweft.observe.tracing.notes import operations_due

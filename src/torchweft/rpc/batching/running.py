@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchweft.autograd.contexts import PLACEHOLDER, current_id, set_current_id
+from torchweft.autograd.contexts import current_id, set_current_id
+from torchweft.autograd.records import PLACEHOLDER
 from torchweft.errors import AutogradError
 from torchweft.rpc.batching import stacking
 from torchweft.rpc.batching.stacking import Parts, named, put_together, region

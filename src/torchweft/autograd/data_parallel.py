@@ -1,4 +1,4 @@
-"""Averages gradients of modules under ``DistributedDataParallel`` in backward passes of contexts.
+"""Averages gradients of modules under ``DistributedDataParallel``, and refuses those under FSDP.
 
 DDP's problem with contexts: its reducer averages what is accumulated into ``.grad``, by a hook on
 the node that accumulates. A pass in a context asks for gradients instead of accumulating them, to
@@ -26,13 +26,14 @@ import atexit
 import contextlib
 import functools
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -468,3 +469,51 @@ def _all_parameters(replicas: Sequence[Replica]) -> frozenset[Tensor]:
             "two DistributedDataParallel modules have a parameter in common; wrap it once"
         )
     return parameters
+
+
+# Fully sharded data parallelism (FSDP) gathers a parameter for the forward pass. Its hooks reduce
+# what a backward pass has accumulated into ``.grad`` of the gathered parameter, and free it. A pass
+# of Weft accumulates nothing, so FSDP would find nothing to reduce, and the gradients would be lost
+# silently. PyTorch tells nobody which parameters are gathered ones, so the check reads FSDP's own
+# records. Where another version of PyTorch has other records, nothing is found.
+
+
+def check_unsharded(reached_of: Mapping[int, Reached]) -> None:
+    """Raises AutogradError if a send leads to a parameter under FSDP.
+
+    Args:
+        reached_of: The component of each send of this worker, by the number of the send.
+
+    Raises:
+        AutogradError: Names the module, and the way to train it beside Weft.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    gathered = {id(parameter): module for module, parameter in _gathered()}
+    for reached in reached_of.values():
+        for leaf in reached.leaves.values():
+            if not isinstance(leaf, Tensor):
+                continue
+            module = gathered.get(id(leaf))
+            if module is not None or getattr(leaf, "_is_flat_param", False):
+                name = "a module" if module is None else f"the {type(module).__name__}"
+                raise AutogradError(
+                    f"this pass leads to {name} under FullyShardedDataParallel, whose gradients "
+                    "only loss.backward() reduces. Let it begin at a leaf: "
+                    "h = inputs.detach().requires_grad_(), call the module with h, run "
+                    "loss.backward(), and go on with torchweft.autograd.backward(context_id, "
+                    "[inputs], grad_tensors=[h.grad])"
+                )
+
+
+def _gathered() -> Iterator[tuple[nn.Module, Any]]:
+    """Yields the gathered parameters of ``fully_shard``, with the modules that hold them."""
+    states: Any = sys.modules.get("torch.distributed._composable_state")
+    for module in list(getattr(states, "_module_state_mapping", ())):
+        state = states._get_module_state(module)
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # Earlier versions have one at most.
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for parameter in getattr(group, "fsdp_params", ()):
+                yield module, getattr(parameter, "_unsharded_param", None)

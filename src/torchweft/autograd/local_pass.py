@@ -9,34 +9,42 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchweft.autograd import multi_grad_hooks
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import Answer, Component, not_due, note_reached, run_alone
-from torchweft.autograd.contexts import Context, TensorMeta, enter, is_without_memory
-from torchweft.autograd.ddp import Averaging, find_averaging, is_any_known
-from torchweft.autograd.gated_run import GatedRun, PassEnded
+from torchweft.autograd.component import Component, GatedRun, PassEnded, not_due, run_alone
+from torchweft.autograd.contexts import Context, enter
+from torchweft.autograd.data_parallel import (
+    Averaging,
+    check_unsharded,
+    find_averaging,
+    is_any_known,
+)
 from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.multi_grad_hooks import Gathering
-from torchweft.autograd.node_hooks import with_leaf_hooks
+from torchweft.autograd.hooks import Gathering, are_registered, gathered_by, with_leaf_hooks
+from torchweft.autograd.local_engine import probed_by, probing
 from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
-from torchweft.autograd.sharded import check_unsharded
+from torchweft.autograd.records import TensorMeta, is_without_memory
 from torchweft.autograd.walk import (
+    Answer,
     End,
     Live,
     Place,
     Reached,
     Sent,
     SentGraph,
+    note_reached,
     writes_to_views,
 )
 from torchweft.errors import AutogradError, ProtocolError
 from torchweft.protocol.backward import NO_PARTS, ROOTS, Parts, Progress
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 Outgoing = tuple[int, int, Sequence[Gradient]]
 """Gradients to be sent: the worker that gets them, the number of its message, and the gradients."""
@@ -129,11 +137,10 @@ class LocalPass:
             with _recorded_in(self._context.id):
                 self._arrived(ROOTS, reached, roots.gradients)
         else:
-            self._arrived(
-                ROOTS,
-                reached,
-                [each.detach() if each.requires_grad else each for each in roots.gradients],
-            )
+            gradients: Sequence[Tensor] = roots.gradients
+            if any(map(_REQUIRES_GRAD, gradients)):
+                gradients = [each.detach() for each in gradients]
+            self._arrived(ROOTS, reached, gradients)
 
     def announce(self, message_ids: Iterable[int], parts: Parts = NO_PARTS) -> None:
         """Notes that messages sent by this worker are live.
@@ -238,23 +245,24 @@ class LocalPass:
             messages since the last call.
         """
         self._progress, self._outgoing = Progress(), []
-        if multi_grad_hooks.are_registered():
-            self._gathering = self._gathering or Gathering()
-            with multi_grad_hooks.gathered_by(self._gathering):
-                self._run_in_mode()
-            self._finish_hooks(self._may_run)
+        if are_registered() or self._mode.create_graph or probing.run is not None:
+            self._run_with_hooks()
         else:
-            self._run_in_mode()
+            self._run()
         if self._averaging is not None:
             self._hold_back(self._averaging)
         return self._outgoing, self._progress
 
-    def _run_in_mode(self) -> None:
-        if self._mode.create_graph:
-            with _recorded_in(self._context.id):
-                self._run()
-        else:
+    def _run_with_hooks(self) -> None:
+        """Runs the ready nodes; gathers for hooks of several tensors, and records the pass."""
+        with probed_by(None), contextlib.ExitStack() as around:
+            if are_registered():
+                self._gathering = self._gathering or Gathering()
+                around.enter_context(gathered_by(self._gathering))
+            if self._mode.create_graph:
+                around.enter_context(_recorded_in(self._context.id))
             self._run()
+        self.finish_hooks(self._may_run)
 
     def _hold_back(self, averaging: Averaging) -> None:
         live = self._alone.keys() | self._component_of.keys()
@@ -272,7 +280,8 @@ class LocalPass:
             mode = self._mode_for(reached) if self._is_of_higher_order else self._mode
             answers = run_alone(reached, gradients, self._ends, self._sink, mode)
             progress.executed.append(message_id)
-            self._answer(answers)
+            if answers:
+                self._answer(answers)
         if self._touched:
             self._advance()
         if self._is_settled and self._unfinished and self._gated is None:
@@ -365,11 +374,12 @@ class LocalPass:
             return not component.is_finished
         return not (self._is_settled or all(map(self._alone.get, numbers)))
 
-    def finish_hooks(self) -> None:
-        """Calls the hooks of several tensors that still wait: nothing more will run."""
-        self._finish_hooks(lambda _: False)
+    def finish_hooks(self, may_run: Callable[[Node], bool] = lambda _: False) -> None:
+        """Calls the hooks of several tensors that wait only for nodes that do not run any more.
 
-    def _finish_hooks(self, may_run: Callable[[Node], bool]) -> None:
+        Args:
+            may_run: Whether a node may still run; by default nothing more will.
+        """
         if self._gathering is not None and self._gathering.is_waiting:
             with torch.set_grad_enabled(self._mode.create_graph):
                 self._gathering.finish(may_run)

@@ -25,7 +25,7 @@ from tests.unit.autograd.cluster import (
 from torchweft.autograd import local_engine
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.errors import ArgumentTypeError, AutogradError, ProtocolError
 from torchweft.protocol import backward as protocol
 from torchweft.protocol.backward import Progress

@@ -11,8 +11,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from torchweft.autograd.gates import Opening, Probe, edges_behind, gates_of, put_last
-from torchweft.autograd.local_engine import gradients_at, run_from
+from torchweft.autograd.local_engine import (
+    Opening,
+    Probe,
+    gradients_at,
+    probed_by,
+    put_last,
+    run_from,
+)
+from torchweft.autograd.records import edges_behind, gates_of, make_placeholders
 
 
 def leaf() -> Tensor:
@@ -109,17 +116,47 @@ def test_gates_wait_last_whatever_threads_made_the_nodes() -> None:
     ]  # fmt: skip
 
 
+def received() -> Tensor:
+    _, (placeholder,) = make_placeholders([torch.ones(3)])
+    return placeholder
+
+
+def run_to(tensor: Tensor) -> None:
+    root = (get_gradient_edge(tensor * 3),)
+    gradients_at([get_gradient_edge(tensor)], root, (torch.ones(3),), retain_graph=True)
+
+
 def test_a_probe_sees_what_hooks_of_the_tensor_return() -> None:
-    start = leaf()
-    made = start * 2
-    made.register_hook(lambda gradient: gradient * 5)
+    made = received()
     seen: list[Tensor | None] = []
-    probe = Probe(made.grad_fn, seen.append)
-    root = (get_gradient_edge(made * 3),)
-    gradients_at([get_gradient_edge(made)], root, (torch.ones(3),), retain_graph=True)
+    assert made.grad_fn is not None
+    Probe(made.grad_fn, seen.append, None).close()
+    made.register_hook(lambda gradient: gradient * 5)
+    probe = Probe(made.grad_fn, seen.append, None)
+    run_to(made)
+    with probed_by("another run"):
+        run_to(made)
     probe.close()
-    gradients_at([get_gradient_edge(made)], root, (torch.ones(3),), retain_graph=True)
+    run_to(made)
     assert [each.tolist() for each in seen if each is not None] == [[15.0] * 3]
+
+
+def test_probes_come_and_go_while_a_run_is_at_the_node() -> None:
+    """As those of other threads do: torch crashes if the tables of a node's hooks change then."""
+    made = received()
+    node = made.grad_fn
+    assert node is not None
+    seen: list[str] = []
+
+    def pass_others(_: Tensor) -> None:
+        for probe in [Probe(node, lambda _: seen.append("other"), None) for _ in range(1000)]:
+            probe.close()
+
+    made.register_hook(pass_others)
+    probe = Probe(node, lambda _: seen.append("own"), None)
+    run_to(made)
+    probe.close()
+    assert seen == ["own"]
 
 
 def test_another_run_passes_a_gate_by() -> None:

@@ -12,11 +12,11 @@ from torch import Tensor, distributed, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
-from torchweft.autograd import ddp
+from torchweft.autograd import data_parallel
 from torchweft.autograd.contexts import Context
-from torchweft.autograd.ddp import Averaging, find_averaging
+from torchweft.autograd.data_parallel import Averaging, find_averaging
 from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.graph import LocalPass
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.walk import Live, Reached
 from torchweft.errors import AutogradError
 from torchweft.protocol.backward import ROOTS, Progress
@@ -35,19 +35,19 @@ def _group() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Starts each test as if no engine had been made in this process."""
-    was_watching = ddp._watching is not None
+    was_watching = data_parallel._watching is not None
     forget()
-    monkeypatch.setattr(ddp, "_guard_of", weakref.WeakKeyDictionary())
+    monkeypatch.setattr(data_parallel, "_guard_of", weakref.WeakKeyDictionary())
     yield
     forget()
     if was_watching:
-        ddp.watch()
+        data_parallel.watch()
 
 
 def forget() -> None:
-    if ddp._watching is not None:
-        ddp._watching.remove()
-        ddp._watching = None
+    if data_parallel._watching is not None:
+        data_parallel._watching.remove()
+        data_parallel._watching = None
 
 
 def make_module(**options: Any) -> Any:
@@ -55,17 +55,17 @@ def make_module(**options: Any) -> Any:
 
 
 def known() -> list[Any]:
-    return [module for module, _ in ddp.known_modules()]
+    return [module for module, _ in data_parallel.known_modules()]
 
 
 def test_modules_are_known_if_they_are_made_before_or_after() -> None:
     before = make_module()
     assert known() == []
-    ddp.watch()
+    data_parallel.watch()
     assert known() == [before]
     after = make_module()
     assert known() == [before, after]
-    ddp.watch()
+    data_parallel.watch()
     del before
     assert known() == [after]
 
@@ -77,7 +77,7 @@ def reached(message_id: int, *modules: Any) -> Reached:
 
 
 def test_a_pass_that_reaches_no_such_module_is_left_alone() -> None:
-    ddp.watch()
+    data_parallel.watch()
     components = [reached(1)]
     assert find_averaging(components, Gradients()) is None
     module = make_module()
@@ -99,7 +99,7 @@ def held_back(averaging: Averaging, *executed: int, live: tuple[int, ...] = ()) 
 
 
 def test_the_module_made_last_has_the_first_turn() -> None:
-    ddp.watch()
+    data_parallel.watch()
     first, second = make_module(), make_module()
     averaging, context = averaging_of(reached(1, first), reached(2, second))
     for module in (first, second):
@@ -118,7 +118,7 @@ def test_the_module_made_last_has_the_first_turn() -> None:
 
 
 def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
-    ddp.watch()
+    data_parallel.watch()
     module = make_module()
     averaging, _ = averaging_of(*[reached(number, module) for number in (1, 2, 3)])
     assert held_back(averaging, 1) == []
@@ -129,7 +129,7 @@ def test_a_module_waits_for_all_live_messages_that_lead_to_it() -> None:
 
 
 def test_a_pass_ends_with_the_average() -> None:
-    ddp.watch()
+    data_parallel.watch()
     module, context = make_module(), Context(1, 0)
     local = LocalPass(context)
     local.start([module(torch.ones(1, 2)).sum()])
@@ -142,7 +142,7 @@ def test_a_pass_ends_with_the_average() -> None:
 
 
 def test_a_pass_that_failed_leaves_a_static_graph_as_it_was() -> None:
-    ddp.watch()
+    data_parallel.watch()
     module = make_module(static_graph=True)
     for is_first in (True, False):
         context = Context(1, 0)
@@ -171,7 +171,7 @@ def _in_backward(parameter: Any) -> Any:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_not_supported_is_refused(attribute: str, value: object, match: str) -> None:
-    ddp.watch()
+    data_parallel.watch()
     module = make_module()
     setattr(module, attribute, value or [_in_backward(module.module.weight)])
     with pytest.raises(AutogradError, match=match):
@@ -179,12 +179,12 @@ def test_what_is_not_supported_is_refused(attribute: str, value: object, match: 
 
 
 def test_a_hook_for_gradients_is_called_with_those_of_other_passes() -> None:
-    ddp.watch()
+    data_parallel.watch()
     module = make_module()
     weight: Tensor = module.module.weight
     handle = weight.register_hook(lambda gradient: 2 * gradient)
     total = torch.ones(1, 2)
-    with ddp._hooks_passed_by({weight: total}):
+    with data_parallel._hooks_passed_by({weight: total}):
         torch.autograd.backward([weight], [total])
         assert weight.grad is not None
         assert weight.grad.tolist() == [[1, 1]]

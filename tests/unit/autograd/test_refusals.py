@@ -9,7 +9,7 @@ import torch
 from torch.nn import Parameter, utils
 from torch.optim import LBFGS, SGD
 
-from torchweft.autograd import absent_gradients
+from torchweft.autograd import refusals
 from torchweft.autograd.contexts import Contexts
 from torchweft.errors import ConfigurationError
 
@@ -23,7 +23,7 @@ class Holder:
 def parameter() -> Iterator[Parameter]:
     """Yields a parameter whose gradient is in a context."""
     holder, parameter = Holder(), Parameter(torch.zeros(2))
-    absent_gradients.watch(holder)
+    refusals.watch(holder)
     context = holder.contexts.get_or_create(7)
     context.gradients.add(parameter, torch.ones(2))
     yield parameter
@@ -34,7 +34,7 @@ def test_a_step_says_where_the_gradients_are(parameter: Parameter) -> None:
     optimizer = SGD([parameter], lr=0.1)
     with pytest.raises(ConfigurationError, match=r"SGD finds no gradient.*context 7.*Distributed"):
         optimizer.step()
-    absent_gradients.leave_out(optimizer)
+    refusals.leave_out(optimizer)
     optimizer.step()
     SGD([Parameter(torch.zeros(2))], lr=0.1).step()
 
