@@ -17,13 +17,19 @@ from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 from torchweft.optim.owners import Failure
 from torchweft.worker import current
+from torchweft.threads.served_streams import ServedStreams
 from torchweft.worker.agent import Slots
 
 
 @pytest.fixture(autouse=True)
 def group(monkeypatch: pytest.MonkeyPatch) -> None:
     peers = {rank: SimpleNamespace(name=name) for rank, name in enumerate(("a", "b"))}
-    agent = SimpleNamespace(info=SimpleNamespace(name="ps"), peers=peers, slots=Slots())
+    agent = SimpleNamespace(
+        info=SimpleNamespace(name="ps"),
+        peers=peers,
+        slots=Slots(),
+        served_streams=ServedStreams(),
+    )
     monkeypatch.setattr(current, "_current", agent)
 
 
