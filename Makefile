@@ -114,7 +114,7 @@ sanitize: $(VENV)/.installed-fuzz
 	    tests/unit/serialize/test_values.py tests/unit/serialize/test_inline.py \
 	    tests/unit/transport/test_lease.py tests/unit/transport/test_link.py \
 	    tests/unit/transport/test_resumable.py
-	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline --engine mutational \
+	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end

@@ -1,11 +1,14 @@
-"""The frame parser: a stream is parsed or refused within the limits, however it is cut."""
+"""The frame parser, and its twin in C: they cut or refuse a stream alike, however it comes."""
 
 from __future__ import annotations
 
+import socket
 import struct
+from collections import deque
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError
+from torchweft.native import native
 from torchweft.wire.frames import HEADER, HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 
 CONTROL_LIMIT_BYTES = 120
@@ -54,6 +57,30 @@ def _feed(data: bytes, capacity: int, piece_bytes: int) -> tuple[list[Frame], Pr
     return frames, None
 
 
+def _feed_native(
+    data: bytes, capacity: int, piece_bytes: int
+) -> tuple[list[Frame], ProtocolError | None]:
+    """Has the native twin cut ``data``; a frame that it leaves to the parser, and the rest, too."""
+    assert native is not None
+    ours, theirs = socket.socketpair()
+    frames: deque[Frame] = deque()
+    limits = min(CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES - HEADER_BYTES), FRAME_LIMIT_BYTES
+    link = native.Link(ours.fileno(), None, frames, False, capacity, *limits, 0.0, 0.0)
+    with ours, theirs:
+        for at in range(0, len(data), piece_bytes):
+            theirs.sendall(data[at : at + piece_bytes])
+            while link.bytes_received < min(at + piece_bytes, len(data)):
+                try:
+                    link.read(False)
+                except ProtocolError as error:
+                    return list(frames), error
+                if link.is_large:
+                    cut_bytes = link.bytes_received - len(link.take_data())
+                    rest, refusal = _feed(data[cut_bytes:], capacity, 1 << 20)
+                    return [*frames, *rest], refusal
+    return list(frames), None
+
+
 def plain(frame: Frame) -> Frame:
     return frame._replace(
         control=bytes(frame.control), buffers=[bytes(buffer) for buffer in frame.buffers]
@@ -80,6 +107,11 @@ def run(data: bytes) -> Exception | None:
     assert (refusal is None) == (cut_refusal is None), (
         f"whole: {refusal}; in pieces of {piece_bytes}: {cut_refusal}"
     )
+    if native is not None:
+        by_twin, twin_refusal = _feed_native(stream, capacity, max(piece_bytes, len(stream) // 8))
+        assert (refusal is None) == (twin_refusal is None), f"plain: {refusal}; C: {twin_refusal}"
+        if refusal is None:  # The parser drops the frames that it has cut before.
+            assert list(map(plain, by_twin)) == list(map(plain, whole))
     for frame in whole:
         assert len(frame.control) <= CONTROL_LIMIT_BYTES
         assert len(encoded(frame)) <= FRAME_LIMIT_BYTES
