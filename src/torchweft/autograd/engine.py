@@ -298,7 +298,7 @@ class OpenContext:
     """A context that this worker opens, and that is released with this object at the latest.
 
     The main thread may be interrupted at any step, also between the end of a block and the release
-    of its context; see ``runtime.interrupts``.
+    of its context; see ``threads.interrupts``.
     """
 
     id = 0

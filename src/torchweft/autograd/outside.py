@@ -106,7 +106,7 @@ class OutsideRecords:
         Args:
             tensors: The tensors of the message that require grad.
             to_worker: The receiver.
-            is_back: Whether they are placed as those of an answer; see ``agent.device_maps``.
+            is_back: Whether they are placed as those of an answer; see ``worker.peers``.
         """
         # Before the lock: no two threads get the same number.
         message_id = scoped_id(self._worker, next(self._counter))

@@ -203,7 +203,7 @@ class SendRecord:
         metas: Shape, type and device of each gradient.
         gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
             alive, which an edge to a Python node does not.
-        is_back: Whether its tensors were placed as those of an answer; see ``agent.device_maps``.
+        is_back: Whether its tensors were placed as those of an answer; see ``worker.peers``.
         edges: Where in the graph the gradients go; made by the first pass that looks at it.
     """
 

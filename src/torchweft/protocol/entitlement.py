@@ -3,7 +3,7 @@
 Members share a secret, not their aims. A worker keeps most of its state by peer, and then a message
 can concern nothing but what it keeps for the sender. The rules below check messages that concern
 others: there, the sender must be the leader of the pass, the owner of the value, or whoever else
-``docs/security/members.md`` names, which has a row for each kind. ``agent.receiving`` checks this
+``docs/security/members.md`` names, which has a row for each kind. ``worker.receiving`` checks this
 before the handler runs. A sender that is not entitled to its message is turned away by name, and no
 other member notices.
 
