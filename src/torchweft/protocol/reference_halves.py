@@ -7,6 +7,7 @@ are answered, by a network that loses and repeats messages.
 from __future__ import annotations
 
 import enum
+from collections import defaultdict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -220,8 +221,10 @@ class OwnedValues:
 
     def make(self) -> ReferenceId:
         """Registers a value made by this worker itself, with one handle."""
-        reference = ReferenceId(self._worker, self._worker, self._next_number)
-        self._next_number += 1
+        # Without a call between the two: a signal handler that runs there would get the same number.
+        number = self._next_number
+        self._next_number = number + 1
+        reference = ReferenceId(self._worker, self._worker, number)
         self._entries[reference] = Owned(Stage.CREATED, handles=1)
         return reference
 
@@ -405,12 +408,12 @@ class HeldReferences:
         self._worker = worker
         self._outbox = outbox
         self._entries: dict[ReferenceId, Held] = {}
-        self._next_number: dict[int, int] = {}
+        self._next_number: defaultdict[int, int] = defaultdict(int)
         self._version = 0
 
     def create(self, owner: int) -> ReferenceId:
         """Names a value that a call will make on ``owner``, with one handle."""
-        number = self._next_number.get(owner, 0)
+        number = self._next_number[owner]  # As in `OwnedValues.make`.
         self._next_number[owner] = number + 1
         reference = ReferenceId(self._worker, owner, number)
         entry = self._entries[reference] = Held(State.CREATING, version=0, handles=1)

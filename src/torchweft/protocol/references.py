@@ -22,6 +22,7 @@ and the handovers; every request is repeated until answered; received numbers ta
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -75,7 +76,7 @@ class References:
         self._handovers: dict[tuple[int, int], ReferenceId] = {}
         """The references under way, by receiver and token. Tokens count from 1 for every pair of
         sender and receiver, without gaps, so that the receiver remembers them in little memory."""
-        self._last_token: dict[int, int] = {}
+        self._last_token: defaultdict[int, int] = defaultdict(int)
         self._seen: dict[int, SeenNumbers] = {}
         self._owned = OwnedValues(worker, self._outbox)
         self._held = HeldReferences(worker, self._outbox)
@@ -162,7 +163,8 @@ class References:
         if to in self._outbox.lost or self._is_closed:
             return NO_TOKEN
         self._half(reference).change(reference, handovers=1)
-        token = self._last_token[to] = self._last_token.get(to, 0) + 1
+        self._last_token[to] += 1  # Without a call before the next line, as in `OwnedValues.make`.
+        token = self._last_token[to]
         self._handovers[to, token] = reference
         return token
 

@@ -6,6 +6,7 @@ it stays until the worker leaves, which waits for it no longer than two interval
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -17,6 +18,7 @@ from tests.unit.rpc.test_interrupted import check_is_sound
 from tests.unit.worker.group import wait_until
 from torchweft.errors import ReferenceGone
 from torchweft.knobs import INTERNAL_VARIABLE
+from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import Worker
 from torchweft.worker import current as current_agent
@@ -40,6 +42,10 @@ def give() -> RRef[int]:
 
 def make_a_value(pair: Pair) -> object:
     return pair.create(list)
+
+
+def own_a_value(_: Pair) -> object:
+    return RRef(3)
 
 
 def hand_on(pair: Pair) -> object:
@@ -86,6 +92,34 @@ def test_an_interrupted_call_with_references_does_not_keep_a_worker_from_leaving
         for each in workers:
             each.references.begin_settling()
         wait_until(lambda: all(each.references.is_settled() for each in workers))
+
+
+@pytest.mark.parametrize("way", [make_a_value, own_a_value, hand_on])
+def test_a_signal_handler_may_use_references_at_any_step(way: Callable[[Pair], object]) -> None:
+    """No two values get the same number, and no two handovers the same token."""
+    with pair_of(2) as pair:
+        act_for_the_caller(pair)
+        held.extend(RRef(number) for number in range(2))
+        made: list[object] = []
+
+        def run() -> None:
+            made.append(way(pair))
+
+        def handle() -> None:
+            sys.setprofile(None)
+            run()
+
+        step = 1
+        while interrupt_at(step, run, handle):
+            assert len(made) == 2
+            first, second = made
+            if isinstance(first, Handle) and isinstance(second, Handle):
+                assert first.id != second.id
+            made.clear()
+            step += 1
+        held.clear()
+        workers = pair.caller, pair.callee
+        wait_until(lambda: sum(map(open_ends, workers)) == 0, "the end of all handovers")
 
 
 def test_a_refused_reference_leaves_others_of_the_call_as_they_are() -> None:
