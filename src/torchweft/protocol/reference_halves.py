@@ -221,7 +221,7 @@ class OwnedValues:
 
     def make(self) -> ReferenceId:
         """Registers a value made by this worker itself, with one handle."""
-        # Without a call between the two: a signal handler that runs there would get the same number.
+        # No call stands between the two: a signal handler in one would get the same number.
         number = self._next_number
         self._next_number = number + 1
         reference = ReferenceId(self._worker, self._worker, number)

@@ -16,8 +16,8 @@ from torchweft.checkpoint import owner
 from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 from torchweft.optim.owners import Failure
-from torchweft.worker import current
 from torchweft.threads.served_streams import ServedStreams
+from torchweft.worker import current
 from torchweft.worker.agent import Slots
 
 
