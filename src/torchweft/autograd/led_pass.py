@@ -29,6 +29,7 @@ from torchweft.protocol.backward import (
     Tell,
     failure_error,
 )
+from torchweft.protocol.observing.keys import Wait
 from torchweft.threads.interrupts import Flag, is_of_handler
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
@@ -109,6 +110,10 @@ class LedPass(PassPart):
     def awaited(self) -> set[int]:
         """Returns the other workers from which progress is still missing."""
         return self.driver.awaited_workers() - {self._agent.me.id}
+
+    def shown(self) -> list[Wait]:
+        """Returns the wait for ``Reactor.waiting``; nothing once the pass is over."""
+        return [] if self._has_ended or self.outcome is not None else super().shown()
 
     def _finish_hooks(self, local: LocalPass) -> None:
         """Does nothing: the leading thread does so, unless it is interrupted."""
