@@ -165,9 +165,12 @@ class OutsideRecords:
         ended: defaultdict[int, list[int]] = defaultdict(list)
         for _ in range(len(self._ended)):
             end = self._ended.popleft()
-            from_worker, message_id = end if isinstance(end, tuple) else end.place
+            place = end if isinstance(end, tuple) else end.place
+            from_worker, message_id = place
             ended[from_worker].append(message_id)
-            self._received.pop(message_id, None)
+            received = self._received.get(message_id)
+            if received is not None and received[0].place == place:
+                del self._received[message_id]
         return ended
 
     def drop_sends(self, message_ids: Iterable[int], to_worker: int) -> None:

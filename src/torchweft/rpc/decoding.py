@@ -251,8 +251,12 @@ class Decoder:
 
     def give_back(self, peer: Peer, context_id: int, message_id: int) -> None:
         """Makes the sender of a message that was not received release its graph."""
-        if message_id and not context_id:  # Records of a context end with it.
+        if not message_id or context_id:  # Records of a context end with it.
+            return
+        if message_id >> WORKER_SHIFT == peer.id:
             self._outside.give_back(peer.id, message_id)
+        else:
+            self._not_its_own(peer, message_id)
 
 
 def _reference_gone(reference: ReferenceId) -> ReferenceGone:

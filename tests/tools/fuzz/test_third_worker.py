@@ -37,6 +37,11 @@ def test_an_honest_worker_does_not_notice_hostile_members() -> None:
     assert sent > refused > 0
 
 
+def test_a_refused_call_ends_no_message_of_another() -> None:
+    """Not under its number either. With this seed, calls with such numbers are refused unread."""
+    third_worker.attack("50 0", 16_000)
+
+
 def test_a_made_up_pass_of_an_honest_worker_keeps_no_graph_of_it() -> None:
     context_id, pass_id = scoped_id(HONEST, 1234567), scoped_id(HONEST, 99)
     to_send = ["a call", "gradients"]

@@ -110,6 +110,17 @@ def test_a_receive_ends_with_the_last_graph_that_leads_to_it() -> None:
     assert records.count() == (0, 0)
 
 
+def test_a_message_that_another_worker_numbers_alike_does_not_end_a_receive() -> None:
+    records = OutsideRecords(0)
+    kept = received(records, 7, torch.ones(2))
+    records.give_back(2, 7)
+    assert records.take_ended() == {2: [7]}
+    assert records.count() == (0, 1)
+    del kept
+    assert records.take_ended() == {1: [7]}
+    assert records.count() == (0, 0)
+
+
 def test_a_send_ends_when_its_receiver_says_so_or_is_lost() -> None:
     records = OutsideRecords(0)
     tensor = torch.ones(2, requires_grad=True) * 2
