@@ -39,7 +39,7 @@ from torchweft.ids import WORKER_SHIFT
 
 # torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
 # and the check takes half the time of a small call. Here the shapes are known to be right.
-_engine: Any = getattr(torch.autograd.Variable, "_execution_engine", None)
+_engine: Any = torch.autograd.Variable._execution_engine
 
 
 _new_edge: Any = functools.partial(tuple.__new__, GradientEdge)
@@ -72,15 +72,6 @@ def gradients_at(
     Returns:
         A gradient for each of ``inputs``, or None if none arrives.
     """
-    if _engine is None:
-        return torch.autograd.grad(
-            edges,
-            tuple(inputs),
-            gradients,
-            retain_graph=retain_graph,
-            create_graph=create_graph,
-            allow_unused=True,
-        )
     captured: tuple[Tensor | None, ...] = _engine.run_backward(
         edges, gradients, retain_graph, create_graph, tuple(inputs), True, accumulate_grad=False
     )
@@ -99,9 +90,6 @@ def accumulate(
         gradients: The gradients there, of the right shapes.
         leaves: The leaves that get a gradient; all if empty.
     """
-    if _engine is None:
-        torch.autograd.backward(tensors, gradients, inputs=leaves or None)
-        return
     _engine.run_backward(tensors, gradients, False, False, leaves, True, accumulate_grad=True)
 
 

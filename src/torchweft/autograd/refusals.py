@@ -42,7 +42,7 @@ from torchweft.autograd.walk import walk
 from torchweft.errors import AutogradError, ConfigurationError
 
 _variable: Any = torch.autograd.Variable
-_engine: Any = getattr(_variable, "_execution_engine", None)
+_engine: Any = _variable._execution_engine
 
 
 class Recorder(Protocol):
@@ -62,7 +62,7 @@ _watched: weakref.WeakSet[Recorder] = weakref.WeakSet()
 def watch(recorder: Recorder) -> None:
     """Looks for gradients of a worker from now on, for as long as ``recorder`` lives."""
     _watched.add(recorder)
-    if _engine is not None and type(_variable._execution_engine) is type(_engine):
+    if type(_variable._execution_engine) is type(_engine):
         _variable._execution_engine = _Watching()
     _begin()
 
@@ -70,7 +70,7 @@ def watch(recorder: Recorder) -> None:
 # Passes of PyTorch alone
 
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_Engine: Any = object if _engine is None else type(_engine)
+_Engine: Any = type(_engine)
 
 
 class _Watching(_Engine):  # type: ignore[misc]

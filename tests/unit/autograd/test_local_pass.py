@@ -22,7 +22,6 @@ from tests.unit.autograd.cluster import (
     check,
     expected_gradients,
 )
-from torchweft.autograd import local_engine
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.local_pass import LocalPass
@@ -321,11 +320,6 @@ def test_a_closed_pass_runs_nothing() -> None:
     with pytest.raises(ProtocolError, match="not among those sent"):
         local.arrive(second, [torch.ones(2)])
     assert context.get_gradients() == {}
-
-
-def test_another_torch_without_the_inner_engine_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_engine, "_engine", None)
-    check(programs.hooked_decoder)
 
 
 def test_messages_of_a_straight_program() -> None:
