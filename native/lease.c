@@ -60,12 +60,14 @@ static int give_up(lease *self, bool leaves_unarmed)
     return status;
 }
 
-/* Takes the links, unless another thread reads one; returns whether it did. */
+/* Takes the links, unless another thread reads one, or no thread of the reactor can be reached yet;
+ * returns whether it did. */
 static bool take_all(lease *self)
 {
     for (Py_ssize_t place = 0; place < self->count; place++) {
         const connection *each = self->links[place];
-        if (each->is_claimed || each->is_closed || each->is_broken || each->is_large || each->lease)
+        if (each->is_claimed || each->is_closed || each->is_broken || each->is_large || each->lease
+            || each->add_task == NULL)
             return false;
     }
     for (Py_ssize_t place = 0; place < self->count; place++) {

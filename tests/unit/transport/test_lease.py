@@ -55,7 +55,10 @@ class End:
             0.0,
             0.0,
         )
+
+    def watch(self) -> End:
         self.link.watch(self.epoll.fileno(), self.wake_fd, self.tasks.append, "look at it")
+        return self
 
     def arrives(self, kind: Kind, number: int, control: bytes = b"") -> None:
         self.other.sendall(encode_frame(kind, 0, number, control)[0])
@@ -76,6 +79,13 @@ class End:
 
 @pytest.fixture
 def end() -> Iterator[End]:
+    made = End().watch()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def unwatched() -> Iterator[End]:
     made = End()
     yield made
     made.close()
@@ -127,8 +137,17 @@ def test_one_thread_at_a_time_reads(end: End) -> None:
     assert lease_of(end) is not None
 
 
+def test_a_link_is_not_leased_before_its_frames_can_be_handed_over(unwatched: End) -> None:
+    """A peer may be called as soon as it has its link, which is watched a moment later."""
+    unwatched.arrives(Kind.CALL, 7)
+    assert lease_of(unwatched) is None
+    unwatched.watch()
+    assert wait(lease_of(unwatched), []) == NOTHING
+    assert list(unwatched.tasks) == ["look at it"]
+
+
 def test_all_links_are_leased_or_none(end: End) -> None:
-    other = End()
+    other = End().watch()
     assert other.link.claim()
     assert lease_of(end, other) is None
     assert not end.link.is_read
