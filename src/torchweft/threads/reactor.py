@@ -412,8 +412,7 @@ class Reactor:
                 elif self._running < self._limit + self._extra:
                     self._running += 1
                 else:
-                    self._watch_queue()
-                    return True
+                    break
                 self._waiting -= 1
                 is_last_waiting = self._waiting == 0
             if is_last_waiting:
@@ -430,6 +429,12 @@ class Reactor:
                 if self._waiting > _SPARE_THREADS and not self.tasks.ready:
                     return False
                 self._waiting += 1
+        else:
+            return True
+        self._watch_queue()
+        # The others run tasks that may take long: this thread must hear all connections, not only
+        # look again and again at the one that it has left unarmed.
+        self.arm_all()
         return True
 
     def _run_tasks(self) -> None:

@@ -319,6 +319,37 @@ def test_a_descriptor_that_its_handler_leaves_unarmed_is_handled_again_after_the
     assert order == ["handler False", "task", "handler True"]
 
 
+def test_tasks_that_block_keep_no_descriptor_from_being_heard(make_reactor: Make) -> None:
+    """The thread that waits for events must not look again and again at one that it left unarmed.
+
+    Here it leaves one while a task waits that may not run yet.
+    """
+    reactor = make_reactor(1)
+    tasks = Tasks(reactor)
+    left, heard = threading.Event(), threading.Event()
+    reactor.submit_task(tasks.hold)
+    tasks.await_begun(1)
+    reactor.submit_task(tasks.hold)
+    first, other_first = socket.socketpair()
+    second, other_second = socket.socketpair()
+
+    def leave() -> None:
+        left.set()
+        reactor.leave_unarmed(first.fileno())
+
+    with first, other_first, second, other_second:
+        reactor.watch_reading(first.fileno(), leave)
+        reactor.watch_reading(second.fileno(), heard.set)
+        other_first.sendall(b"x")
+        assert left.wait(LIMIT_S)
+        other_second.sendall(b"x")
+        assert heard.wait(LIMIT_S)
+        reactor.forget(first.fileno())
+        reactor.forget(second.fileno())
+    tasks.may_end.set()
+    tasks.await_ended(2)
+
+
 def test_a_descriptor_that_is_forgotten_in_its_handler_holds_no_thread() -> None:
     """Its connection may end while a thread reads it, which then leaves it unarmed."""
     reactor, done = Reactor("test", 1, empty_queue()), threading.Event()
