@@ -120,7 +120,7 @@ class _Worker:
             if not self.connection.poll(LIMIT_S):
                 return TimeoutError("the worker takes too long")
             return self.connection.recv()
-        except EOFError as error:
+        except (EOFError, ConnectionError) as error:
             return ConnectionError(f"the worker died: {error}")
 
     def kill(self) -> None:
