@@ -274,8 +274,8 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     all_flags = bytearray()
     shared: dict[int, Tensor] = {}
     end = len(data)
-    if end - position > MESSAGE_LIMIT_BYTES:
-        raise ProtocolError(f"the tensors of a message have {end - position} bytes, too many")
+    if not 0 <= end - position <= MESSAGE_LIMIT_BYTES:
+        raise ProtocolError(f"the tensors of a message have {end - position} bytes")
     try:
         while position < end:
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
@@ -375,11 +375,11 @@ _DLPACK_KINDS = {
 
 
 def _dlpack_kind(dtype: torch.dtype) -> int | None:
-    """Returns the number by which DLPack knows a kind of numbers; None where it has none."""
+    """Returns DLPack's number of a kind of numbers; None for those left to the plain twin."""
     if str(dtype) in _DLPACK_KINDS:
         return _DLPACK_KINDS[str(dtype)]
     if dtype.is_complex:
-        return 5
+        return None  # Conjugates, which the native twin does not tell apart, are complex.
     if dtype.is_floating_point:
         return 2 if dtype.itemsize > 1 else None
     return 0 if dtype.is_signed else 1
@@ -389,7 +389,4 @@ if native is not None:
     for code, dtype in _TORCH.items():
         kind = _dlpack_kind(dtype)
         if kind is not None:
-            is_differentiable = code in _DIFFERENTIABLE
-            native.set_dtype(
-                dtype, code, kind, 8 * dtype.itemsize, is_differentiable, dtype.is_complex
-            )
+            native.set_dtype(dtype, code, kind, 8 * dtype.itemsize, code in _DIFFERENTIABLE)
