@@ -41,10 +41,8 @@ static inline unsigned char *buffer_extend(buffer *into, size_t more)
         bool fits = more <= (size_t)PY_SSIZE_T_MAX / 2 - into->size;
         size_t capacity = fits ? 2 * (into->size + more) : 0;
         unsigned char *grown = fits ? PyMem_Malloc(capacity) : NULL;
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return NULL;
-        }
+        if (grown == NULL)
+            return (unsigned char *)PyErr_NoMemory();
         memcpy(grown, into->data, into->size);
         buffer_free(into);
         into->data = grown;

@@ -23,8 +23,7 @@ enum {
     LIMIT_BYTES = 68 * 1024,
     FURTHER_BYTES = 8 * 1024,
     MESSAGE_LIMIT_BYTES = 2 << 20,
-    /* An extent up to this size travels whole, whatever part of it a tensor uses. The plain twin
-     * looks at the elements of a larger one. */
+    /* An extent up to this size travels whole, whatever part of it a tensor uses. */
     SMALL_EXTENT_BYTES = 4096,
     ALIGNMENT = 64,
     MOST_TENSORS = 256,
@@ -43,7 +42,8 @@ static dtype_entry dtypes[256];
 /* Numbers on the wire by dtype, as objects of Python. */
 static PyObject *numbers;
 
-static PyObject *name_dtype, *name_requires_grad, *name_is_leaf, *name_layout, *name_is_neg;
+static PyObject *name_dtype, *name_requires_grad, *name_is_leaf, *name_layout, *name_is_neg,
+    *name_is_conj;
 
 int tensors_init(void)
 {
@@ -53,6 +53,7 @@ int tensors_init(void)
     name_is_leaf = PyUnicode_InternFromString("is_leaf");
     name_layout = PyUnicode_InternFromString("layout");
     name_is_neg = PyUnicode_InternFromString("is_neg");
+    name_is_conj = PyUnicode_InternFromString("is_conj");
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -96,6 +97,16 @@ static bool is_contiguous(const int64_t *shape, const int64_t *strides, int ndim
     return true;
 }
 
+/* Elements that can lie at distinct addresses: expanded dimensions count once. */
+static int64_t distinct_count(const int64_t *shape, const int64_t *strides, int ndim)
+{
+    int64_t count = 1;
+    for (int index = 0; index < ndim; index++)
+        if (strides[index])
+            count *= shape[index];
+    return count;
+}
+
 /* Returns None, so that the plain twin goes on, whatever ordinary exception is set. */
 static PyObject *left_to_plain(void)
 {
@@ -123,10 +134,12 @@ static int is_true(PyObject *value)
     return found;
 }
 
-/* Sets the flags of a tensor that can require grad. */
-static int find_grad(PyObject *tensor, uint8_t *flags)
+/* Sets the flags of a tensor that can require grad. The plain twin takes negatives and conjugates. */
+static int find_grad(PyObject *tensor, const dlpack_dtype *dtype, uint8_t *flags)
 {
-    if (is_true(PyObject_CallMethodNoArgs(tensor, name_is_neg)))
+    if (is_true(PyObject_CallMethodNoArgs(tensor, name_is_neg)) ||
+        (dtype->code == DLPACK_COMPLEX &&
+         is_true(PyObject_CallMethodNoArgs(tensor, name_is_conj))))
         return -1;
     int requires_grad = is_true(PyObject_GetAttr(tensor, name_requires_grad));
     int is_leaf = requires_grad > 0 ? is_true(PyObject_GetAttr(tensor, name_is_leaf)) : 1;
@@ -154,7 +167,7 @@ static int describe(PyObject *tensor, described *into)
     const dlpack_tensor *view = &into->view;
     if (view->device.type != DLPACK_CPU || view->ndim > MOST_DIMENSIONS)
         return -1;
-    if (dtypes[into->number].is_differentiable && find_grad(tensor, &into->flags))
+    if (dtypes[into->number].is_differentiable && find_grad(tensor, &view->dtype, &into->flags))
         return -1;
     int64_t length = extent(view->shape, view->strides, view->ndim);
     if (length < 0 || length > MESSAGE_LIMIT_BYTES)
@@ -168,7 +181,8 @@ static int describe(PyObject *tensor, described *into)
     if (is_contiguous(view->shape, view->strides, view->ndim))
         return 0;
     into->flags |= STRIDED;
-    return into->size_bytes > SMALL_EXTENT_BYTES ? -1 : 0;
+    bool is_sparse = length > distinct_count(view->shape, view->strides, view->ndim);
+    return is_sparse && into->size_bytes > SMALL_EXTENT_BYTES ? -1 : 0;
 }
 
 static size_t described_bytes(const described *each)

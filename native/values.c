@@ -104,7 +104,7 @@ typedef struct {
 static int add(encoder *into, PyObject *value);
 
 /* Adds a tag, and some bytes behind it. */
-static int add_tagged(encoder *into, unsigned char tag, const void *bytes, size_t size)
+static inline int add_tagged(encoder *into, unsigned char tag, const void *bytes, size_t size)
 {
     unsigned char *at = buffer_extend(&into->out, 1 + size);
     if (at == NULL)
@@ -201,14 +201,12 @@ static int add_tensor(encoder *into, PyObject *tensor)
 /* Adds the items of a tuple, or of a list, which code of the program may change meanwhile. */
 static int add_items(encoder *into, unsigned char tag, PyObject *sequence)
 {
-    bool is_list = tag == LIST;
-    Py_ssize_t count = is_list ? PyList_GET_SIZE(sequence) : PyTuple_GET_SIZE(sequence);
+    Py_ssize_t count = PySequence_Fast_GET_SIZE(sequence);
     int status = add_number(into, tag, (size_t)count);
     for (Py_ssize_t index = 0; !status && index < count; index++) {
-        if (is_list && PyList_GET_SIZE(sequence) != count)
+        if (PySequence_Fast_GET_SIZE(sequence) != count)
             return -1;
-        PyObject *item = is_list ? PyList_GET_ITEM(sequence, index) : PyTuple_GET_ITEM(sequence, index);
-        Py_INCREF(item);
+        PyObject *item = Py_NewRef(PySequence_Fast_GET_ITEM(sequence, index));
         status = add(into, item);
         Py_DECREF(item);
     }
@@ -313,27 +311,6 @@ typedef struct {
 
 static PyObject *read_value(decoder *from);
 
-/* Returns as many bytes, which stay in the message, or NULL. */
-static const char *read_exactly(decoder *from, size_t size)
-{
-    if (size > reader_left(&from->in))
-        return NULL;
-    const char *begin = (const char *)from->in.at;
-    from->in.at += size;
-    return begin;
-}
-
-/* Reads a size, and as many bytes of a text or of bytes. */
-static PyObject *read_string(decoder *from, bool is_text)
-{
-    uint32_t size;
-    const char *bytes = reader_take(&from->in, &size, sizeof size) ? NULL : read_exactly(from, size);
-    if (bytes == NULL)
-        return NULL;
-    return is_text ? PyUnicode_DecodeUTF8(bytes, (Py_ssize_t)size, "surrogatepass")
-                   : PyBytes_FromStringAndSize(bytes, (Py_ssize_t)size);
-}
-
 /* Reads a count of values that take at least `least` bytes each. */
 static int read_count(decoder *from, size_t least, Py_ssize_t *count)
 {
@@ -342,6 +319,26 @@ static int read_count(decoder *from, size_t least, Py_ssize_t *count)
         return -1;
     *count = (Py_ssize_t)number;
     return 0;
+}
+
+static PyObject *read_bytes(decoder *from, size_t size)
+{
+    if (size > reader_left(&from->in))
+        return NULL;
+    from->in.at += size;
+    return PyBytes_FromStringAndSize((const char *)from->in.at - size, (Py_ssize_t)size);
+}
+
+/* Reads a size, and as many bytes of a text or of bytes. */
+static PyObject *read_string(decoder *from, bool is_text)
+{
+    Py_ssize_t size;
+    if (read_count(from, 1, &size))
+        return NULL;
+    if (!is_text)
+        return read_bytes(from, (size_t)size);
+    from->in.at += size;
+    return PyUnicode_DecodeUTF8((const char *)from->in.at - size, size, "surrogatepass");
 }
 
 static PyObject *read_tuple(decoder *from)
@@ -407,14 +404,6 @@ static PyObject *rebuilt(int tag, PyObject *first, PyObject *second)
     return made;
 }
 
-static PyObject *rebuilt_of_bytes(decoder *from, int tag, size_t size)
-{
-    const char *bytes = read_exactly(from, size);
-    if (bytes == NULL)
-        return NULL;
-    return rebuilt(tag, PyBytes_FromStringAndSize(bytes, (Py_ssize_t)size), Py_NewRef(from->come_home));
-}
-
 static PyObject *read_tagged(decoder *from, unsigned char tag)
 {
     long long integer;
@@ -451,9 +440,9 @@ static PyObject *read_tagged(decoder *from, unsigned char tag)
     case REFERENCE:
         return read_place(from, from->externals);
     case COMPLEX:
-        return rebuilt_of_bytes(from, tag, COMPLEX_BYTES);
+        return rebuilt(tag, read_bytes(from, COMPLEX_BYTES), Py_NewRef(Py_None));
     case HOME:
-        return rebuilt_of_bytes(from, tag, HOME_BYTES);
+        return rebuilt(tag, read_bytes(from, HOME_BYTES), Py_NewRef(from->come_home));
     case SIZE:
         return rebuilt(tag, read_value(from), Py_NewRef(Py_None));
     case BIG_INTEGER:

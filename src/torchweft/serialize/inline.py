@@ -375,11 +375,11 @@ _DLPACK_KINDS = {
 
 
 def _dlpack_kind(dtype: torch.dtype) -> int | None:
-    """Returns DLPack's number of a kind of numbers; None for those left to the plain twin."""
+    """Returns the number by which DLPack knows a kind of numbers; None where it has none."""
     if str(dtype) in _DLPACK_KINDS:
         return _DLPACK_KINDS[str(dtype)]
     if dtype.is_complex:
-        return None  # Conjugates, which the native twin does not tell apart, are complex.
+        return 5
     if dtype.is_floating_point:
         return 2 if dtype.itemsize > 1 else None
     return 0 if dtype.is_signed else 1

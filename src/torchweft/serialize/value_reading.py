@@ -285,7 +285,7 @@ class _Decoder:
         return float(struct.unpack("<d", self._take(8))[0])
 
     def _complex(self) -> complex:
-        return complex(*struct.unpack("<dd", self._take(16)))
+        return _complex_of(self._take(16), None)
 
     def _bytes(self) -> bytes:
         return self._take(self._number())
@@ -399,6 +399,10 @@ def _with_attributes(value: Any, attributes: object) -> Any:
     return value
 
 
+def _complex_of(parts: bytes, _: object) -> complex:
+    return complex(*struct.unpack("<dd", parts))
+
+
 def _torch_of(data: bytes, _: object) -> Any:
     name = data.decode("utf-8", "surrogatepass")
     found = _TORCH_NAMES.get(name)
@@ -426,7 +430,7 @@ _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
     TORCH: _torch_of,
     SIZE: _size_of,
     MADE: _made_of,
-    COMPLEX: lambda parts, _: complex(*struct.unpack("<dd", parts)),
+    COMPLEX: _complex_of,
     BIG_INTEGER: lambda data, _: int.from_bytes(data, "little", signed=True),
     NAME: lambda name, resolve: resolve(name),
     HOME: lambda numbers, come_home: come_home(ReferenceId(*_HOME_NUMBERS.unpack(numbers))),
