@@ -24,8 +24,9 @@ typedef struct {
     PyObject *add_task, *task; /* Hands the link over to a thread of the reactor. */
     PyObject *add_frame;       /* Gives a frame to those threads. */
 
-    Py_buffer *parts;  /* Pieces of messages from `begin` to `end`; a session keeps those before */
-    size_t begin, unsent, end, capacity; /* `unsent` until they are acknowledged. */
+    /* Pieces of messages, from `begin` to `end`. A session keeps those before `unsent`. */
+    Py_buffer *parts;
+    size_t begin, unsent, end, capacity;
     size_t unsent_offset;          /* Bytes of the first unsent part that are written. */
     unsigned long long front;      /* The position in the stream of the first part, */
     unsigned long long position;   /* and behind the last one. */
