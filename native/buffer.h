@@ -4,6 +4,7 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <stdbool.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -37,16 +38,11 @@ static inline void buffer_free(buffer *from)
 static inline unsigned char *buffer_extend(buffer *into, size_t more)
 {
     if (more > into->capacity - into->size) {
-        if (more > (size_t)PY_SSIZE_T_MAX / 2 - into->size) {
-            PyErr_NoMemory();
-            return NULL;
-        }
-        size_t capacity = 2 * (into->size + more);
-        unsigned char *grown = PyMem_Malloc(capacity);
-        if (grown == NULL) {
-            PyErr_NoMemory();
-            return NULL;
-        }
+        bool fits = more <= (size_t)PY_SSIZE_T_MAX / 2 - into->size;
+        size_t capacity = fits ? 2 * (into->size + more) : 0;
+        unsigned char *grown = fits ? PyMem_Malloc(capacity) : NULL;
+        if (grown == NULL)
+            return (unsigned char *)PyErr_NoMemory();
         memcpy(grown, into->data, into->size);
         buffer_free(into);
         into->data = grown;

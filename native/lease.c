@@ -1,7 +1,7 @@
 /* A lease: the right of one thread to read some links, while it waits for messages on them.
  *
  * A thread that waits reads its answer itself, so that no other thread has to be woken. What else
- * arrives goes to `incoming` of its link, and a thread of the reactor is told.
+ * arrives goes to `add_frame` of its link, and a thread of the reactor is told.
  *
  * A signal handler, or a finalizer, may itself wait in the same thread. The leases that the thread
  * had before then end, and what they held is read by the reactor. While a handler runs within a wait,
@@ -150,43 +150,8 @@ int lease_deliver(lease *self, const connection *from, PyObject *frame)
 static int take_frames(connection *from)
 {
     Py_ssize_t left = link_take_frames(from);
-    if (left < 0 && !PyErr_ExceptionMatches(library.protocol_error))
-        return -1;
-    if (left < 0)
-        PyErr_Clear(); /* The thread of the reactor that reads next meets it again. */
-    from->must_read |= left < 0 || from->is_large;
-    return left != 0 ? link_hand_over(from) : 0;
-}
-
-typedef struct {
-    lease *lease;
-    bool ended;
-} looks;
-
-static bool look_at_all(void *context)
-{
-    looks *all = context;
-    bool is_any = false;
-    for (Py_ssize_t place = 0; place < all->lease->count; place++)
-        is_any |= link_look(all->lease->links[place], &all->ended);
-    return is_any;
-}
-
-/* Looks, for a moment if there is a policy, without the interpreter lock. Returns whether there was
- * anything, and whether a link has ended. */
-static bool look(lease *self, spinning *policy, bool *ended)
-{
-    looks all = {self, false};
-    bool is_any;
-    for (Py_ssize_t place = 0; place < self->count; place++)
-        self->links[place]->is_looking = true;
-    Py_BEGIN_ALLOW_THREADS
-    is_any = policy != NULL ? spin_until(policy, look_at_all, &all) : look_at_all(&all);
-    Py_END_ALLOW_THREADS
-    for (Py_ssize_t place = 0; place < self->count; place++)
-        self->links[place]->is_looking = false;
-    *ended = all.ended;
-    return is_any;
+    from->must_read |= from->is_large;
+    return left > 0 ? link_hand_over(from) : (int)left;
 }
 
 /* Sleeps until there is data, or for a moment; returns what poll does. */
@@ -219,20 +184,18 @@ static int run_handlers(lease *self)
 /* Waits as `wait` says; returns TAKEN, NOTHING, ENDED, or -2 with an exception. */
 static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wake_fd)
 {
-    bool may_sleep = limit_s > 0, ended = false;
     for (;;) {
-        bool spins = policy != NULL && spin_is_worthwhile(policy);
-        bool is_any = look(self, spins ? policy : NULL, &ended);
+        bool ended = false, is_any = links_look(self->links, self->count, policy);
         policy = NULL;
-        for (Py_ssize_t place = 0; is_any && place < self->count; place++)
-            if (take_frames(self->links[place]))
+        for (Py_ssize_t place = 0; place < self->count; place++) {
+            if (is_any && take_frames(self->links[place]))
                 return -2;
-        for (Py_ssize_t place = 0; place < self->count; place++)
-            ended |= self->links[place]->must_read;
+            ended |= self->links[place]->has_ended || self->links[place]->must_read;
+        }
         if (self->has_taken || ended)
             return self->has_taken ? TAKEN : ENDED;
         double left_s = limit_s - monotonic_s();
-        if (!may_sleep || left_s <= 0)
+        if (left_s <= 0)
             return NOTHING;
         int ready = sleep_until_data(self, wake_fd, left_s);
         if (ready > 0)
@@ -287,11 +250,10 @@ static PyObject *lease_give_up(lease *self, PyObject *Py_UNUSED(nothing))
 }
 
 /* release(leaves_unarmed=False) */
-static PyObject *lease_release(lease *self, PyObject *arguments, PyObject *named)
+static PyObject *lease_release(lease *self, PyObject *arguments)
 {
-    static char *names[] = {"leaves_unarmed", NULL};
     int leaves_unarmed = 0;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "|p", names, &leaves_unarmed))
+    if (!PyArg_ParseTuple(arguments, "|p", &leaves_unarmed))
         return NULL;
     end(self, leaves_unarmed);
     Py_RETURN_NONE;
@@ -324,7 +286,7 @@ static PyMethodDef methods[] = {
     {"wait", (PyCFunction)lease_wait, METH_VARARGS, NULL},
     {"settle", (PyCFunction)lease_settle, METH_NOARGS, NULL},
     {"give_up", (PyCFunction)lease_give_up, METH_NOARGS, NULL},
-    {"release", (PyCFunction)(void (*)(void))lease_release, METH_VARARGS | METH_KEYWORDS, NULL},
+    {"release", (PyCFunction)lease_release, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

@@ -20,15 +20,13 @@
 
 enum { HEADER_BYTES = 16, MOST_PIECES = 64, LONG_COPY_BYTES = 1 << 15 };
 
-static PyObject *frame_type, *no_buffers, *name_append;
-
 /* ---------------------------------------------------------------------------------- Writing */
 
 static void drop_first(connection *self)
 {
-    part *first = &self->parts[self->begin++];
-    self->front += (unsigned long long)first->bytes.len;
-    PyBuffer_Release(&first->bytes);
+    Py_buffer *first = &self->parts[self->begin++];
+    self->front += (unsigned long long)first->len;
+    PyBuffer_Release(first);
 }
 
 static void drop_all(connection *self)
@@ -52,7 +50,7 @@ static int reserve(connection *self, size_t more)
     if (self->capacity - self->end >= more)
         return 0;
     size_t capacity = 2 * (self->end + more);
-    part *grown = PyMem_Realloc(self->parts, capacity * sizeof *grown);
+    Py_buffer *grown = PyMem_Realloc(self->parts, capacity * sizeof *grown);
     if (grown == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -69,25 +67,21 @@ static int queue_message(connection *self, PyObject *message)
     if (pieces == NULL)
         return -1;
     Py_ssize_t count = PySequence_Fast_GET_SIZE(pieces);
-    size_t end = self->end;
     int status = reserve(self, (size_t)count);
-    if (!status)
-        end = self->end;
+    size_t before = self->end;
     for (Py_ssize_t place = 0; !status && place < count; place++) {
-        Py_buffer *into = &self->parts[end].bytes;
+        Py_buffer *into = &self->parts[self->end];
         status = PyObject_GetBuffer(PySequence_Fast_GET_ITEM(pieces, place), into, PyBUF_SIMPLE);
         if (!status && into->len == 0)
             PyBuffer_Release(into);
         else if (!status)
-            end++;
+            self->position += (unsigned long long)self->parts[self->end++].len;
     }
     Py_DECREF(pieces);
-    if (status) /* `end` of the link is still before them. */
-        while (end > self->end)
-            PyBuffer_Release(&self->parts[--end].bytes);
-    else
-        while (self->end < end)
-            self->position += (unsigned long long)self->parts[self->end++].bytes.len;
+    while (status && self->end > before) {
+        self->position -= (unsigned long long)self->parts[--self->end].len;
+        PyBuffer_Release(&self->parts[self->end]);
+    }
     return status;
 }
 
@@ -96,7 +90,7 @@ static void advance(connection *self, size_t size)
 {
     self->bytes_sent += size;
     while (size > 0) {
-        size_t left = (size_t)self->parts[self->unsent].bytes.len - self->unsent_offset;
+        size_t left = (size_t)self->parts[self->unsent].len - self->unsent_offset;
         if (size < left) {
             self->unsent_offset += size;
             return;
@@ -115,20 +109,17 @@ static ssize_t write_some(connection *self)
     struct iovec pieces[MOST_PIECES];
     size_t count = 0, size = 0, offset = self->unsent_offset;
     for (size_t at = self->unsent; at < self->end && count < MOST_PIECES; at++, offset = 0) {
-        Py_buffer *bytes = &self->parts[at].bytes;
+        Py_buffer *bytes = &self->parts[at];
         pieces[count].iov_base = (char *)bytes->buf + offset;
         pieces[count].iov_len = (size_t)bytes->len - offset;
         size += pieces[count++].iov_len;
     }
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = count};
-    if (size < LONG_COPY_BYTES)
-        return sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    ssize_t written;
-    int error;
-    Py_BEGIN_ALLOW_THREADS
-    written = sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
-    error = errno;
-    Py_END_ALLOW_THREADS
+    PyThreadState *state = size < LONG_COPY_BYTES ? NULL : PyEval_SaveThread();
+    ssize_t written = sendmsg(self->fd, &message, MSG_DONTWAIT | MSG_NOSIGNAL);
+    int error = errno;
+    if (state != NULL)
+        PyEval_RestoreThread(state);
     errno = error;
     return written;
 }
@@ -178,7 +169,7 @@ static PyObject *link_acknowledge(connection *self, PyObject *number)
     if (PyErr_Occurred())
         return NULL;
     while (self->begin < self->unsent &&
-           self->front + (unsigned long long)self->parts[self->begin].bytes.len <= position)
+           self->front + (unsigned long long)self->parts[self->begin].len <= position)
         drop_first(self);
     Py_RETURN_NONE;
 }
@@ -187,23 +178,16 @@ static PyObject *link_acknowledge(connection *self, PyObject *number)
  * position that is kept. */
 static PyObject *link_resume(connection *self, PyObject *number)
 {
-    unsigned long long position = PyLong_AsUnsignedLongLong(number);
-    if (PyErr_Occurred())
-        return NULL;
-    link_acknowledge(self, number);
-    self->unsent = self->begin;
-    self->unsent_offset = (size_t)(position - self->front);
-    self->is_broken = false;
-    Py_RETURN_NONE;
+    PyObject *done = link_acknowledge(self, number);
+    if (done != NULL) {
+        self->unsent = self->begin;
+        self->unsent_offset = (size_t)(PyLong_AsUnsignedLongLong(number) - self->front);
+        self->is_broken = false;
+    }
+    return done;
 }
 
 /* ---------------------------------------------------------------------------------- Reading */
-
-static PyObject *refuse(const char *what, unsigned long long size, unsigned long long limit)
-{
-    return PyErr_Format(library.protocol_error, "a frame announces %s%llu bytes; the limit is %llu",
-                        what, size, limit);
-}
 
 static uint64_t number_at(const unsigned char *from, size_t size)
 {
@@ -215,7 +199,7 @@ static uint64_t number_at(const unsigned char *from, size_t size)
 static PyObject *buffers_of(const unsigned char *lengths, size_t count, const unsigned char *from)
 {
     if (count == 0)
-        return Py_NewRef(no_buffers);
+        return PyTuple_New(0);
     PyObject *buffers = PyList_New((Py_ssize_t)count);
     for (size_t place = 0; buffers != NULL && place < count; place++) {
         Py_ssize_t size = (Py_ssize_t)number_at(lengths + 8 * place, 8);
@@ -229,69 +213,52 @@ static PyObject *buffers_of(const unsigned char *lengths, size_t count, const un
     return buffers;
 }
 
-/* Makes a Frame of its parts. Takes over `buffers`, which may be NULL. */
-static PyObject *make_frame(const unsigned char *head, const unsigned char *control,
-                            size_t control_bytes, PyObject *buffers)
+/* Makes a Frame of its parts; `lengths` are those of `count` buffers behind the control part. */
+static PyObject *make_frame(const unsigned char *head, const unsigned char *lengths, size_t count,
+                            const unsigned char *control, size_t control_bytes)
 {
-    PyTypeObject *type = (PyTypeObject *)frame_type;
-    PyObject *frame = buffers == NULL ? NULL : type->tp_alloc(type, 5);
-    if (frame == NULL) {
-        Py_XDECREF(buffers);
+    PyTypeObject *type = (PyTypeObject *)library.frame_type;
+    PyObject *frame = type->tp_alloc(type, 5);
+    if (frame == NULL)
         return NULL;
-    }
-    PyObject *parts[] = {
-        PyLong_FromLong(head[0]), PyLong_FromLong(head[1]),
-        PyLong_FromUnsignedLongLong(number_at(head + 8, 8)),
-        PyBytes_FromStringAndSize((const char *)control, (Py_ssize_t)control_bytes), buffers,
-    };
-    bool is_made = true;
-    for (Py_ssize_t place = 0; place < 5; place++) {
-        PyTuple_SET_ITEM(frame, place, parts[place]);
-        is_made &= parts[place] != NULL;
-    }
-    if (!is_made)
+    PyTuple_SET_ITEM(frame, 0, PyLong_FromLong(head[0]));
+    PyTuple_SET_ITEM(frame, 1, PyLong_FromLong(head[1]));
+    PyTuple_SET_ITEM(frame, 2, PyLong_FromUnsignedLongLong(number_at(head + 8, 8)));
+    PyTuple_SET_ITEM(frame, 3, PyBytes_FromStringAndSize((const char *)control,
+                                                         (Py_ssize_t)control_bytes));
+    PyTuple_SET_ITEM(frame, 4, buffers_of(lengths, count, control + control_bytes));
+    if (PyErr_Occurred())
         Py_CLEAR(frame);
     return frame;
 }
 
-/* Cuts the next whole frame; returns 1, 0 if there is none, or -1 with an exception. */
+/* Cuts the next whole frame; returns 1, 0 if there is none, or -1 with an exception. A frame that does
+ * not fit into `data` is left to the plain parser, which knows the limits. */
 static int link_cut(connection *self, PyObject **frame)
 {
-    const unsigned char *head = self->data + self->data_begin;
+    const unsigned char *head = self->data + self->data_begin, *lengths = head + HEADER_BYTES;
     size_t available = self->data_end - self->data_begin;
-    if (self->is_large || available < HEADER_BYTES)
+    if (available < HEADER_BYTES)
         return 0;
-    size_t count = (size_t)number_at(head + 2, 2);
-    uint64_t control_bytes = number_at(head + 4, 4), size = HEADER_BYTES + 8 * count;
-    if (control_bytes > self->control_limit) {
-        refuse("a control part of ", control_bytes, self->control_limit);
-        return -1;
-    }
-    self->is_large = size > self->data_capacity;
-    if (available < size)
-        return 0;
-    const unsigned char *lengths = head + HEADER_BYTES, *control = lengths + 8 * count;
-    size += control_bytes;
-    for (size_t place = 0; place < count; place++) {
+    size_t count = (size_t)number_at(head + 2, 2), control_bytes = (size_t)number_at(head + 4, 4);
+    size_t before_control = HEADER_BYTES + 8 * count;
+    uint64_t size = (uint64_t)before_control + control_bytes;
+    for (size_t place = 0; place < count && before_control <= available; place++) {
         uint64_t length = number_at(lengths + 8 * place, 8);
         size = length > UINT64_MAX - size ? UINT64_MAX : size + length;
     }
-    if (count > 0 && size > self->frame_limit) {
-        refuse("", size, self->frame_limit);
-        return -1;
-    }
     self->is_large = size > self->data_capacity;
-    if (available < size)
+    if (self->is_large || available < size)
         return 0;
-    PyObject *buffers = buffers_of(lengths, count, control + control_bytes);
-    *frame = make_frame(head, control, (size_t)control_bytes, buffers);
+    *frame = make_frame(head, lengths, count, head + before_control, control_bytes);
     if (*frame == NULL)
         return -1;
     self->data_begin += (size_t)size;
     return 1;
 }
 
-bool link_look(connection *self, bool *ended)
+/* Receives what is there; returns whether anything arrived or ended. */
+static bool receive(connection *self)
 {
     if (self->data_begin > 0) {
         memmove(self->data, self->data + self->data_begin, self->data_end - self->data_begin);
@@ -299,8 +266,10 @@ bool link_look(connection *self, bool *ended)
         self->data_begin = 0;
     }
     size_t room = self->data_capacity - self->data_end;
-    if (self->is_large || self->is_broken || self->is_closed || room == 0)
-        return *ended = true;
+    self->read_error = 0;
+    self->has_ended = self->is_large || self->is_broken || self->is_closed || room == 0;
+    if (self->has_ended)
+        return true;
     ssize_t size = recv(self->fd, self->data + self->data_end, room, MSG_DONTWAIT);
     if (size > 0) {
         self->data_end += (size_t)size;
@@ -309,11 +278,31 @@ bool link_look(connection *self, bool *ended)
     }
     if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR))
         return false;
-    return *ended = true;
+    self->read_error = size < 0 ? errno : 0;
+    return self->has_ended = true;
 }
 
-/* Cuts all whole frames. Each goes to the lease that waits for it, or to `incoming`; returns how many
- * went there, or -1 with an exception. */
+bool links_receive(connection *const *links, Py_ssize_t count)
+{
+    bool is_any = false;
+    for (Py_ssize_t place = 0; place < count; place++)
+        is_any |= receive(links[place]);
+    return is_any;
+}
+
+bool links_look(connection *const *links, Py_ssize_t count, spinning *policy)
+{
+    bool is_any, spins = policy != NULL && spin_is_worthwhile(policy);
+    for (Py_ssize_t place = 0; place < count; place++)
+        links[place]->is_looking = true;
+    Py_BEGIN_ALLOW_THREADS
+    is_any = spins ? spin_over(policy, links, count) : links_receive(links, count);
+    Py_END_ALLOW_THREADS
+    for (Py_ssize_t place = 0; place < count; place++)
+        links[place]->is_looking = false;
+    return is_any;
+}
+
 Py_ssize_t link_take_frames(connection *self)
 {
     Py_ssize_t count = 0;
@@ -323,7 +312,7 @@ Py_ssize_t link_take_frames(connection *self)
     while ((status = link_cut(self, &frame)) > 0) {
         status = self->lease == NULL ? 0 : lease_deliver(self->lease, self, frame);
         if (status == 0) {
-            PyObject *done = PyObject_CallMethodOneArg(self->incoming, name_append, frame);
+            PyObject *done = PyObject_CallOneArg(self->add_frame, frame);
             status = done == NULL ? -1 : 0;
             Py_XDECREF(done);
             count++;
@@ -337,47 +326,23 @@ Py_ssize_t link_take_frames(connection *self)
     return status < 0 ? -1 : count;
 }
 
-typedef struct {
-    connection *link;
-    bool ended;
-} one_look;
-
-static bool look_once(void *context)
-{
-    one_look *each = context;
-    return link_look(each->link, &each->ended);
-}
-
-/* read(spins): for a thread of the reactor: receives, and appends whole frames to `incoming`.
+/* read(spins): for a thread of the reactor: receives, and gives whole frames to `add_frame`.
  *
  * Returns how many; None if the stream has ended, or `is_large` says that the next frame is for the
- * plain parser. OSError and ProtocolError: the connection is of no use any more. */
+ * plain parser. OSError: the connection is of no use any more. */
 static PyObject *link_read(connection *self, PyObject *spins)
 {
-    int may_spin = PyObject_IsTrue(spins);
-    spinning *policy = &self->spins[FOR_REQUESTS];
-    one_look look = {self, false};
-    bool is_any;
-    int error;
     self->must_read = false;
-    may_spin = may_spin && spin_is_worthwhile(policy);
-    self->is_looking = true;
-    Py_BEGIN_ALLOW_THREADS
-    errno = 0;
-    is_any = may_spin ? spin_until(policy, look_once, &look) : look_once(&look);
-    error = errno;
-    Py_END_ALLOW_THREADS
-    self->is_looking = false;
+    bool is_any = links_look(&self, 1, spins == Py_True ? &self->spins[FOR_REQUESTS] : NULL);
     Py_ssize_t count = link_take_frames(self);
     if (count < 0)
         return NULL;
-    if (count > 0 || !is_any || !look.ended)
+    if (count > 0 || !is_any || !self->has_ended)
         return PyLong_FromSsize_t(count);
-    if (error && !self->is_large && !self->is_broken && !self->is_closed) {
-        errno = error;
-        return PyErr_SetFromErrno(PyExc_OSError);
-    }
-    Py_RETURN_NONE;
+    if (!self->read_error || self->is_broken || self->is_closed)
+        Py_RETURN_NONE;
+    errno = self->read_error;
+    return PyErr_SetFromErrno(PyExc_OSError);
 }
 
 /* Returns the begin of a large frame, which the plain parser takes over. */
@@ -463,7 +428,7 @@ static int link_traverse(connection *self, visitproc visit, void *arg)
     Py_VISIT(self->peer);
     Py_VISIT(self->add_task);
     Py_VISIT(self->task);
-    Py_VISIT(self->incoming);
+    Py_VISIT(self->add_frame);
     return 0;
 }
 
@@ -472,7 +437,7 @@ static int link_clear(connection *self)
     Py_CLEAR(self->peer);
     Py_CLEAR(self->add_task);
     Py_CLEAR(self->task);
-    Py_CLEAR(self->incoming);
+    Py_CLEAR(self->add_frame);
     return 0;
 }
 
@@ -486,40 +451,27 @@ static void link_dealloc(connection *self)
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
-static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *named)
+static PyObject *link_new(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUSED(named))
 {
-    static char *names[] = {"fd", "peer", "incoming", "keeps", "receive_bytes", "control_limit",
-                            "frame_limit", "spin_s", "long_spin_s", NULL};
     int fd, keeps;
-    PyObject *peer, *incoming;
+    PyObject *peer, *add_frame;
     Py_ssize_t receive_bytes;
-    unsigned long long control_limit, frame_limit;
-    double spin_s, long_spin_s;
-    if (!PyArg_ParseTupleAndKeywords(arguments, named, "iOOpnKKdd", names, &fd, &peer, &incoming,
-                                     &keeps, &receive_bytes, &control_limit, &frame_limit, &spin_s,
-                                     &long_spin_s))
+    double spin_s;
+    if (!PyArg_ParseTuple(arguments, "iOOpnd", &fd, &peer, &add_frame, &keeps, &receive_bytes, &spin_s))
         return NULL;
-    if (receive_bytes < HEADER_BYTES) {
-        PyErr_SetString(PyExc_ValueError, "the receive buffer is smaller than a header");
-        return NULL;
-    }
     connection *self = (connection *)type->tp_alloc(type, 0); /* All bytes are 0. */
     if (self == NULL)
         return NULL;
     self->fd = fd;
     self->epoll_fd = self->wake_fd = -1;
     self->peer = Py_NewRef(peer);
-    self->incoming = Py_NewRef(incoming);
+    self->add_frame = Py_NewRef(add_frame);
     self->keeps = keeps;
     self->data_capacity = (size_t)receive_bytes;
     self->data = PyMem_RawMalloc(self->data_capacity);
-    self->control_limit = control_limit;
-    self->frame_limit = frame_limit;
-    for (int kind = 0; kind < SPIN_KINDS; kind++) {
-        self->spins[kind].spin_s = kind == FOR_PASSES ? 3 * spin_s : spin_s;
-        self->spins[kind].long_spin_s = long_spin_s;
-        self->spins[kind].may_end_rest = true;
-    }
+    for (int kind = 0; kind < SPIN_KINDS; kind++)
+        self->spins[kind] = (spinning){.spin_s = spin_s, .may_end_rest = true};
+    self->spins[FOR_PASSES].spin_s = 3 * spin_s;
     if (self->data == NULL) {
         Py_DECREF(self);
         return PyErr_NoMemory();
@@ -532,19 +484,12 @@ static PyObject *get_queued(connection *self, void *Py_UNUSED(context))
     return PyBool_FromLong(self->unsent < self->end);
 }
 
-static PyObject *get_read(connection *self, void *Py_UNUSED(context))
-{
-    return PyBool_FromLong(self->is_claimed || self->lease != NULL);
-}
-
 static PyGetSetDef properties[] = {
     {"has_queued", (getter)get_queued, NULL, "Whether anything waits to be written.", NULL},
-    {"is_read", (getter)get_read, NULL, "Whether a thread has the right to read.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyMemberDef members[] = {
-    {"incoming", T_OBJECT, offsetof(connection, incoming), READONLY, NULL},
     {"position", T_ULONGLONG, offsetof(connection, position), READONLY, "Bytes ever queued."},
     {"is_writing", T_BOOL, offsetof(connection, is_writing), READONLY, NULL},
     {"is_looking", T_BOOL, offsetof(connection, is_looking), READONLY, NULL},
@@ -584,17 +529,3 @@ PyTypeObject link_type = {
     .tp_members = members,
     .tp_getset = properties,
 };
-
-int link_init(void)
-{
-    no_buffers = PyTuple_New(0);
-    name_append = PyUnicode_InternFromString("append");
-    PyObject *frames = PyImport_ImportModule("torchweft.wire.frames");
-    if (frames == NULL || no_buffers == NULL || name_append == NULL)
-        return -1;
-    frame_type = PyObject_GetAttrString(frames, "Frame");
-    Py_DECREF(frames);
-    if (frame_type == NULL || !PyType_Check(frame_type) || PyType_Ready(&link_type))
-        return -1;
-    return PyType_Ready(&lease_type);
-}

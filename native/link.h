@@ -4,19 +4,11 @@
 
 #include "native.h"
 
-#include <stdbool.h>
-
-/* A message, or a piece of one, that waits to be written, or to be acknowledged. */
+/* When a thread that waits spins before it sleeps; see spin.c. */
 typedef struct {
-    Py_buffer bytes;
-} part;
-
-/* When a thread that waits spins before it sleeps; see spin in lease.c. */
-typedef struct {
-    double spin_s, long_spin_s;
-    double rest, rests_until_s, asked_s, core_until_s, load_until_s;
+    double spin_s, rest, rests_until_s, asked_s, core_until_s;
     int quick_waits;
-    bool may_end_rest, yields, has_free_core;
+    bool may_end_rest, yields;
 } spinning;
 
 enum { FOR_ANSWERS, FOR_REQUESTS, FOR_PASSES, SPIN_KINDS };
@@ -30,9 +22,10 @@ typedef struct {
     int wake_fd;       /* Wakes one of them. */
     PyObject *peer;    /* Told with each frame that a lease takes. */
     PyObject *add_task, *task; /* Hands the link over to a thread of the reactor. */
-    PyObject *incoming;        /* A deque of the frames for those threads. */
+    PyObject *add_frame;       /* Gives a frame to those threads. */
 
-    part *parts;       /* From `begin` to `end`; those before `unsent` are kept for a session. */
+    /* Pieces of messages, from `begin` to `end`. A session keeps those before `unsent`. */
+    Py_buffer *parts;
     size_t begin, unsent, end, capacity;
     size_t unsent_offset;          /* Bytes of the first unsent part that are written. */
     unsigned long long front;      /* The position in the stream of the first part, */
@@ -41,8 +34,9 @@ typedef struct {
 
     unsigned char *data; /* What was read: whole frames are cut at once, so this is a part of one. */
     size_t data_begin, data_end, data_capacity;
-    unsigned long long control_limit, frame_limit;
-    bool is_large;       /* The next frame does not fit into `data`. */
+    bool is_large;       /* The next frame does not fit into `data`: it is for the plain parser. */
+    bool has_ended;      /* The last look found the end of the stream, an error, or such a frame. */
+    int read_error;      /* The errno of that, or 0. */
     bool must_read;      /* A thread of the reactor has to look: an error, or a large frame. */
     bool is_handed_over; /* Such a thread is about to look. */
     bool is_claimed;     /* A thread of the reactor reads. */
@@ -54,14 +48,16 @@ typedef struct {
 extern PyTypeObject link_type, lease_type;
 
 double monotonic_s(void);
-/* Cuts all whole frames. Each goes to the lease that waits for it, or to `incoming`; returns how many
- * went there, or -1 with an exception. */
+/* Cuts all whole frames. Each goes to the lease that waits for it, or to `add_frame`; returns how
+ * many went there, or -1 with an exception. */
 Py_ssize_t link_take_frames(connection *self);
 /* Gives a frame to a lease that waits for it; returns 1, 0 if it does not, -1 with an exception. */
 int lease_deliver(lease *self, const connection *from, PyObject *frame);
-/* Receives what is there, without the interpreter lock; only for the thread that may read.
- * Returns whether anything arrived, or the stream ended or broke: then `*ended` is set. */
-bool link_look(connection *self, bool *ended);
+/* Looks at links, for a moment if `policy` finds that worthwhile, without the interpreter lock; only
+ * for the thread that may read them. Returns whether anything arrived or ended. */
+bool links_look(connection *const *links, Py_ssize_t count, spinning *policy);
+/* One such look, for callers that have released the interpreter lock. */
+bool links_receive(connection *const *links, Py_ssize_t count);
 /* Has a thread of the reactor run a task, or that of the link; returns 0, or -1 with an exception. */
 int link_submit(const connection *self, PyObject *task);
 int link_hand_over(connection *self);
@@ -69,7 +65,7 @@ int link_hand_over(connection *self);
 void link_arm(const connection *self, bool is_armed);
 
 bool spin_is_worthwhile(spinning *self);
-/* Spins, without the interpreter lock, until `look` finds data. */
-bool spin_until(spinning *self, bool (*look)(void *), void *context);
+/* Looks at links again and again; returns whether anything arrived or ended in time. */
+bool spin_over(spinning *self, connection *const *links, Py_ssize_t count);
 
 #endif

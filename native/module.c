@@ -38,7 +38,8 @@ static int find_parts(void)
     if (keep("torch", "Tensor", &library.tensor_type) ||
         keep("torch.nn", "Parameter", &library.parameter_type) ||
         keep("torch", "strided", &library.strided_layout) ||
-        keep("torchweft.errors", "ProtocolError", &library.protocol_error))
+        keep("torchweft.wire.frames", "Frame", &library.frame_type) ||
+        keep("collections", "OrderedDict", &library.ordered_dict))
         return -1;
     return find_dlpack(library.tensor_type);
 }
@@ -66,11 +67,11 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (find_parts() || tensors_init() || values_init() || link_init())
+    if (find_parts() || tensors_init())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (module != NULL && (PyModule_AddObjectRef(module, "Link", (PyObject *)&link_type) ||
-                           PyModule_AddObjectRef(module, "Lease", (PyObject *)&lease_type)))
+    if (module != NULL &&
+        (PyModule_AddType(module, &link_type) || PyModule_AddType(module, &lease_type)))
         Py_CLEAR(module);
     return module;
 }

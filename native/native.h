@@ -1,7 +1,7 @@
 /* What the files of the native twin share.
  *
- * Functions that make Python objects return NULL, and others FAILED, with a Python exception set.
- * BEYOND means, without an exception, that a value is of a kind that only the plain twin handles.
+ * Functions that make Python objects return NULL, and others -1, where they fail. In the codec they do
+ * so without an exception where the plain twin shall go on.
  */
 #ifndef WEFT_NATIVE_H
 #define WEFT_NATIVE_H
@@ -9,13 +9,11 @@
 #include "buffer.h"
 #include "dlpack.h"
 
-typedef enum { DONE, BEYOND, FAILED } outcome;
-
 /* Objects of Python that all files need; each is owned, and constant after the initialisation. */
 typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
-    PyObject *protocol_error;
+    PyObject *frame_type, *ordered_dict;
 } library_parts;
 
 extern library_parts library;
@@ -25,9 +23,6 @@ PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
-int link_init(void);
-
-int values_init(void);
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

@@ -373,8 +373,6 @@ REARM_S = Constant("REARM_S", 0.005)
 """Seconds a connection may go unread while a message of it is being handled."""
 SPIN_S = Constant("SPIN_S", 100e-6)
 """Seconds a waiting thread may look for data before it sleeps; 0 for never."""
-LONG_SPIN_S = Constant("LONG_SPIN_S", 100e-6)
-"""Seconds it may look where no thread of the machine waits for a core, if that is more."""
 SWITCH_INTERVAL_S = Constant("SWITCH_INTERVAL_S", 0.0005)
 """Seconds a thread that computes in Python lets an arriving call wait; 0 leaves Python's own."""
 FAN_OUT = Constant("FAN_OUT", 4)

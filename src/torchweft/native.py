@@ -37,7 +37,6 @@ class Native(Protocol):
         dlpack_code: int,
         bits: int,
         is_differentiable: bool,
-        is_complex: bool,
         /,
     ) -> None:
         """Takes a dtype of ``serialize.inline``; called once for each."""
@@ -70,7 +69,7 @@ class Native(Protocol):
         come_home: Callable[[ReferenceId], Any],
         /,
     ) -> Any:
-        """Does as ``value_reading.decode`` without a limit."""
+        """Does as ``value_reading.decode`` without a limit; NotImplemented for malformed bytes."""
 
 
 def _find() -> tuple[Native | None, str]:

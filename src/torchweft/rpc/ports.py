@@ -203,7 +203,8 @@ class Listener:
             )
         finally:
             self._waiting = 0
-            lease.release(leaves_unarmed=True)
+            leaves_unarmed = True
+            lease.release(leaves_unarmed)
             self._unarmed.add(link.read_fd)
             agent.reactor.leave_unarmed(link.read_fd)
         for sender, frame in taken:

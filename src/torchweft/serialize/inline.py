@@ -274,8 +274,8 @@ def decode(data: bytes | bytearray | memoryview, position: int) -> tuple[list[Te
     all_flags = bytearray()
     shared: dict[int, Tensor] = {}
     end = len(data)
-    if end - position > MESSAGE_LIMIT_BYTES:
-        raise ProtocolError(f"the tensors of a message have {end - position} bytes, too many")
+    if not 0 <= end - position <= MESSAGE_LIMIT_BYTES:
+        raise ProtocolError(f"the tensors of a message have {end - position} bytes")
     try:
         while position < end:
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
@@ -389,7 +389,4 @@ if native is not None:
     for code, dtype in _TORCH.items():
         kind = _dlpack_kind(dtype)
         if kind is not None:
-            is_differentiable = code in _DIFFERENTIABLE
-            native.set_dtype(
-                dtype, code, kind, 8 * dtype.itemsize, is_differentiable, dtype.is_complex
-            )
+            native.set_dtype(dtype, code, kind, 8 * dtype.itemsize, code in _DIFFERENTIABLE)

@@ -34,6 +34,7 @@ from torchweft.serialize.registry import rebuilds_plain
 from torchweft.serialize.values import (
     ATTRIBUTED,
     BIG_INTEGER,
+    COMPLEX,
     DEPTH_LIMIT,
     HOME,
     INTEGER_VALUE,
@@ -202,7 +203,9 @@ def decode(
     """
     try:
         if native is not None and limit_bytes is None:
-            return native.decode_values(payload, tensors, externals, resolve, come_home)
+            made = native.decode_values(payload, tensors, externals, resolve, come_home)
+            if made is not NotImplemented:
+                return made
         decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home, limit_bytes)
         value = decoder.read()
     except WeftError:
@@ -282,7 +285,7 @@ class _Decoder:
         return float(struct.unpack("<d", self._take(8))[0])
 
     def _complex(self) -> complex:
-        return complex(*struct.unpack("<dd", self._take(16)))
+        return _complex_of(self._take(16), None)
 
     def _bytes(self) -> bytes:
         return self._take(self._number())
@@ -376,7 +379,7 @@ class _Decoder:
         return self._resolve(self._bytes())
 
     def _rebuilt(self, tag: int) -> Any:
-        first = self._text() if tag in (TORCH, MADE) else self.read()
+        first = self._bytes() if tag in (TORCH, MADE) else self.read()
         second = self.read() if tag in (ATTRIBUTED, MADE) else None
         return _REBUILDERS[tag](first, second)
 
@@ -396,7 +399,12 @@ def _with_attributes(value: Any, attributes: object) -> Any:
     return value
 
 
-def _torch_of(name: str, _: None) -> Any:
+def _complex_of(parts: bytes, _: object) -> complex:
+    return complex(*struct.unpack("<dd", parts))
+
+
+def _torch_of(data: bytes, _: object) -> Any:
+    name = data.decode("utf-8", "surrogatepass")
     found = _TORCH_NAMES.get(name)
     return torch.device(name) if found is None else found
 
@@ -407,12 +415,13 @@ def _size_of(sizes: object, _: None) -> torch.Size:
     return torch.Size(sizes)
 
 
-def _made_of(name: str, arguments: object) -> Any:
+def _made_of(data: bytes, arguments: object) -> Any:
+    name = data.decode("utf-8", "surrogatepass")
     if not rebuilds_plain.has(name):
         raise ProtocolError(f"a message has an object made by {name!r}")
     if type(arguments) is not tuple:
         raise ProtocolError("the arguments in a message are no tuple")
-    return functions.resolve(name.encode())(*arguments)
+    return functions.resolve(data)(*arguments)
 
 
 _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
@@ -421,6 +430,7 @@ _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
     TORCH: _torch_of,
     SIZE: _size_of,
     MADE: _made_of,
+    COMPLEX: _complex_of,
     BIG_INTEGER: lambda data, _: int.from_bytes(data, "little", signed=True),
     NAME: lambda name, resolve: resolve(name),
     HOME: lambda numbers, come_home: come_home(ReferenceId(*_HOME_NUMBERS.unpack(numbers))),

@@ -229,18 +229,20 @@ class Link:
 
     def _new_native(self, peer: object) -> Any:
         assert native is not None
-        frame_limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
+        # A frame that fits is within all limits; the parser in Python checks the others.
+        receive_bytes = min(
+            knobs.RECEIVE_BUFFER_BYTES.get(),
+            knobs.CONTROL_LIMIT_BYTES.get(),
+            knobs.FRAME_LIMIT_BYTES.get(),
+        )
+        add_frame = self.incoming.append
         return native.Link(
             self.read_fd,
             peer,
-            self.incoming,
+            add_frame,
             self._keeps,
-            knobs.RECEIVE_BUFFER_BYTES.get(),
-            # A frame without buffers is its control part.
-            min(knobs.CONTROL_LIMIT_BYTES.get(), frame_limit_bytes - HEADER_BYTES),
-            frame_limit_bytes,
+            max(receive_bytes, HEADER_BYTES),
             knobs.SPIN_S.get(),
-            knobs.LONG_SPIN_S.get(),
         )
 
     @property

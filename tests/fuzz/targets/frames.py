@@ -64,16 +64,13 @@ def _feed_native(
     assert native is not None
     ours, theirs = socket.socketpair()
     frames: deque[Frame] = deque()
-    limits = min(CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES - HEADER_BYTES), FRAME_LIMIT_BYTES
-    link = native.Link(ours.fileno(), None, frames, False, capacity, *limits, 0.0, 0.0)
+    receive_bytes = min(capacity, CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES)
+    link = native.Link(ours.fileno(), None, frames.append, False, receive_bytes, 0.0)
     with ours, theirs:
         for at in range(0, len(data), piece_bytes):
             theirs.sendall(data[at : at + piece_bytes])
             while link.bytes_received < min(at + piece_bytes, len(data)):
-                try:
-                    link.read(False)
-                except ProtocolError as error:
-                    return list(frames), error
+                link.read(False)
                 if link.is_large:
                     cut_bytes = link.bytes_received - len(link.take_data())
                     rest, refusal = _feed(data[cut_bytes:], capacity, 1 << 20)

@@ -341,6 +341,27 @@ def test_what_is_no_frame_is_refused(ends: tuple[End, End]) -> None:
         received(other.link, may_block=True)
 
 
+@pytest.mark.parametrize("limits", [(100, 1 << 26), (1 << 24, 100)])
+def test_a_frame_that_fits_the_buffer_may_exceed_a_limit(
+    limits: tuple[int, int], twin: str
+) -> None:
+    ours, theirs = socket.socketpair()
+    parser = FrameParser(lambda size: memoryview(bytearray(size)), 4096, *limits)
+    with (
+        links_of(twin),
+        knobs.CONTROL_LIMIT_BYTES.override(limits[0]),
+        knobs.FRAME_LIMIT_BYTES.override(limits[1]),
+    ):
+        link = Link(ours, parser, lambda link: None, "peer")
+    with theirs, reading(link):
+        theirs.sendall(b"".join(frame_parts(1, b"c" * 80)))
+        assert [frame.id for frame in received(link, may_block=False)] == [1]
+        theirs.sendall(b"".join(frame_parts(2, b"c" * 101)))
+        with pytest.raises(ProtocolError, match="announces"):
+            received(link, may_block=False)
+    link.close()
+
+
 def test_the_rest_of_a_frame_comes_before_what_others_queue(ends: tuple[End, End]) -> None:
     one, other = ends
     one.link.send(frame_parts(1, b"z" * BIG_BYTES), may_block=False)
