@@ -1,7 +1,8 @@
 """Compares the CPU time of calls in this tree with that of an earlier commit, in one run.
 
 The base is a commit of the history: by default the one that the file ``base`` beside this module
-names. Its sources are unpacked into a temporary folder; both sides run the programs of this tree.
+names. It is unpacked into a temporary folder, and its native twin built if it has one and this tree's
+is built. Both sides run the programs of this tree.
 
 Two processes that run the same code differ by several percent for as long as they live, so more
 rounds of the same processes settle nothing. Rows that seem slower are measured again in several
@@ -29,6 +30,7 @@ from benchmarks.frame.group import ROOT
 from benchmarks.frame.question import Question, Row, Side
 from benchmarks.frame.run import end_on_sigterm, measured_placements, parse_options
 from benchmarks.shapes.question import QUESTION
+from torchweft.native import native
 
 BASE_FILE = Path(__file__).with_name("base")
 LIMIT = 1.10
@@ -134,13 +136,13 @@ def has_history(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def unpacked(commit: str) -> Iterator[Path]:
-    """Unpacks the sources of a commit into a temporary folder, which the block may use.
+    """Unpacks a commit into a temporary folder, which the block may use.
 
     Raises:
-        SystemExit: The clone has no such commit.
+        SystemExit: The clone has no such commit, or its native twin cannot be built.
     """
     archive = subprocess.run(
-        ["git", "-C", os.fspath(ROOT), "archive", commit, "src"], capture_output=True, check=False
+        ["git", "-C", os.fspath(ROOT), "archive", commit], capture_output=True, check=False
     )
     if archive.returncode:
         reason = archive.stderr.decode(errors="replace").strip()
@@ -148,7 +150,17 @@ def unpacked(commit: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="weft-gate-") as folder:
         with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as members:
             members.extractall(folder)
+        if native is not None and Path(folder, "native").is_dir():
+            _build(Path(folder))
         yield Path(folder)
+
+
+def _build(folder: Path) -> None:
+    """Builds the native twin of an unpacked commit where its sources find it."""
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    built = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if not any(folder.glob("src/torchweft/_native*")):
+        sys.exit(f"cannot build the native twin of the base: {built.stdout}{built.stderr}")
 
 
 def _measure(
