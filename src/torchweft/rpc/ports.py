@@ -188,7 +188,7 @@ class Listener:
             return
         link = peer.link
         assert link is not None
-        agent.reactor.take_unarmed(link.read_fd)
+        agent.reactor.unarmed.pop(link.read_fd, None)
         taken: list[tuple[Peer, Frame]] = []
         self._waiting = threading.get_ident()
         try:
@@ -214,7 +214,7 @@ class Listener:
         reactor = self._agent.reactor
         while self._unarmed:
             fd = self._unarmed.pop()
-            if reactor.take_unarmed(fd):
+            if reactor.unarmed.pop(fd, None):
                 reactor.resume_reading(fd)
 
     def close(self) -> None:
