@@ -38,7 +38,8 @@ static int find_parts(void)
     if (keep("torch", "Tensor", &library.tensor_type) ||
         keep("torch.nn", "Parameter", &library.parameter_type) ||
         keep("torch", "strided", &library.strided_layout) ||
-        keep("torchweft.errors", "ProtocolError", &library.protocol_error))
+        keep("torchweft.errors", "ProtocolError", &library.protocol_error) ||
+        keep("torchweft.wire.messages", "decode_call", &library.decode_call))
         return -1;
     return find_dlpack(library.tensor_type);
 }
@@ -53,6 +54,9 @@ static PyMethodDef methods[] = {
      "Returns a value as bytes, or None."},
     {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL,
      "Returns the value of bytes."},
+    {"decode_call", serve_decode_call, METH_O, "Returns the head of a call."},
+    {"decode_message", serve_decode_message, METH_VARARGS, "Returns a value, or NotImplemented."},
+    {"encode_result", serve_encode_result, METH_VARARGS, "Returns a reply, or None."},
     {NULL, NULL, 0, NULL},
 };
 

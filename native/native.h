@@ -16,6 +16,7 @@ typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *protocol_error;
+    PyObject *decode_call; /* The plain twin. */
 } library_parts;
 
 extern library_parts library;
@@ -31,5 +32,9 @@ int values_init(void);
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+
+PyObject *serve_decode_call(PyObject *module, PyObject *control);
+PyObject *serve_decode_message(PyObject *module, PyObject *arguments);
+PyObject *serve_encode_result(PyObject *module, PyObject *arguments);
 
 #endif

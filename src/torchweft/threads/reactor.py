@@ -200,7 +200,7 @@ class Reactor:
         if self.held:
             self.on_pause()
         for fd in self.unarmed.copy():
-            if self.unarmed.pop(fd, None):
+            if self.unarmed.pop(fd, 0):
                 self.resume_reading(fd)
 
     def arm_if_left(self) -> bool:
@@ -213,7 +213,7 @@ class Reactor:
             self.on_pause()
         for fd, count in self._was_unarmed.items():
             # A different count means that it was taken and left again since.
-            if self.unarmed.get(fd) == count and self.unarmed.pop(fd, None):
+            if self.unarmed.get(fd) == count and self.unarmed.pop(fd, 0):
                 self.resume_reading(fd)
         last_count, self._last_count = self._last_count, self._unarmed_count
         self._was_unarmed = self.unarmed.copy()
@@ -249,7 +249,7 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
-        self.unarmed.pop(fd, None)
+        self.unarmed.pop(fd, 0)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
 
@@ -394,7 +394,7 @@ class Reactor:
                 # Also if other threads have taken the tasks.
                 while is_needed and fd in self.unarmed and fd in self._handlers:
                     is_needed = self._handle(fd)
-                if not is_needed and self.unarmed.pop(fd, None):
+                if not is_needed and self.unarmed.pop(fd, 0):
                     self.resume_reading(fd)
         with self._lock:
             self._threads.discard(threading.current_thread())
@@ -407,7 +407,7 @@ class Reactor:
                 handler()
             except BaseException:
                 log_exception("an event could not be handled")
-                if self.unarmed.pop(fd, None):
+                if self.unarmed.pop(fd, 0):
                     self.resume_reading(fd)
         return not (self.tasks.ready or self.urgent) or self._work()
 

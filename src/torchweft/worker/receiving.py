@@ -247,7 +247,7 @@ class Receiver:
         In the second case it looks for the next request for a moment.
         """
         reactor, fd = self._reactor, link.read_fd
-        has_run_tasks = reactor.unarmed.pop(fd, None) is not None
+        has_run_tasks = bool(reactor.unarmed.pop(fd, 0))
         # After answers only, other threads of this worker go on and need the interpreter lock.
         if (has_run_tasks and not link.brought_tasks) or not link.claim():
             if has_run_tasks:

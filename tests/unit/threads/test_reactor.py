@@ -303,7 +303,7 @@ def test_a_descriptor_that_its_handler_leaves_unarmed_is_handled_again_after_the
     done = threading.Event()
 
     def handle() -> None:
-        was_left = reactor.unarmed.pop(ours.fileno(), None) is not None
+        was_left = bool(reactor.unarmed.pop(ours.fileno(), 0))
         order.append(f"handler {was_left}")
         if was_left:
             done.set()
