@@ -253,7 +253,7 @@ class Encoder:
         self._contexts = contexts
         self._outside = outside
         self._arrivals = arrivals
-        self.tensor_limit = knobs.TENSOR_LIMIT.get()
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
         agent.members.on_joined(self._learn_to_encode)
 
     def _learn_to_encode(self, peer: Peer) -> None:
@@ -360,8 +360,8 @@ class Encoder:
             code, packed = self._pack(peer, kind, flags, name, values, function, home_of)
             payload, tensors, externals = packed
             inlined = None if peer.is_self else self._inlined(peer, tensors)
-        if len(tensors) > self.tensor_limit:
-            raise too_many(len(tensors), self.tensor_limit)
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
         if tensors and forward_ad._current_level >= 0 and not peer.is_self:
             _check_tangents(tensors)
         if inlined is None and not peer.device_maps.is_identity:
@@ -476,8 +476,8 @@ class Encoder:
         return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
 
     def _check_count(self, tensors: Sequence[Tensor]) -> None:
-        if len(tensors) > self.tensor_limit:
-            raise too_many(len(tensors), self.tensor_limit)
+        if len(tensors) > self._tensor_limit:
+            raise too_many(len(tensors), self._tensor_limit)
 
     def record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer, is_answer: bool = False

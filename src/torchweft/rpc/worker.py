@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from torchweft import knobs
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
@@ -128,6 +129,7 @@ class Replies:
         self._agent = agent
         self._encoder = encoder
         self._tensor_messages = tensor_messages
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.has_left = False
         """Whether this process has left its group, though it may still serve for a moment."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
@@ -145,7 +147,7 @@ class Replies:
                 and context_id in NO_CONTEXTS
                 and not (peer.is_self or peer.device_maps.moves_host_of_answers or shared_ranges)
             ):
-                by_name, most = peer.main_by_name, self._encoder.tensor_limit
+                by_name, most = peer.main_by_name, self._tensor_limit
                 answer = native.encode_result(number, context_id, result, by_name, most, no_home)
             if answer is None:
                 payload, tensors, externals, inlined = self._encoder.packed_result(peer, result)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from tests.unit.rpc.results import VALUES
+from torchweft import knobs
 from torchweft.native import native, reason
 from torchweft.rpc import worker
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
@@ -47,14 +48,14 @@ def answer_by(twin: Any, result: object, context_id: int = 0) -> tuple[bytes, in
     """Returns the answer of one twin, and how many steps the usual way in C took."""
     sent = _Sent()
     encoder = Encoder.__new__(Encoder)
-    encoder.tensor_limit = LIMIT
+    encoder._tensor_limit = LIMIT
     encoder._arrivals = mock.Mock(keeps_graphs=False)
     peer = mock.Mock(is_self=False, main_by_name=True, lost=None, pack=pack)
     peer.name = "caller"
     peer.device_maps.moves_host_of_answers = False
     peer.registration.is_strict = False
     counted = None if twin is None else mock.Mock(wraps=twin)
-    with mock.patch.object(worker, "native", counted):
+    with mock.patch.object(worker, "native", counted), knobs.TENSOR_LIMIT.override(LIMIT):
         Replies(sent, encoder, mock.Mock()).reply(peer, 1 << 40, result, context_id)  # type: ignore[arg-type]
     (answer,) = sent.answers
     return answer, 0 if counted is None else counted.encode_result.call_count
