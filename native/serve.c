@@ -89,8 +89,7 @@ PyObject *serve_encode_result(PyObject *module, PyObject *arguments)
     bool is_usual = payload != NULL && payload != Py_None && PyList_GET_SIZE(tensors) <= most;
     if (is_usual && PyList_GET_SIZE(tensors)) {
         inlined = tensors_encode(module, tensors);
-        is_usual = inlined != NULL && inlined != Py_None &&
-                   PyTuple_GET_ITEM(inlined, 1) == Py_False;
+        is_usual = inlined != NULL && inlined != Py_None && PyTuple_GET_ITEM(inlined, 1) == Py_False;
     }
     bool is_bare = result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type;
     size_t size = is_usual && !is_bare ? (size_t)PyBytes_GET_SIZE(payload) : 0;
