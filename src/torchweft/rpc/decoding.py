@@ -19,7 +19,7 @@ from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, separated
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, STRIDED, separated
 from torchweft.serialize.tensors import too_many
 from torchweft.serialize.value_reading import decode, refusal_of, unfolded_limit
 from torchweft.serialize.values import PICKLE
@@ -32,6 +32,8 @@ from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
 from torchweft.worker.tensor_messages import LocalMessage, TensorMessage
 
+_USUAL_FLAGS = (0, STRIDED)
+"""Flags of a tensor that needs no closer look; those of the first one stand behind its dtype."""
 decode_call = messages.decode_call if native is None else native.decode_call
 
 
@@ -98,6 +100,7 @@ class Decoder:
             and not (message_id or references)
             and context_id in NO_CONTEXTS
             and (start == end or control[start] != PICKLE)
+            and (end + 1 >= len(control) or control[end + 1] in _USUAL_FLAGS)
         ):
             try:
                 limit, resolve, take_home = self._tensor_limit, self._resolve_value, self._take_home

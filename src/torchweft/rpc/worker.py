@@ -144,6 +144,7 @@ class Replies:
             if (
                 native is not None
                 and type(result) in ENCODED_RESULTS
+                and not (type(result) is torch.Tensor and result.requires_grad)
                 and context_id in NO_CONTEXTS
                 and not (peer.is_self or peer.device_maps.moves_host_of_answers or shared_ranges)
             ):

@@ -75,6 +75,10 @@ def test_both_twins_make_the_same_answer(result: object, context_id: int) -> Non
     assert steps == (type(result) in ENCODED_RESULTS)
 
 
+def test_no_step_is_tried_for_a_tensor_that_requires_grad() -> None:
+    assert answer_by(native, torch.ones(2, requires_grad=True))[1] == 0
+
+
 class Plain:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Plain)
