@@ -113,8 +113,8 @@ sanitize: $(VENV)/.installed-fuzz
 	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
 	    tests/unit/serialize/test_values.py tests/unit/serialize/test_inline.py \
 	    tests/unit/transport/test_lease.py tests/unit/transport/test_link.py \
-	    tests/unit/transport/test_resumable.py \
-	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py
+	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
+	    tests/unit/transport/test_resumable.py
 	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames messages --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 

@@ -50,13 +50,13 @@ static PyMethodDef methods[] = {
     {"encode_tensors", tensors_encode, METH_O, "Returns small tensors as bytes, or None."},
     {"decode_tensors", (PyCFunction)(void (*)(void))tensors_decode, METH_FASTCALL,
      "Returns the tensors in a message, and their flags."},
+    {"decode_call", serve_decode_call, METH_O, "Returns the head of a call."},
+    {"decode_message", serve_decode_message, METH_VARARGS, "Returns a value, or NotImplemented."},
+    {"encode_result", serve_encode_result, METH_VARARGS, "Returns a reply, or None."},
     {"encode_values", (PyCFunction)(void (*)(void))values_encode, METH_FASTCALL,
      "Returns a value as bytes, or None."},
     {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL,
      "Returns the value of bytes."},
-    {"decode_call", serve_decode_call, METH_O, "Returns the head of a call."},
-    {"decode_message", serve_decode_message, METH_VARARGS, "Returns a value, or NotImplemented."},
-    {"encode_result", serve_encode_result, METH_VARARGS, "Returns a reply, or None."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -26,15 +26,15 @@ PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
+PyObject *serve_decode_call(PyObject *module, PyObject *control);
+PyObject *serve_decode_message(PyObject *module, PyObject *arguments);
+PyObject *serve_encode_result(PyObject *module, PyObject *arguments);
+
 int link_init(void);
 
 int values_init(void);
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
-
-PyObject *serve_decode_call(PyObject *module, PyObject *control);
-PyObject *serve_decode_message(PyObject *module, PyObject *arguments);
-PyObject *serve_encode_result(PyObject *module, PyObject *arguments);
 
 #endif

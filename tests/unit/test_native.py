@@ -165,39 +165,6 @@ def test_giving_up_and_failing_leak_nothing() -> None:
 
 
 @needs_native
-def test_tensors_hold_their_memory_and_nothing_else() -> None:
-    content = inline.encode([torch.arange(1000.0), torch.arange(1000.0).view(10, 100)[:, :99]])
-    assert content is not None
-    (whole, part), _ = inline.decode(content[0], 0)
-    del content
-    row = part[3]
-    del part
-    gc.collect()
-    torch.empty(5000).fill_(7.0)
-    assert torch.equal(whole, torch.arange(1000.0))
-    assert torch.equal(row, torch.arange(300.0, 399.0))
-    row += 1
-    assert whole.data_ptr() % 64 == 0
-
-
-@needs_native
-def test_a_list_that_changes_meanwhile_is_left_to_pickle() -> None:
-    shrinking: list[Any] = [object(), 1, 2, 3]
-    growing: dict[Any, Any] = {"a": object()}
-
-    def shrink(_: object) -> Any:
-        shrinking.clear()
-        return (1, 2, 3)
-
-    def grow(_: object) -> Any:
-        growing.update({str(number): number for number in range(100)})
-        return (1, 2, 3)
-
-    assert values.encode(shrinking, [], True, shrink) is None
-    assert values.encode(growing, [], True, grow) is None
-
-
-@needs_native
 def test_serving_calls_leaks_nothing() -> None:
     assert native is not None
     leaf, value = torch.ones(2, requires_grad=True), _every_kind()[:4]
@@ -228,3 +195,36 @@ def test_serving_calls_leaks_nothing() -> None:
                 native.decode_message(control[:size], start, end, 9, fail, fail)
 
     assert _rounds(run) < 2000
+
+
+@needs_native
+def test_tensors_hold_their_memory_and_nothing_else() -> None:
+    content = inline.encode([torch.arange(1000.0), torch.arange(1000.0).view(10, 100)[:, :99]])
+    assert content is not None
+    (whole, part), _ = inline.decode(content[0], 0)
+    del content
+    row = part[3]
+    del part
+    gc.collect()
+    torch.empty(5000).fill_(7.0)
+    assert torch.equal(whole, torch.arange(1000.0))
+    assert torch.equal(row, torch.arange(300.0, 399.0))
+    row += 1
+    assert whole.data_ptr() % 64 == 0
+
+
+@needs_native
+def test_a_list_that_changes_meanwhile_is_left_to_pickle() -> None:
+    shrinking: list[Any] = [object(), 1, 2, 3]
+    growing: dict[Any, Any] = {"a": object()}
+
+    def shrink(_: object) -> Any:
+        shrinking.clear()
+        return (1, 2, 3)
+
+    def grow(_: object) -> Any:
+        growing.update({str(number): number for number in range(100)})
+        return (1, 2, 3)
+
+    assert values.encode(shrinking, [], True, shrink) is None
+    assert values.encode(growing, [], True, grow) is None

@@ -113,7 +113,7 @@ class Reactor:
         self.on_queued: Callable[[], None] = lambda: None
         """Called when tasks begin to wait; must have ``help_if_stalled`` called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
-        """Called when a look at ``unarmed`` and ``held`` is due; must have it made soon."""
+        """Called when a look at what is unarmed or held is due; must have ``arm_if_left`` called."""
         self.held: dict[Any, Any] = {}
         """Output held back while short tasks run."""
         self.on_pause: Callable[[], None] = lambda: None
@@ -188,12 +188,8 @@ class Reactor:
         self._unarmed_count += 1
         self.unarmed[fd] = self._unarmed_count
         if not self._is_arming:  # Last: ``arm_if_left`` sees the entry, or this sees its end.
-            self.look_at_unarmed()
-
-    def look_at_unarmed(self) -> None:
-        """Has ``arm_if_left`` called soon, after a descriptor was left unarmed or output held."""
-        self._is_arming = True
-        self.on_unarmed()
+            self._is_arming = True
+            self.on_unarmed()
 
     def arm_all(self) -> None:
         """Arms all unarmed descriptors: this thread is about to take longer."""
@@ -208,7 +204,7 @@ class Reactor:
 
         Returns True for as long as calls arrive: waking the timer thread for each would cost more.
         """
-        self._is_arming = False  # First: what is left or held from now on may not be seen below.
+        self._is_arming = False  # First: what is left from now on may not be seen below.
         if self.held:
             self.on_pause()
         for fd, count in self._was_unarmed.items():

@@ -267,7 +267,7 @@ class Sender:
             if count >= _MOST_HELD:
                 link.flush()
             elif count == 1:
-                reactor.look_at_unarmed()  # The timer thread writes held answers, too.
+                reactor.on_unarmed()  # The timer thread writes held answers, too.
         except LinkClosed as error:
             self._lose(peer, str(error))
             raise self._lifetime.error_of(peer) from error

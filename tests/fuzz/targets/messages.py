@@ -30,16 +30,6 @@ from torchweft.wire.messages import (
 )
 
 
-def _call(data: memoryview) -> bytes:
-    if native is not None:
-        _check_twin(data)
-    remaining_s, creation, name, span, code, value = decode_call(data)
-    context_id, message_id, references, start, end = value
-    assert start <= end <= len(data)
-    head = (remaining_s, creation, context_id, message_id, name, span, code, references)
-    return encode_call(*head, bytes(data[start:end]), bytes(data[end:]))
-
-
 def _check_twin(data: memoryview) -> None:
     """Checks that the twin in C reads a call alike, and refuses it alike."""
     assert native is not None
@@ -65,6 +55,16 @@ def _value(data: memoryview) -> bytes:
         except Exception as error:
             raise refusal_of(error) or error from None
     return bytes(data)
+
+
+def _call(data: memoryview) -> bytes:
+    if native is not None:
+        _check_twin(data)
+    remaining_s, creation, name, span, code, value = decode_call(data)
+    context_id, message_id, references, start, end = value
+    assert start <= end <= len(data)
+    head = (remaining_s, creation, context_id, message_id, name, span, code, references)
+    return encode_call(*head, bytes(data[start:end]), bytes(data[end:]))
 
 
 def _reply(data: memoryview) -> bytes:
