@@ -113,7 +113,7 @@ class Reactor:
         self.on_queued: Callable[[], None] = lambda: None
         """Called when tasks begin to wait; must have ``help_if_stalled`` called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
-        """Called when a look at what is unarmed or held is due; must have ``arm_if_left`` called."""
+        """Called when descriptors or output begin to wait; ``arm_if_left`` must follow soon."""
         self.held: dict[Any, Any] = {}
         """Output held back while short tasks run."""
         self.on_pause: Callable[[], None] = lambda: None
