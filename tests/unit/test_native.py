@@ -103,6 +103,39 @@ def _every_kind() -> Any:
 
 
 @needs_native
+def test_serving_calls_leaks_nothing() -> None:
+    assert native is not None
+    leaf, value = torch.ones(2, requires_grad=True), _every_kind()[:4]
+    call = encode_call(math.inf, NO_CREATION, 0, 0, b"name" * 9, b"span", b"code", (), b"")
+    answer = native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
+    assert answer is not None
+    _, _, _, start, end = decode_reply(answer[HEADER_BYTES:])
+    control = answer[HEADER_BYTES:]
+
+    def fail(_: object) -> None:
+        raise RuntimeError("this program fails")
+
+    def run() -> None:
+        for results, expected in (((*value, leaf), None), ([object()], None), (leaf, None)):
+            assert native.encode_result(7, 0, results, True, 9, values.no_home) is expected
+        native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
+        with pytest.raises(RuntimeError, match="this program fails"):
+            native.encode_result(7, 0, [object()], True, 9, fail)
+        native.decode_call(call)
+        with pytest.raises(ProtocolError):
+            native.decode_call(call[:50])
+        for message in (control[:start], control[:start] + control[end:]):
+            native.decode_message(message, start, start, 9, fail, fail)
+        for most in (0, 9):
+            native.decode_message(control, start, end, most, fail, fail)
+        for size in (end - 3, len(control) - 3):
+            with pytest.raises(ProtocolError):
+                native.decode_message(control[:size], start, end, 9, fail, fail)
+
+    assert _rounds(run) < 2000
+
+
+@needs_native
 def test_encoding_and_decoding_leak_nothing() -> None:
     value = _every_kind()
 
@@ -160,39 +193,6 @@ def test_giving_up_and_failing_leak_nothing() -> None:
         assert values.encode(inner, [], True) is None
         with pytest.raises(RuntimeError, match="this program fails"):
             values.encode(inner, [], True, fail)
-
-    assert _rounds(run) < 2000
-
-
-@needs_native
-def test_serving_calls_leaks_nothing() -> None:
-    assert native is not None
-    leaf, value = torch.ones(2, requires_grad=True), _every_kind()[:4]
-    call = encode_call(math.inf, NO_CREATION, 0, 0, b"name" * 9, b"span", b"code", (), b"")
-    answer = native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
-    assert answer is not None
-    _, _, _, start, end = decode_reply(answer[HEADER_BYTES:])
-    control = answer[HEADER_BYTES:]
-
-    def fail(_: object) -> None:
-        raise RuntimeError("this program fails")
-
-    def run() -> None:
-        for results, expected in (((*value, leaf), None), ([object()], None), (leaf, None)):
-            assert native.encode_result(7, 0, results, True, 9, values.no_home) is expected
-        native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
-        with pytest.raises(RuntimeError, match="this program fails"):
-            native.encode_result(7, 0, [object()], True, 9, fail)
-        native.decode_call(call)
-        with pytest.raises(ProtocolError):
-            native.decode_call(call[:50])
-        for message in (control[:start], control[:start] + control[end:]):
-            native.decode_message(message, start, start, 9, fail, fail)
-        for most in (0, 9):
-            native.decode_message(control, start, end, most, fail, fail)
-        for size in (end - 3, len(control) - 3):
-            with pytest.raises(ProtocolError):
-                native.decode_message(control[:size], start, end, 9, fail, fail)
 
     assert _rounds(run) < 2000
 
