@@ -113,8 +113,9 @@ sanitize: $(VENV)/.installed-fuzz
 	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
 	    tests/unit/serialize/test_values.py tests/unit/serialize/test_inline.py \
 	    tests/unit/transport/test_lease.py tests/unit/transport/test_link.py \
+	    tests/unit/rpc/test_decoding.py tests/unit/rpc/test_replies.py \
 	    tests/unit/transport/test_resumable.py
-	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames --engine mutational \
+	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames messages --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end

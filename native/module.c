@@ -39,6 +39,7 @@ static int find_parts(void)
         keep("torch.nn", "Parameter", &library.parameter_type) ||
         keep("torch", "strided", &library.strided_layout) ||
         keep("torchweft.wire.frames", "Frame", &library.frame_type) ||
+        keep("torchweft.wire.messages", "decode_call", &library.decode_call) ||
         keep("collections", "OrderedDict", &library.ordered_dict))
         return -1;
     return find_dlpack(library.tensor_type);
@@ -50,6 +51,9 @@ static PyMethodDef methods[] = {
     {"encode_tensors", tensors_encode, METH_O, "Returns small tensors as bytes, or None."},
     {"decode_tensors", (PyCFunction)(void (*)(void))tensors_decode, METH_FASTCALL,
      "Returns the tensors in a message, and their flags."},
+    {"decode_call", serve_decode_call, METH_O, "Returns the head of a call."},
+    {"decode_message", serve_decode_message, METH_VARARGS, "Returns a value, or NotImplemented."},
+    {"encode_result", serve_encode_result, METH_VARARGS, "Returns a reply, or None."},
     {"encode_values", (PyCFunction)(void (*)(void))values_encode, METH_FASTCALL,
      "Returns a value as bytes, or None."},
     {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL,

@@ -14,6 +14,7 @@ typedef struct {
     const dlpack_api *dlpack;
     PyObject *tensor_type, *parameter_type, *strided_layout;
     PyObject *frame_type, *ordered_dict;
+    PyObject *decode_call; /* The plain twin. */
 } library_parts;
 
 extern library_parts library;
@@ -22,6 +23,10 @@ int tensors_init(void);
 PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+
+PyObject *serve_decode_call(PyObject *module, PyObject *control);
+PyObject *serve_decode_message(PyObject *module, PyObject *arguments);
+PyObject *serve_encode_result(PyObject *module, PyObject *arguments);
 
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);

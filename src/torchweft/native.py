@@ -71,6 +71,33 @@ class Native(Protocol):
     ) -> Any:
         """Does as ``value_reading.decode`` without a limit; NotImplemented for malformed bytes."""
 
+    def decode_call(self, control: Buffer, /) -> Any:
+        """Does as ``wire.messages.decode_call``."""
+
+    def decode_message(
+        self,
+        control: Buffer,
+        start: int,
+        end: int,
+        most_tensors: int,
+        resolve: Callable[[bytes], Any],
+        come_home: Callable[[ReferenceId], Any],
+        /,
+    ) -> Any:
+        """Does as ``Decoder.open`` in ``rpc.decoding``; NotImplemented for what it leaves to it."""
+
+    def encode_result(
+        self,
+        number: int,
+        context_id: int,
+        result: object,
+        main_by_name: bool,
+        most_tensors: int,
+        home_of: Callable[[Any], ReferenceId | None],
+        /,
+    ) -> bytes | None:
+        """Returns the ``REPLY`` of ``Replies.reply`` in ``rpc.worker``; None for what it leaves."""
+
 
 def _find() -> tuple[Native | None, str]:
     """Returns the module in C, if it is to be used, and why this twin was chosen."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,8 @@ import torchweft.native as loading
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.serialize import inline, value_reading, values
+from torchweft.wire.frames import HEADER_BYTES
+from torchweft.wire.messages import NO_CREATION, decode_reply, encode_call
 
 native = loading.native
 needs_native = pytest.mark.skipif(native is None, reason=loading.reason)
@@ -97,6 +100,39 @@ def _every_kind() -> Any:
         OrderedDict(a=1, b=[2]), torch.float32, torch.device("cpu"), torch.Size([2]), len,
         [torch.ones(2) for _ in range(40)], [[index] for index in range(40)],
     )  # fmt: skip
+
+
+@needs_native
+def test_serving_calls_leaks_nothing() -> None:
+    assert native is not None
+    leaf, value = torch.ones(2, requires_grad=True), _every_kind()[:4]
+    call = encode_call(math.inf, NO_CREATION, 0, 0, b"name" * 9, b"span", b"code", (), b"")
+    answer = native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
+    assert answer is not None
+    _, _, _, start, end = decode_reply(answer[HEADER_BYTES:])
+    control = answer[HEADER_BYTES:]
+
+    def fail(_: object) -> None:
+        raise RuntimeError("this program fails")
+
+    def run() -> None:
+        for results, expected in (((*value, leaf), None), ([object()], None), (leaf, None)):
+            assert native.encode_result(7, 0, results, True, 9, values.no_home) is expected
+        native.encode_result(7, 0, (*value, torch.ones(3)), True, 9, values.no_home)
+        with pytest.raises(RuntimeError, match="this program fails"):
+            native.encode_result(7, 0, [object()], True, 9, fail)
+        native.decode_call(call)
+        with pytest.raises(ProtocolError):
+            native.decode_call(call[:50])
+        for message in (control[:start], control[:start] + control[end:]):
+            native.decode_message(message, start, start, 9, fail, fail)
+        for most in (0, 9):
+            native.decode_message(control, start, end, most, fail, fail)
+        for size in (end - 3, len(control) - 3):
+            with pytest.raises(ProtocolError):
+                native.decode_message(control[:size], start, end, 9, fail, fail)
+
+    assert _rounds(run) < 2000
 
 
 @needs_native

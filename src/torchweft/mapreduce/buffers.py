@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torchweft.mapreduce import trees
-from torchweft.rpc.functions import is_async_execution
+from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.serialize.functions import describe
 
 _WANTED = "torchweft buffers"
@@ -52,7 +52,7 @@ class Buffers:
     def __init__(self, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self._modules = _modules_in(function, args, kwargs)
         self.are_any = any(True for module in self._modules for _ in module.buffers())
-        if self.are_any and is_async_execution(function):
+        if self.are_any and hasattr(function, ASYNC_MARK):
             self.are_any = False
             if any(module.training for module in self._modules):
                 warnings.warn(

@@ -24,7 +24,7 @@ from torchweft.mapreduce.buffers import Buffers
 from torchweft.mapreduce.parts import Cut, Error, Part, with_note
 from torchweft.mapreduce.shared import Slot
 from torchweft.rpc import RRef
-from torchweft.rpc.functions import is_async_execution
+from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker
 from torchweft.serialize.functions import describe, name_of
 from torchweft.serialize.objects import Packed
@@ -134,7 +134,7 @@ def make_plan(
     me = worker.agent.me
     fan_out = max(knobs.FAN_OUT.get(), 1)
     name = describe(function)
-    is_async = is_async_execution(function) or inspect.iscoroutinefunction(function)
+    is_async = hasattr(function, ASYNC_MARK) or inspect.iscoroutinefunction(function)
     whole = [(part[1], part[2]) for part in cut.parts]
     if buffers.are_any:
         function = buffers.watched(function)

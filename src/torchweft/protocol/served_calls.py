@@ -211,7 +211,7 @@ class AnsweredCall(ServedCall, ABC):
             self.worker.unfinished.add(self)
             return True
         self.deadline_s = self.arrived_s + remaining_s
-        if super().is_unwanted(now_s):
+        if ServedCall.is_unwanted(self, now_s):
             self.end()
             return False
         return True

@@ -13,22 +13,28 @@ from torchweft.autograd.contexts import Context, Contexts
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
+from torchweft.native import native
 from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, separated
+from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, STRIDED, separated
 from torchweft.serialize.tensors import too_many
-from torchweft.serialize.value_reading import decode, unfolded_limit
+from torchweft.serialize.value_reading import decode, refusal_of, unfolded_limit
 from torchweft.serialize.values import PICKLE
 from torchweft.threads import device_streams
+from torchweft.wire import messages
 from torchweft.wire.frames import Buffer
-from torchweft.wire.messages import NO_GRAD, HandedReference, ValueHead
+from torchweft.wire.messages import NO_CONTEXTS, NO_GRAD, HandedReference, ValueHead
 from torchweft.worker.agent import Agent
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
 from torchweft.worker.tensor_messages import LocalMessage, TensorMessage
+
+_USUAL_FLAGS = (0, STRIDED)
+"""Flags of a tensor that needs no closer look; those of the first one stand behind its dtype."""
+decode_call = messages.decode_call if native is None else native.decode_call
 
 
 class Decoder:
@@ -68,6 +74,7 @@ class Decoder:
         self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
         self._is_strict = reader.is_strict
         self._take_home = self._come_home
+        self._decode = None if native is None or reader.is_strict else native.decode_message
 
     def open(
         self,
@@ -87,6 +94,24 @@ class Decoder:
             is_answer: Whether it is the result of a call.
         """
         context_id, message_id, references, start, end = head
+        if (
+            self._decode is not None
+            and message is None
+            and not (message_id or references)
+            and context_id in NO_CONTEXTS
+            and (start == end or control[start] != PICKLE)
+            and (end + 1 >= len(control) or control[end + 1] in _USUAL_FLAGS)
+        ):
+            try:
+                limit, resolve, take_home = self._tensor_limit, self._resolve_value, self._take_home
+                value = self._decode(control, start, end, limit, resolve, take_home)
+            except Exception as error:
+                refusal = refusal_of(error)
+                if refusal is None:
+                    raise
+                raise refusal from None
+            if value is not NotImplemented:
+                return value
         if message_id and message_id >> WORKER_SHIFT != peer.id:
             raise self._not_its_own(peer, message_id)
         externals: Sequence[object] = ()

@@ -217,9 +217,9 @@ def own_copy(
     return copy.requires_grad_(tensor.requires_grad)
 
 
-_ENCODED = frozenset(
+ENCODED_RESULTS = frozenset(
     {bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, OrderedDict}
-    | {torch.Size, torch.dtype, torch.device, Parameter}
+    | {torch.Size, torch.dtype, torch.device, Tensor, Parameter, type(None)}
 )
 """Types of results that go without pickle where they can."""
 _OWN = b"torchweft."
@@ -463,7 +463,7 @@ class Encoder:
                 return b"", [result], (), inlined
         elif result is None:
             return b"", [], (), NO_TENSORS
-        elif kind in _ENCODED:
+        elif kind in ENCODED_RESULTS and kind is not Tensor:
             tensors: list[Tensor] = []
             payload = encode(result, tensors, peer.main_by_name)
             if payload is not None:

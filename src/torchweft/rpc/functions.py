@@ -18,7 +18,8 @@ __all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", 
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MARK = "_wrapped_async_rpc_function"
+ASYNC_MARK = "_wrapped_async_rpc_function"
+"""The attribute by which a function is known that ``async_execution`` has marked."""
 
 _HOMES = {
     "BatchStatistics": "torchweft.rpc.batching.queue",
@@ -53,7 +54,7 @@ def async_execution(
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> torch.futures.Future[T]:
         return fn(*args, **kwargs)
 
-    setattr(wrapper, _MARK, fn)
+    setattr(wrapper, ASYNC_MARK, fn)
     if isinstance(fn, torch.jit.ScriptFunction):
         _name_after(wrapper, fn)
     return wrapper
@@ -64,8 +65,3 @@ def _name_after(wrapper: Any, function: Any) -> None:
     qualified = str(function.qualified_name).removeprefix("__torch__.")
     module, _, name = qualified.rpartition(".")
     wrapper.__module__, wrapper.__name__, wrapper.__qualname__ = module or "__main__", name, name
-
-
-def is_async_execution(function: Callable[..., Any]) -> bool:
-    """Whether ``async_execution`` marked the function."""
-    return hasattr(function, _MARK)

@@ -18,10 +18,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchweft.errors import ConfigurationError, ProtocolError
+from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import Worker
 from torchweft.threads.waits import Parts
 from torchweft.wire.frames import Frame
-from torchweft.wire.messages import TABLES, Kind, decode_call
+from torchweft.wire.messages import TABLES, Kind
 from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import Spins, Wanted, kinds_of
 from torchweft.worker.peers import Peer
@@ -188,7 +189,7 @@ class Listener:
             return
         link = peer.link
         assert link is not None
-        agent.reactor.take_unarmed(link.read_fd)
+        agent.reactor.unarmed.pop(link.read_fd, 0)
         taken: list[tuple[Peer, Frame]] = []
         self._waiting = threading.get_ident()
         try:
@@ -215,7 +216,7 @@ class Listener:
         reactor = self._agent.reactor
         while self._unarmed:
             fd = self._unarmed.pop()
-            if reactor.take_unarmed(fd):
+            if reactor.unarmed.pop(fd, 0):
                 reactor.resume_reading(fd)
 
     def close(self) -> None:

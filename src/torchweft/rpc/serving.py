@@ -26,7 +26,8 @@ from torchweft.protocol import calls
 from torchweft.protocol.observing.keys import call_key, making_key, reference_key
 from torchweft.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN, reference_in
-from torchweft.rpc.functions import is_async_execution
+from torchweft.rpc.decoding import decode_call
+from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.exceptions import pack_error, unpack_error
 from torchweft.serialize.functions import describe, resolve
@@ -35,13 +36,7 @@ from torchweft.serialize.value_pickling import Code, received
 from torchweft.serialize.values import split_names
 from torchweft.threads import device_streams
 from torchweft.threads.reports import log_exception
-from torchweft.wire.messages import (
-    NAMED,
-    NO_GRAD,
-    TABLES,
-    ValueHead,
-    decode_call,
-)
+from torchweft.wire.messages import NAMED, NO_GRAD, TABLES, ValueHead
 from torchweft.worker.calls import current_call
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import OwnedValue
@@ -124,7 +119,7 @@ def settle(
     Never raises: an error from the computed attributes of a callable becomes the outcome.
     """
     try:
-        if is_async_execution(function):
+        if hasattr(function, ASYNC_MARK):
             _finish_with_future(worker, function, result, call)
         elif isinstance(result, CoroutineType):
             cancel = worker.coroutines.run(result, context_id, call)

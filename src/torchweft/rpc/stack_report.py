@@ -31,14 +31,12 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import SimpleRequest, function_name
 from torchweft.protocol.served_calls import ServedCall
+from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.threads.interrupts import all_stacks
 from torchweft.threads.reactor import Reactor
 from torchweft.wire.frames import Buffer, Frame, encode_frame
-from torchweft.wire.messages import (
-    Kind,
-    decode_call,
-)
+from torchweft.wire.messages import Kind
 from torchweft.worker.calls import PendingCall
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer

@@ -16,31 +16,36 @@ from typing import Any
 
 import torch
 
+from torchweft import knobs
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.autograd.passes import PassWatcher
 from torchweft.errors import NotInitialized, ProtocolError, SerializationError
 from torchweft.ids import ReferenceId
+from torchweft.native import native
 from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.encoding import Encoder, reply_by_tables
+from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder, reply_by_tables
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.serialize.exceptions import pack_error, unpack_error
+from torchweft.serialize.inline import shared_ranges
 from torchweft.serialize.objects import Packed
 from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.serialize.values import no_home
 from torchweft.threads.reports import log_exception
 from torchweft.threads.thread_modes import (
     has_dispatch_modes,
     has_function_modes,
     plain_operations,
 )
-from torchweft.wire.frames import Frame, encode_frame
+from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
+    NO_CONTEXTS,
     TABLES,
     HandedReference,
     Kind,
@@ -124,6 +129,7 @@ class Replies:
         self._agent = agent
         self._encoder = encoder
         self._tensor_messages = tensor_messages
+        self._tensor_limit = knobs.TENSOR_LIMIT.get()
         self.has_left = False
         """Whether this process has left its group, though it may still serve for a moment."""
         self.on_failure: Callable[[Peer, BaseException], None] | None = None
@@ -133,26 +139,39 @@ class Replies:
         """Sends the result of a call, or an error if the result cannot be serialized."""
         handed: Sequence[HandedReference] = ()
         message_id = 0
+        answer: Buffer | None = None
         try:
-            payload, tensors, externals, inlined = self._encoder.packed_result(peer, result)
-            if context_id or inlined is None or inlined[1]:
-                context_id, message_id = self._encoder.record_send(context_id, tensors, peer, True)
-            if externals:
-                handed = self._encoder.hand_on(externals, peer)
-            if inlined is not None:
-                control = encode_reply(context_id, message_id, handed, payload, inlined[0])
-                (answer,) = encode_frame(Kind.REPLY, 0, number, control)
-            else:
-                packed = Packed(payload, tensors, list(externals))
-                message = reply_by_tables(
-                    self._tensor_messages, peer, number, context_id, message_id, packed, handed
-                )
+            if (
+                native is not None
+                and type(result) in ENCODED_RESULTS
+                and not (type(result) is torch.Tensor and result.requires_grad)
+                and context_id in NO_CONTEXTS
+                and not (peer.is_self or peer.device_maps.moves_host_of_answers or shared_ranges)
+            ):
+                by_name, most = peer.main_by_name, self._tensor_limit
+                answer = native.encode_result(number, context_id, result, by_name, most, no_home)
+            if answer is None:
+                payload, tensors, externals, inlined = self._encoder.packed_result(peer, result)
+                if context_id or inlined is None or inlined[1]:
+                    context_id, message_id = self._encoder.record_send(
+                        context_id, tensors, peer, True
+                    )
+                if externals:
+                    handed = self._encoder.hand_on(externals, peer)
+                if inlined is not None:
+                    control = encode_reply(context_id, message_id, handed, payload, inlined[0])
+                    (answer,) = encode_frame(Kind.REPLY, 0, number, control)
+                else:
+                    packed = Packed(payload, tensors, list(externals))
+                    message = reply_by_tables(
+                        self._tensor_messages, peer, number, context_id, message_id, packed, handed
+                    )
         except BaseException as error:  # The result's own code may even exit.
             self._encoder.take_back(peer, handed, message_id)
             self.reply_error(peer, number, error)
             return
         try:
-            if inlined is not None:
+            if answer is not None:
                 self._agent.sender.answer(peer, answer)
             else:
                 self._agent.sender.send(peer, message)

@@ -208,16 +208,22 @@ def decode(
                 return made
         decoder = _Decoder(bytes(payload), tensors, externals, resolve, come_home, limit_bytes)
         value = decoder.read()
-    except WeftError:
-        raise
     except Exception as error:
-        if is_of_handler(error):
+        refusal = refusal_of(error)
+        if refusal is None:
             raise
-        raise ProtocolError(f"a message is malformed: {type(error).__name__}: {error}") from None
+        raise refusal from None
     left = len(payload) - decoder.position
     if left:
         raise ProtocolError(f"a message has {left} bytes too many")
     return value
+
+
+def refusal_of(error: Exception) -> ProtocolError | None:
+    """Returns the error for bytes that cannot be read; None if ``error`` itself tells the cause."""
+    if isinstance(error, WeftError) or is_of_handler(error):
+        return None
+    return ProtocolError(f"a message is malformed: {type(error).__name__}: {error}")
 
 
 class _Decoder:

@@ -91,7 +91,10 @@ class Reactor:
         """Where its threads wait for events."""
         self._handlers: dict[int, Callable[[], None]] = {}
         self.unarmed: dict[int, int] = {}
-        """Descriptors that were left unarmed, for their handlers or the timer thread."""
+        """Descriptors that were left unarmed, for their handlers or the timer thread. Whoever takes
+        one out must arm it."""
+        self._is_arming = False
+        """Whether ``arm_if_left`` is due."""
         self._was_unarmed: dict[int, int] = {}
         self._unarmed_count = self._last_count = 0
         self._lock = threading.RLock()
@@ -110,7 +113,7 @@ class Reactor:
         self.on_queued: Callable[[], None] = lambda: None
         """Called when tasks begin to wait; must have ``help_if_stalled`` called soon."""
         self.on_unarmed: Callable[[], None] = lambda: None
-        """Called when a descriptor is left unarmed; must have ``arm_if_left`` called soon."""
+        """Called when descriptors or output begin to wait; ``arm_if_left`` must follow soon."""
         self.held: dict[Any, Any] = {}
         """Output held back while short tasks run."""
         self.on_pause: Callable[[], None] = lambda: None
@@ -184,18 +187,16 @@ class Reactor:
         """Leaves the arming of ``fd`` to its handler, which is called again after the tasks."""
         self._unarmed_count += 1
         self.unarmed[fd] = self._unarmed_count
-        self.on_unarmed()  # Always, and last: other entries may be taken at any moment.
-
-    def take_unarmed(self, fd: int) -> bool:
-        """Returns whether ``fd`` is still unarmed; if so, the caller must arm it."""
-        return self.unarmed.pop(fd, None) is not None
+        if not self._is_arming:  # Last: ``arm_if_left`` sees the entry, or this sees its end.
+            self._is_arming = True
+            self.on_unarmed()
 
     def arm_all(self) -> None:
         """Arms all unarmed descriptors: this thread is about to take longer."""
         if self.held:
             self.on_pause()
         for fd in self.unarmed.copy():
-            if self.take_unarmed(fd):
+            if self.unarmed.pop(fd, 0):
                 self.resume_reading(fd)
 
     def arm_if_left(self) -> bool:
@@ -203,15 +204,19 @@ class Reactor:
 
         Returns True for as long as calls arrive: waking the timer thread for each would cost more.
         """
+        self._is_arming = False  # First: what is left from now on may not be seen below.
         if self.held:
             self.on_pause()
         for fd, count in self._was_unarmed.items():
             # A different count means that it was taken and left again since.
-            if self.unarmed.get(fd) == count and self.take_unarmed(fd):
+            if self.unarmed.get(fd) == count and self.unarmed.pop(fd, 0):
                 self.resume_reading(fd)
         last_count, self._last_count = self._last_count, self._unarmed_count
         self._was_unarmed = self.unarmed.copy()
-        return bool(self._was_unarmed) or last_count != self._last_count
+        looks_again = bool(self._was_unarmed) or last_count != self._last_count
+        if looks_again:
+            self._is_arming = True
+        return looks_again
 
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
@@ -240,7 +245,7 @@ class Reactor:
     def forget(self, fd: int) -> None:
         """Stops watching ``fd``, before it is closed."""
         self._handlers.pop(fd, None)
-        self.unarmed.pop(fd, None)
+        self.unarmed.pop(fd, 0)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
 
@@ -385,7 +390,7 @@ class Reactor:
                 # Also if other threads have taken the tasks.
                 while is_needed and fd in self.unarmed and fd in self._handlers:
                     is_needed = self._handle(fd)
-                if not is_needed and self.take_unarmed(fd):
+                if not is_needed and self.unarmed.pop(fd, 0):
                     self.resume_reading(fd)
         with self._lock:
             self._threads.discard(threading.current_thread())
@@ -398,7 +403,7 @@ class Reactor:
                 handler()
             except BaseException:
                 log_exception("an event could not be handled")
-                if self.take_unarmed(fd):
+                if self.unarmed.pop(fd, 0):
                     self.resume_reading(fd)
         return not (self.tasks.ready or self.urgent) or self._work()
 

@@ -226,6 +226,10 @@ class Link:
         self.write_fd = self._write_socket.fileno()
         self.native: Any = None if is_plain else self._new_native(peer)
         self._stream: Any = self.native or PlainStream(connection, self._keeps)
+        self.claim: Callable[[], bool] = self._stream.claim
+        """Takes the right to read, for a thread of the reactor; returns whether it was free."""
+        self.unclaim: Callable[[], None] = self._stream.unclaim
+        """Gives up the right to read."""
 
     def _new_native(self, peer: object) -> Any:
         assert native is not None
@@ -367,14 +371,6 @@ class Link:
 
     # Reading
 
-    def claim(self) -> bool:
-        """Takes the right to read, for a thread of the reactor; returns whether it was free."""
-        return bool(self._stream.claim())
-
-    def unclaim(self) -> None:
-        """Gives up the right to read."""
-        self._stream.unclaim()
-
     def receive(self, *, may_block: bool, may_spin: bool = False) -> None:
         """Receives what has arrived, and appends the complete frames to ``incoming``.
 
@@ -393,20 +389,21 @@ class Link:
             self._receive_parsed(may_block)
             return
         if not connection.is_large:
-            self._read(may_spin)
-        elif not self.parser.is_idle:
+            try:
+                count = connection.read(may_spin)
+            except OSError as error:
+                raise LinkClosed(str(error)) from error
+            if not connection.is_large:
+                if count is None:
+                    raise LinkClosed(
+                        "the connection is closed" if self._is_closed else "end of file"
+                    )
+                return
+        if self.parser.is_idle:
+            self._begin_large(connection.take_data())
+        else:
             self._receive_parsed(may_block)
             connection.is_large = not self.parser.is_idle
-        if connection.is_large and self.parser.is_idle:
-            self._begin_large(connection.take_data())
-
-    def _read(self, may_spin: bool) -> None:
-        try:
-            count = self.native.read(may_spin)
-        except OSError as error:
-            raise LinkClosed(str(error)) from error
-        if count is None and not self.native.is_large:
-            raise LinkClosed("the connection is closed" if self._is_closed else "end of file")
 
     def _begin_large(self, data: bytes) -> None:
         """Has the parser in Python take over at a frame of which some bytes have arrived."""
@@ -422,7 +419,7 @@ class Link:
     def _receive_parsed(self, may_block: bool) -> None:
         flags: int = _DONTWAIT
         if may_block:
-            flags = self._all_flags if self.parser.is_within_large else 0
+            flags = self._all_flags if self.parser.large is not None else 0
         size = self._receive_some(flags)
         while size:
             self.incoming.extend(self.parser.received(size))

@@ -92,12 +92,13 @@ class FrameParser:
         self._whole_view = [self._view]
         self._start = 0
         self._end = 0
-        self._large: _LargeFrame | None = None
+        self.large: _LargeFrame | None = None
+        """The frame, if any, whose rest ``space()`` is: it is received into its own memory."""
 
     def space(self) -> list[memoryview]:
         """Returns the memory to receive the next bytes into, in order; never empty."""
-        if self._large is not None:
-            return self._large.missing
+        if self.large is not None:
+            return self.large.missing
         if not self._end:
             return self._whole_view
         return [self._view[self._end :]]
@@ -105,12 +106,7 @@ class FrameParser:
     @property
     def is_idle(self) -> bool:
         """Whether no frame has begun."""
-        return self._large is None and not self._end
-
-    @property
-    def is_within_large(self) -> bool:
-        """Whether ``space()`` is the rest of a frame that is received into its own memory."""
-        return self._large is not None
+        return self.large is None and not self._end
 
     def received(self, size_bytes: int) -> list[Frame]:
         """Notes ``size_bytes`` received into ``space()``; returns the frames now complete.
@@ -118,10 +114,10 @@ class FrameParser:
         Raises:
             ProtocolError: A frame exceeds the limits. The connection is then unusable.
         """
-        if self._large is not None:
-            if not self._large.fill(size_bytes):
+        if self.large is not None:
+            if not self.large.fill(size_bytes):
                 return []
-            frame, self._large = self._large.frame(), None
+            frame, self.large = self.large.frame(), None
             return [frame]
         self._end += size_bytes
         frames: list[Frame] = []
@@ -194,7 +190,7 @@ class FrameParser:
             part[:size] = arrived[:size]
             arrived = arrived[size:]
             large.fill(size)
-        self._large = large
+        self.large = large
         return self._end - self._start
 
     def _compact(self) -> None:

@@ -103,6 +103,8 @@ thirty-second of its limit is left for heads and tables."""
 NO_CREATION = -1
 NO_GRAD = (1 << 64) - 1
 """In place of a context's number: the caller wants no graph of arguments and result."""
+NO_CONTEXTS = (0, NO_GRAD)
+"""In place of a context's number where there is none."""
 _NUMBER_LIMIT = 1 << 63
 """All other numbers are less: they stand in signed fields of other messages."""
 MAX_SPAN_BYTES = 8192

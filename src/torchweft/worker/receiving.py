@@ -123,7 +123,8 @@ class Receiver:
                 self._reactor.tasks.append((handler, peer, frame), peer.id)
                 return
             call = take_up(peer, frame, monotonic())
-            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_of(frame)):
+            size_bytes = sum(map(len, frame.buffers), len(frame.control))
+            if not self._reactor.tasks.offer((handler, peer, call), peer.id, size_bytes):
                 self._reactor.urgent.append((self._refuse, peer, call))
             return
         try:
@@ -154,21 +155,41 @@ class Receiver:
     # Reading
 
     def read(
-        self, peer: Peer, link: Link, *, may_block: bool = False, may_spin: bool = False
+        self,
+        peer: Peer,
+        link: Link,
+        *,
+        may_receive: bool = True,
+        may_block: bool = False,
+        may_spin: bool = False,
     ) -> None:
-        """Receives data, and handles complete frames. The caller has claimed the link.
+        """Receives data, and handles complete frames unless another thread does so now.
 
         Args:
             peer: The sender.
             link: The connection.
+            may_receive: Whether the caller has claimed the link; else only handles what was read.
             may_block: Whether to wait for a moment if no data is there.
             may_spin: Whether to look for data again and again for a moment, where that pays.
         """
+        incoming = link.incoming
         try:
             try:
-                link.receive(may_block=may_block, may_spin=may_spin)
+                if may_receive:
+                    link.receive(may_block=may_block, may_spin=may_spin)
             finally:
-                self.handle(peer, link)
+                while incoming and link.handling.acquire(False):
+                    try:
+                        while incoming:
+                            frame = incoming.popleft()
+                            if link.watcher is not None:
+                                link.watcher.received(frame)
+                            self.dispatch(peer, frame)
+                    except ProtocolError:
+                        incoming.clear()
+                        raise
+                    finally:
+                        link.handling.release()
         except LinkClosed as error:
             with link.handling:  # Another thread may be handling what came before the end.
                 pass
@@ -177,26 +198,6 @@ class Receiver:
             self.turn_away(peer, error)
         except MemoryError:
             self._lose(peer, "there is no memory for a message of it")
-
-    def handle(self, peer: Peer, link: Link) -> None:
-        """Handles the frames that were read, unless another thread does so now.
-
-        Raises:
-            ProtocolError: A message violates the protocol; the rest is dropped.
-        """
-        incoming = link.incoming
-        while incoming and link.handling.acquire(False):
-            try:
-                while incoming:
-                    frame = incoming.popleft()
-                    if link.watcher is not None:
-                        link.watcher.received(frame)
-                    self.dispatch(peer, frame)
-            except ProtocolError:
-                incoming.clear()
-                raise
-            finally:
-                link.handling.release()
 
     def hear_last(self, peer: Peer, link: Link) -> None:
         """Handles what a worker has sent before its connection ended: it may tell why.
@@ -227,17 +228,13 @@ class Receiver:
     def take_over(self, peer: Peer, link: Link) -> None:
         """Handles what a waiting thread has read, and reads on; a task."""
         link.native.is_handed_over = False  # First: what comes from now on needs another look.
-        if link.claim():
-            try:
-                self.read(peer, link)
-            finally:
+        may_receive = link.claim()
+        try:
+            self.read(peer, link, may_receive=may_receive)
+        finally:
+            if may_receive:
                 link.unclaim()
                 self._reactor.resume_reading(link.read_fd)
-        else:
-            try:
-                self.handle(peer, link)
-            except ProtocolError as error:
-                self.turn_away(peer, error)
 
     def turn_away(self, peer: Peer, error: ProtocolError) -> None:
         """Declares a worker lost that violated the protocol."""
@@ -250,7 +247,7 @@ class Receiver:
         In the second case it looks for the next request for a moment.
         """
         reactor, fd = self._reactor, link.read_fd
-        has_run_tasks = reactor.take_unarmed(fd)
+        has_run_tasks = bool(reactor.unarmed.pop(fd, 0))
         # After answers only, other threads of this worker go on and need the interpreter lock.
         if (has_run_tasks and not link.brought_tasks) or not link.claim():
             if has_run_tasks:
@@ -258,7 +255,7 @@ class Receiver:
             return  # A waiting thread that reads this link arms it again when it is done.
         try:
             self.read(peer, link, may_spin=has_run_tasks)
-            if link.parser.is_within_large and reactor.begin_read():
+            if link.parser.large is not None and reactor.begin_read():
                 try:
                     self._read_rest(peer, link)
                 finally:
@@ -277,7 +274,7 @@ class Receiver:
         Ends earlier if no byte arrives within a tick.
         """
         bytes_received = -1
-        while link.parser.is_within_large and link.bytes_received != bytes_received:
+        while link.parser.large is not None and link.bytes_received != bytes_received:
             bytes_received = link.bytes_received
             self.read(peer, link, may_block=True)
 
@@ -288,10 +285,3 @@ def _check(check: entitlement.Check, me: int, peer: Peer, frame: Frame) -> None:
 
 def _ignore(peer: Peer, message: object) -> None:
     """Does nothing: no handler is registered yet."""
-
-
-def size_of(frame: Frame) -> int:
-    """Returns the bytes that a waiting frame takes."""
-    if not frame.buffers:
-        return len(frame.control)
-    return len(frame.control) + sum([len(buffer) for buffer in frame.buffers])

@@ -5,9 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import torch
+
 from tests.fuzz.target import Target
-from torchweft.errors import ProtocolError
+from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import ReferenceId
+from torchweft.native import native
+from torchweft.serialize.inline import encode as encode_tensors
+from torchweft.serialize.value_reading import refusal_of, refuse_home
+from torchweft.serialize.values import encode as encode_value
 from torchweft.wire.messages import (
     NO_CREATION,
     HandedReference,
@@ -24,7 +30,36 @@ from torchweft.wire.messages import (
 )
 
 
+def _check_twin(data: memoryview) -> None:
+    """Checks that the twin in C reads a call alike, and refuses it alike."""
+    assert native is not None
+    found: list[object] = []
+    for decode in (decode_call, native.decode_call):
+        try:
+            found.append(decode(data))
+        except ProtocolError as error:
+            found.append(str(error))
+    assert found[0] == found[1], "the twins differ"
+
+
+def _resolve(name: bytes) -> object:
+    return _value
+
+
+def _value(data: memoryview) -> bytes:
+    """Reads a value and its tensors in one step; the first byte is the size of the payload."""
+    if native is not None and data:
+        end = min(1 + data[0], len(data))
+        try:
+            native.decode_message(data, 1, end, 100, _resolve, refuse_home)
+        except Exception as error:
+            raise refusal_of(error) or error from None
+    return bytes(data)
+
+
 def _call(data: memoryview) -> bytes:
+    if native is not None:
+        _check_twin(data)
     remaining_s, creation, name, span, code, value = decode_call(data)
     context_id, message_id, references, start, end = value
     assert start <= end <= len(data)
@@ -58,6 +93,7 @@ _TRIPS: tuple[Callable[[memoryview], bytes], ...] = (
     _reply,
     lambda data: encode_ints(*decode_ints(data)),
     _step,
+    _value,
 )
 
 
@@ -68,10 +104,19 @@ def run(data: bytes) -> Exception | None:
     trip, message = _TRIPS[data[0] % len(_TRIPS)], data[1:]
     try:
         again = trip(memoryview(message))
-    except ProtocolError as error:
+    except WeftError as error:
         return error
     assert again == message, "something was made up"
     return None
+
+
+def _value_seed(value: object) -> bytes:
+    tensors: list[torch.Tensor] = []
+    payload = encode_value(value, tensors, True)
+    inlined = encode_tensors(tensors)
+    assert payload is not None
+    assert inlined is not None
+    return bytes([5, len(payload)]) + payload + inlined[0]
 
 
 def seeds() -> list[bytes]:
@@ -91,6 +136,8 @@ def seeds() -> list[bytes]:
         b"\2" + encode_reply(0, 0, (), b""),
         b"\3" + encode_ints(1, -1, 1 << 62),
         b"\3" + encode_ints(),
+        _value_seed(3),
+        _value_seed(("text", {1: [2.5, None]}, torch.ones(2), torch.ones(3, 2).t())),
         b"\4" + encode_ints(1, 0),
         b"\4" + encode_ints(6, 2, 2, 3) + encode_texts(["end of file", ""]),
     ]

@@ -303,7 +303,7 @@ def test_a_descriptor_that_its_handler_leaves_unarmed_is_handled_again_after_the
     done = threading.Event()
 
     def handle() -> None:
-        was_left = reactor.take_unarmed(ours.fileno())
+        was_left = bool(reactor.unarmed.pop(ours.fileno(), 0))
         order.append(f"handler {was_left}")
         if was_left:
             done.set()
@@ -417,3 +417,28 @@ def test_nothing_is_written_to_a_descriptor_that_another_file_has_got_since() ->
     with nothing_is_written():
         reactor.submit(lambda *_: None)
         reactor.begin_wait()
+
+
+def test_a_descriptor_that_is_left_unarmed_during_a_look_is_seen_by_another_look() -> None:
+    class Unarmed(dict[int, int]):
+        """Lets a descriptor be left unarmed as soon as the look has taken its copy."""
+
+        def copy(self) -> dict[int, int]:
+            found = super().copy()
+            if not self:
+                reactor.leave_unarmed(1)
+            return found
+
+    looks: list[str] = []
+    reactor = Reactor("test", 1, empty_queue())
+    reactor.on_unarmed = lambda: looks.append("asked")
+    reactor.unarmed = Unarmed()
+    try:
+        assert not reactor.arm_if_left()
+        assert looks == ["asked"]
+        assert reactor.arm_if_left()  # It is the first look that sees the descriptor.
+        reactor.leave_unarmed(1)
+        assert looks == ["asked"]  # The look that is due sees it, too.
+        reactor.forget(1)
+    finally:
+        assert reactor.close(LIMIT_S) == []

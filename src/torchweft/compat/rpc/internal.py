@@ -20,7 +20,7 @@ from torch.futures import Future
 
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallCancelled, NotAllowed, ProtocolError, SerializationError
-from torchweft.rpc.functions import async_execution, is_async_execution
+from torchweft.rpc.functions import ASYNC_MARK, async_execution
 from torchweft.rpc.profiler_events import RPCExecMode
 from torchweft.rpc.profiler_events import build_key as _build_rpc_profiling_key
 from torchweft.rpc.worker import current_worker
@@ -176,7 +176,7 @@ def run_pickled(binary: bytes, tensors: Sequence[Tensor], references: list[Any])
     with references_beside(references):
         call = deserialize(binary, tensors)
     result = call.func(*call.args, **call.kwargs)
-    if is_async_execution(call.func):
+    if hasattr(call.func, ASYNC_MARK):
         return result  # type: ignore[no-any-return]
     done: Future[Any] = torch.futures.Future()
     if not isinstance(result, CoroutineType):

@@ -1,0 +1,116 @@
+/* The usual case of a served call: the head of a CALL, the value in a message, and a whole REPLY.
+ *
+ * Everything else, and whatever is malformed, is left to the plain twins in wire/messages.py,
+ * rpc/decoding.py and rpc/worker.py; the layouts are in wire/frames.py and wire/messages.py.
+ */
+#include "native.h"
+
+#include <stdbool.h>
+
+enum { REPLY = 4, REPLY_HEAD_BYTES = 24 };
+static const size_t PAYLOAD_LIMIT_BYTES = (size_t)31 << 26; /* As in messages.py. */
+
+typedef struct {
+    double remaining_s;
+    long long creation;
+    unsigned long long context_id, message_id;
+    uint16_t name, span;
+    uint32_t code, references, payload;
+} call_head;
+_Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head of a CALL");
+
+/* decode_call(control) -> the head of a CALL, as messages.decode_call returns it. */
+PyObject *serve_decode_call(PyObject *Py_UNUSED(module), PyObject *control)
+{
+    Py_buffer data;
+    call_head head = {.references = 1}; /* Too short, it is as unusual as one with references. */
+    PyObject *made = NULL;
+    if (PyObject_GetBuffer(control, &data, PyBUF_SIMPLE))
+        return NULL;
+    if ((size_t)data.len >= sizeof head)
+        memcpy(&head, data.buf, sizeof head);
+    Py_ssize_t name = head.name, span = head.span, code = head.code;
+    Py_ssize_t start = (Py_ssize_t)sizeof head + name + span + code, end = start + head.payload;
+    bool is_usual = head.references == 0 && end <= data.len && head.creation >= -1 &&
+                    head.remaining_s == head.remaining_s && !(head.message_id >> 63) &&
+                    (!(head.context_id >> 63) || head.context_id == UINT64_MAX);
+    if (is_usual) {
+        const char *at = (const char *)data.buf + sizeof head;
+        made = Py_BuildValue("dLy#y#y#(KK()nn)", head.remaining_s, head.creation, at, name,
+                             at + name, span, at + name + span, code, head.context_id,
+                             head.message_id, start, end);
+    }
+    PyBuffer_Release(&data);
+    return is_usual ? made : PyObject_CallOneArg(library.decode_call, control);
+}
+
+/* decode_message(control, start, end, most_tensors, resolve, come_home) -> the value of the payload
+ * from `start` to `end`, before its tensors; NotImplemented for tensors that need a closer look. */
+PyObject *serve_decode_message(PyObject *module, PyObject *arguments)
+{
+    PyObject *control, *resolve, *come_home, *found = NULL, *tensors = NULL, *value = NULL;
+    Py_ssize_t start, end, most;
+    if (!PyArg_ParseTuple(arguments, "OnnnOO", &control, &start, &end, &most, &resolve, &come_home))
+        return NULL;
+    if (end < PyObject_Size(control)) {
+        PyObject *const place[] = {control, PyTuple_GET_ITEM(arguments, 2)};
+        if ((found = tensors_decode(module, place, 2)) == NULL)
+            return NULL;
+        if (found != Py_None && !PyBytes_GET_SIZE(PyTuple_GET_ITEM(found, 1)))
+            tensors = PyTuple_GET_ITEM(found, 0);
+        if (tensors == NULL || PyList_GET_SIZE(tensors) > most) {
+            Py_DECREF(found);
+            Py_RETURN_NOTIMPLEMENTED;
+        }
+    }
+    PyObject *payload = PySequence_GetSlice(control, start, end);
+    PyObject *const parts[] = {payload, tensors, NULL, resolve, come_home};
+    if (payload != NULL && start == end) /* Most results are one tensor or None. */
+        value = tensors == NULL ? Py_NewRef(Py_None) : PySequence_GetItem(tensors, 0);
+    else if (payload != NULL)
+        value = values_decode(module, parts, 5);
+    Py_XDECREF(payload);
+    Py_XDECREF(found);
+    return value;
+}
+
+/* encode_result(number, context_id, result, main_by_name, most_tensors, home_of) -> the frame of a
+ * REPLY; None for a result that is not encoded here, and for tensors with a graph. */
+PyObject *serve_encode_result(PyObject *module, PyObject *arguments)
+{
+    unsigned long long number, context_id;
+    PyObject *result, *by_name, *home_of, *inlined = NULL, *frame = NULL;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(arguments, "KKOOnO", &number, &context_id, &result, &by_name, &most,
+                          &home_of))
+        return NULL;
+    PyObject *tensors = PyList_New(0), *const parts[] = {result, tensors, by_name, home_of};
+    PyObject *payload = tensors == NULL ? NULL : values_encode(module, parts, 4);
+    bool is_usual = payload != NULL && payload != Py_None && PyList_GET_SIZE(tensors) <= most;
+    if (is_usual && PyList_GET_SIZE(tensors)) {
+        inlined = tensors_encode(module, tensors);
+        is_usual = inlined != NULL && inlined != Py_None && PyTuple_GET_ITEM(inlined, 1) == Py_False;
+    }
+    bool is_bare = result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type;
+    size_t size = is_usual && !is_bare ? (size_t)PyBytes_GET_SIZE(payload) : 0;
+    if (is_usual && size <= PAYLOAD_LIMIT_BYTES) {
+        PyObject *bytes = inlined == NULL ? NULL : PyTuple_GET_ITEM(inlined, 0);
+        size_t tensor_bytes = bytes == NULL ? 0 : (size_t)PyBytes_GET_SIZE(bytes);
+        uint32_t control_bytes = (uint32_t)(REPLY_HEAD_BYTES + size + tensor_bytes);
+        uint32_t heads[10] = {REPLY, control_bytes, [9] = (uint32_t)size};
+        memcpy(heads + 2, &number, 8);
+        memcpy(heads + 4, &context_id, 8);
+        buffer out;
+        buffer_init(&out);
+        if (!buffer_add(&out, heads, sizeof heads) &&
+            !buffer_add(&out, PyBytes_AS_STRING(payload), size) &&
+            (bytes == NULL || !buffer_add(&out, PyBytes_AS_STRING(bytes), tensor_bytes)))
+            frame = PyBytes_FromStringAndSize((char *)out.data, (Py_ssize_t)out.size);
+        buffer_free(&out);
+    } else if (!PyErr_Occurred())
+        frame = Py_NewRef(Py_None);
+    Py_XDECREF(inlined);
+    Py_XDECREF(payload);
+    Py_XDECREF(tensors);
+    return frame;
+}

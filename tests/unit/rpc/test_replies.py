@@ -1,0 +1,136 @@
+"""Tests that both twins answer a call with the same bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import namedtuple
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.thorough import examples
+from tests.unit.rpc.results import VALUES
+from torchweft import knobs
+from torchweft.native import native, reason
+from torchweft.rpc import worker
+from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
+from torchweft.rpc.worker import Replies
+from torchweft.serialize.inline import shared_ranges
+from torchweft.serialize.objects import pack
+from torchweft.serialize.values import no_home
+from torchweft.wire.messages import ERROR_REPLY, NO_GRAD, Kind
+
+LIMIT = 4
+"""How many tensors a message may have in these tests."""
+
+
+class _Sent:
+    """Stands in for the agent, and keeps the answers."""
+
+    def __init__(self) -> None:
+        self.sender: Any = self
+        self.answers: list[bytes] = []
+        self.info = mock.Mock()
+        self.info.name = "callee"
+
+    def answer(self, peer: object, part: bytes) -> None:
+        self.answers.append(part)
+
+    def send(self, peer: object, message: Any) -> None:
+        self.answers.append(b"".join(message))
+
+
+def answer_by(twin: Any, result: object, context_id: int = 0) -> tuple[bytes, int]:
+    """Returns the answer of one twin, and how many steps the usual way in C took."""
+    sent = _Sent()
+    encoder = Encoder.__new__(Encoder)
+    encoder._tensor_limit = LIMIT
+    encoder._arrivals = mock.Mock(keeps_graphs=False)
+    peer = mock.Mock(is_self=False, main_by_name=True, lost=None, pack=pack)
+    peer.name = "caller"
+    peer.device_maps.moves_host_of_answers = False
+    peer.registration.is_strict = False
+    counted = None if twin is None else mock.Mock(wraps=twin)
+    with mock.patch.object(worker, "native", counted), knobs.TENSOR_LIMIT.override(LIMIT):
+        Replies(sent, encoder, mock.Mock()).reply(peer, 1 << 40, result, context_id)  # type: ignore[arg-type]
+    (answer,) = sent.answers
+    return answer, 0 if counted is None else counted.encode_result.call_count
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _twin() -> None:
+    if native is None:
+        pytest.skip(reason)
+
+
+@settings(max_examples=examples(100))
+@given(VALUES, st.sampled_from([0, NO_GRAD]))
+def test_both_twins_make_the_same_answer(result: object, context_id: int) -> None:
+    answer, steps = answer_by(native, result, context_id)
+    assert answer == answer_by(None, result, context_id)[0]
+    assert steps == (type(result) in ENCODED_RESULTS)
+
+
+def test_no_step_is_tried_for_a_tensor_that_requires_grad() -> None:
+    assert answer_by(native, torch.ones(2, requires_grad=True))[1] == 0
+
+
+class Plain:
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plain)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+Point = namedtuple("Point", "x y")
+_shared = torch.ones(4)
+_named = torch.ones(2)
+_named.note = "an attribute"  # type: ignore[attr-defined]
+_LONG = "x" * 100
+
+
+UNUSUAL = {
+    "leaf": torch.ones(2, requires_grad=True),
+    "computed": torch.ones(2, requires_grad=True) * 2,
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "views": (_shared[:3], _shared[1:]),
+    "most tensors": [torch.ones(1) for _ in range(LIMIT)],
+    "a text twice": [_LONG, _LONG],
+    "object": [Plain()],
+    "subclass": Point(1, 2),
+    "subclass inside": [Point(1, 2)],
+    "attribute": _named,
+    "attribute inside": [_named],
+    "large": 1 << 100,
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_results_are_answered_alike(name: str) -> None:
+    assert answer_by(native, UNUSUAL[name])[0] == answer_by(None, UNUSUAL[name])[0]
+
+
+@pytest.mark.parametrize(
+    "result", [[torch.ones(1) for _ in range(LIMIT + 1)], [threading.Lock()]], ids=["many", "lock"]
+)
+def test_what_cannot_be_sent_is_an_error_for_the_caller_either_way(result: object) -> None:
+    for twin in (native, None):
+        assert answer_by(twin, result)[0][:2] == bytes([Kind.REPLY, ERROR_REPLY])
+
+
+def test_tensors_that_may_be_shared_are_left_to_the_plain_twin() -> None:
+    tensor = torch.ones(2)
+    with mock.patch.dict(shared_ranges, {tensor.data_ptr(): tensor.data_ptr() + 8}):
+        assert answer_by(native, 3)[1] == 0
+
+
+def test_the_step_in_c_gives_up_where_it_has_to() -> None:
+    assert native is not None
+    for result in ([torch.ones(1) for _ in range(LIMIT + 1)], torch.ones(1, requires_grad=True)):
+        assert native.encode_result(1, 0, result, True, LIMIT, no_home) is None
+    with pytest.raises(TypeError):
+        native.encode_result(1, 0, None)  # type: ignore[call-arg]
