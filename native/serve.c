@@ -45,7 +45,8 @@ PyObject *serve_decode_call(PyObject *Py_UNUSED(module), PyObject *control)
 }
 
 /* decode_message(control, start, end, most_tensors, resolve, come_home) -> the value of the payload
- * from `start` to `end`, before its tensors; NotImplemented for tensors that need a closer look. */
+ * from `start` to `end`, before its tensors; NotImplemented for all that the plain twin has to look at
+ * or refuse. */
 PyObject *serve_decode_message(PyObject *module, PyObject *arguments)
 {
     PyObject *control, *resolve, *come_home, *found = NULL, *tensors = NULL, *value = NULL;

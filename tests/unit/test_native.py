@@ -129,8 +129,8 @@ def test_serving_calls_leaks_nothing() -> None:
         for most in (0, 9):
             native.decode_message(control, start, end, most, fail, fail)
         for size in (end - 3, len(control) - 3):
-            with pytest.raises(ProtocolError):
-                native.decode_message(control[:size], start, end, 9, fail, fail)
+            cut = native.decode_message(control[:size], start, end, 9, fail, fail)
+            assert cut is NotImplemented
 
     assert _rounds(run) < 2000
 
