@@ -19,7 +19,7 @@ from typing import Any
 
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.worker import Worker
-from torchweft.threads.waits import Parts
+from torchweft.threads.reactor import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import TABLES, Kind, decode_call
 from torchweft.worker.agent import Agent, Slot

@@ -39,10 +39,9 @@ from torchweft.protocol.served_calls import (
     ServedCall,
 )
 from torchweft.threads import interrupts
-from torchweft.threads.reactor import Reactor
+from torchweft.threads.reactor import Parts, Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timers
-from torchweft.threads.waits import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 from torchweft.worker.peers import Peer
