@@ -25,12 +25,11 @@ from torchweft.protocol.registration import why_not_by_value
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
-from torchweft.serialize.functions import name_of, resolve
+from torchweft.serialize.functions import name_of, resolve, take_apart
 from torchweft.serialize.inline import NO_TENSORS, Inlined
 from torchweft.serialize.objects import Packed, new_packed, pack, pack_by_name, pack_plain
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
-from torchweft.serialize.value_pickling import take_apart
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
