@@ -61,6 +61,22 @@ class Native(Protocol):
     ) -> bytes | None:
         """Does as ``values.encode``."""
 
+    def encode_call(
+        self,
+        timeout_s: float,
+        creation: int,
+        name: bytes,
+        span: bytes,
+        code: bytes,
+        values: tuple[Any, ...],
+        tensors: list[Tensor],
+        main_by_name: bool,
+        home_of: Callable[[Any], ReferenceId | None],
+        inlines: bool,
+        /,
+    ) -> tuple[bytearray, bool | None] | None:
+        """Does as ``rpc.encoding.plain_frame``."""
+
     def decode_values(
         self,
         data: Buffer,
