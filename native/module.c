@@ -23,7 +23,7 @@ static int find_dlpack(PyObject *tensor_type)
 }
 
 /* Keeps an attribute of a module in `into`; returns 0, or -1 with an exception. */
-int library_keep(const char *module, const char *name, PyObject **into)
+static int keep(const char *module, const char *name, PyObject **into)
 {
     PyObject *from = PyImport_ImportModule(module);
     if (from == NULL)
@@ -35,10 +35,10 @@ int library_keep(const char *module, const char *name, PyObject **into)
 
 static int find_parts(void)
 {
-    if (library_keep("torch", "Tensor", &library.tensor_type) ||
-        library_keep("torch.nn", "Parameter", &library.parameter_type) ||
-        library_keep("torch", "strided", &library.strided_layout) ||
-        library_keep("torchweft.errors", "ProtocolError", &library.protocol_error))
+    if (keep("torch", "Tensor", &library.tensor_type) ||
+        keep("torch.nn", "Parameter", &library.parameter_type) ||
+        keep("torch", "strided", &library.strided_layout) ||
+        keep("torchweft.errors", "ProtocolError", &library.protocol_error))
         return -1;
     return find_dlpack(library.tensor_type);
 }
@@ -53,8 +53,10 @@ static PyMethodDef methods[] = {
      "Returns a value as bytes, or None."},
     {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL,
      "Returns the value of bytes."},
+    {"set_modes", call_set_modes, METH_O, "Takes what tells of torch's modes; called once."},
     {"encode_call", (PyCFunction)(void (*)(void))call_encode, METH_FASTCALL,
      "Returns a call as a frame, or None."},
+    {"decode_reply", call_decode_reply, METH_O, "Returns the head of a reply, or None."},
     {NULL, NULL, 0, NULL},
 };
 
@@ -68,7 +70,7 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__native(void)
 {
-    if (find_parts() || tensors_init() || values_init() || call_init() || link_init())
+    if (find_parts() || tensors_init() || values_init() || link_init())
         return NULL;
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (PyModule_AddObjectRef(module, "Link", (PyObject *)&link_type) ||

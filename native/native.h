@@ -9,8 +9,6 @@
 #include "buffer.h"
 #include "dlpack.h"
 
-#include <stdbool.h>
-
 typedef enum { DONE, BEYOND, FAILED } outcome;
 
 /* Objects of Python that all files need; each is owned, and constant after the initialisation. */
@@ -22,14 +20,10 @@ typedef struct {
 
 extern library_parts library;
 
-int library_keep(const char *module, const char *name, PyObject **into);
-
 int tensors_init(void);
 PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
-
-outcome tensors_add(buffer *into, PyObject *tensors, bool *requires_grad);
 
 int link_init(void);
 
@@ -37,10 +31,9 @@ int values_init(void);
 PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
-outcome values_add(buffer *into, PyObject *value, PyObject *tensors, PyObject *main_by_name,
-                   PyObject *home_of);
 
-int call_init(void);
+PyObject *call_set_modes(PyObject *module, PyObject *functions);
 PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *call_decode_reply(PyObject *module, PyObject *control);
 
 #endif

@@ -318,31 +318,23 @@ static outcome describe_all(PyObject *const *tensors, size_t count, described *a
     return count > 1 && some_overlap(all, count) ? BEYOND : DONE;
 }
 
-/* Adds the tensors of a list or tuple, and notes whether some require grad; BEYOND, and nothing is
- * added, for the plain twin. */
-outcome tensors_add(buffer *into, PyObject *tensors, bool *requires_grad)
-{
-    described all[MOST_TENSORS];
-    size_t count = (size_t)PySequence_Fast_GET_SIZE(tensors);
-    outcome done = count > MOST_TENSORS ? BEYOND
-                                        : describe_all(PySequence_Fast_ITEMS(tensors), count, all);
-    for (size_t index = 0; done == DONE && index < count; index++) {
-        *requires_grad |= all[index].flags & REQUIRES_GRAD;
-        done = add_tensor(into, &all[index]) ? FAILED : DONE;
-    }
-    return done;
-}
-
 /* encode_tensors(tensors) -> (bytes, some require grad), or None for the plain twin. */
 PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
+    described all[MOST_TENSORS];
     PyObject *made = NULL, *fast = PySequence_Fast(tensors, "tensors is no sequence");
     if (fast == NULL)
         return NULL;
+    size_t count = (size_t)PySequence_Fast_GET_SIZE(fast);
+    outcome done = count > MOST_TENSORS ? BEYOND
+                                        : describe_all(PySequence_Fast_ITEMS(fast), count, all);
     bool requires_grad = false;
     buffer content;
     buffer_init(&content);
-    outcome done = tensors_add(&content, fast, &requires_grad);
+    for (size_t index = 0; done == DONE && index < count; index++) {
+        requires_grad |= all[index].flags & REQUIRES_GRAD;
+        done = add_tensor(&content, &all[index]) ? FAILED : DONE;
+    }
     if (done == DONE)
         made = Py_BuildValue("y#O", (char *)content.data, (Py_ssize_t)content.size,
                              requires_grad ? Py_True : Py_False);

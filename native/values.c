@@ -119,7 +119,7 @@ static int numbering_find(numbering *all, PyObject *object, uint32_t *next, uint
 /* Encoding */
 
 typedef struct {
-    buffer *out;
+    buffer out;
     PyObject *tensors;                /* A list, which gets each tensor once. */
     PyObject *main_by_name, *home_of; /* For `unfold`. */
     numbering seen;
@@ -131,7 +131,7 @@ static outcome add(encoder *into, PyObject *value);
 
 static int add_tag(encoder *into, unsigned char tag)
 {
-    return buffer_add(into->out, &tag, 1);
+    return buffer_add(&into->out, &tag, 1);
 }
 
 static outcome add_number(encoder *into, unsigned char tag, size_t number)
@@ -139,7 +139,7 @@ static outcome add_number(encoder *into, unsigned char tag, size_t number)
     uint32_t small = (uint32_t)number;
     if (number > UINT32_MAX)
         return BEYOND;
-    unsigned char *at = buffer_extend(into->out, 5);
+    unsigned char *at = buffer_extend(&into->out, 5);
     if (at == NULL)
         return FAILED;
     at[0] = tag;
@@ -149,7 +149,7 @@ static outcome add_number(encoder *into, unsigned char tag, size_t number)
 
 static outcome add_eight(encoder *into, unsigned char tag, const void *eight)
 {
-    unsigned char *at = buffer_extend(into->out, 9);
+    unsigned char *at = buffer_extend(&into->out, 9);
     if (at == NULL)
         return FAILED;
     at[0] = tag;
@@ -160,7 +160,7 @@ static outcome add_eight(encoder *into, unsigned char tag, const void *eight)
 static outcome add_string(encoder *into, unsigned char tag, const char *bytes, Py_ssize_t size)
 {
     outcome done = add_number(into, tag, (size_t)size);
-    if (done == DONE && buffer_add(into->out, bytes, (size_t)size))
+    if (done == DONE && buffer_add(&into->out, bytes, (size_t)size))
         return FAILED;
     return done;
 }
@@ -216,7 +216,7 @@ static outcome add_unfolded(encoder *into, PyObject *value)
         return BEYOND;
     }
     PyObject *first = PyTuple_GET_ITEM(parts, 0);
-    outcome done = buffer_add(into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first))
+    outcome done = buffer_add(&into->out, PyBytes_AS_STRING(first), (size_t)PyBytes_GET_SIZE(first))
                        ? FAILED
                        : DONE;
     into->depth++;
@@ -352,17 +352,6 @@ static outcome add(encoder *into, PyObject *value)
     return add_unfolded(into, value);
 }
 
-/* Adds a value, and its tensors to a list; BEYOND where it has to give up. */
-outcome values_add(buffer *into, PyObject *value, PyObject *tensors, PyObject *main_by_name,
-                   PyObject *home_of)
-{
-    encoder all = {.out = into, .tensors = tensors, .main_by_name = main_by_name, .home_of = home_of};
-    numbering_init(&all.seen);
-    outcome done = add(&all, value);
-    numbering_free(&all.seen);
-    return done;
-}
-
 /* encode_values(value, tensors, main_by_name, home_of) -> bytes, or None where it has to give up. */
 PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
@@ -370,13 +359,16 @@ PyObject *values_encode(PyObject *Py_UNUSED(module), PyObject *const *arguments,
         PyErr_SetString(PyExc_TypeError, "encode_values takes a value, a list and two more");
         return NULL;
     }
-    buffer out;
-    buffer_init(&out);
-    outcome done = values_add(&out, arguments[0], arguments[1], arguments[2], arguments[3]);
-    PyObject *made = done == DONE ? PyBytes_FromStringAndSize((char *)out.data, (Py_ssize_t)out.size)
+    encoder into = {.tensors = arguments[1], .main_by_name = arguments[2], .home_of = arguments[3]};
+    buffer_init(&into.out);
+    numbering_init(&into.seen);
+    outcome done = add(&into, arguments[0]);
+    PyObject *made = done == DONE ? PyBytes_FromStringAndSize((char *)into.out.data,
+                                                              (Py_ssize_t)into.out.size)
                      : done == BEYOND ? Py_NewRef(Py_None)
                                       : NULL;
-    buffer_free(&out);
+    buffer_free(&into.out);
+    numbering_free(&into.seen);
     return made;
 }
 

@@ -61,6 +61,9 @@ class Native(Protocol):
     ) -> bytes | None:
         """Does as ``values.encode``."""
 
+    def set_modes(self, modes: Sequence[Callable[[], object]], /) -> None:
+        """Takes ``thread_modes.MODES``; called once."""
+
     def encode_call(
         self,
         timeout_s: float,
@@ -75,7 +78,10 @@ class Native(Protocol):
         inlines: bool,
         /,
     ) -> tuple[bytearray, bool | None] | None:
-        """Does as ``rpc.encoding.plain_frame``."""
+        """Does as ``rpc.encoding.plain_frame``; None also for what is too large."""
+
+    def decode_reply(self, control: Buffer, /) -> Any:
+        """Does as ``wire.messages.decode_reply``; None for what it leaves to that."""
 
     def decode_values(
         self,

@@ -34,14 +34,11 @@ from torchweft.serialize.tensors import NO_MEMORY, too_many
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
-from torchweft.threads.interrupts import is_of_handler
+from torchweft.threads.interrupts import call, is_of_handler
 from torchweft.threads.thread_modes import (
+    MODES,
     check_untraced,
-    has_dispatch_modes,
-    has_function_modes,
     plain_operations,
-    traced_graph,
-    transform_level,
 )
 from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
@@ -152,7 +149,7 @@ class Apart:
         self, peer: Peer, kind: Kind, flags: int, number: int, frame: bytearray
     ) -> Outgoing:
         """Returns the message to send; see ``Request``."""
-        if has_dispatch_modes() or has_function_modes() or transform_level() or traced_graph():
+        if any(map(call, MODES)):
             with plain_operations():
                 return self.message(peer, kind, flags, number, frame)
         packed = self._packed
@@ -203,7 +200,7 @@ def plain_frame(
         return None
     inlined: Inlined | None = NO_TENSORS
     if tensors:
-        if has_dispatch_modes() or has_function_modes() or transform_level() or traced_graph():
+        if any(map(call, MODES)):
             return None
         inlined = inline.encode(tensors) if inlines else None
     content, requires_grad = (b"", None) if inlined is None else inlined
@@ -213,6 +210,8 @@ def plain_frame(
 
 encode_whole = plain_frame if native is None else native.encode_call
 """Does as ``plain_frame``."""
+if native is not None:
+    native.set_modes(MODES)
 
 
 def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
@@ -374,12 +373,12 @@ class Encoder:
             front = timeout_s, creation, name, span, code
             made = encode_whole(*front, sent, tensors, by_name, home_of, inlines)
         if made is None:
-            if has_dispatch_modes() or has_function_modes() or transform_level() or traced_graph():
+            if any(map(call, MODES)):
                 check_untraced()
                 with plain_operations():
                     self._check_whole(peer, values)
-                    call = peer, function, args, kwargs, timeout_s, creation, span, kind
-                    return Encoder.request(self, *call)
+                    again = peer, function, args, kwargs, timeout_s, creation, span, kind
+                    return Encoder.request(self, *again)
             apart = _apart(function, by_name) if name is None and peer.takes_code else None
             if apart is not None:
                 code, captured = apart

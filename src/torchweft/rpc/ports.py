@@ -23,7 +23,7 @@ from torchweft.threads.reactor import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import TABLES, Kind, decode_call
 from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import Spins, Wanted, kinds_of
+from torchweft.worker.calls import Spins, kinds_of
 from torchweft.worker.peers import Peer
 from torchweft.worker.tensor_messages import LocalMessage
 
@@ -194,7 +194,7 @@ class Listener:
         try:
             agent.waiter.read(
                 lease,
-                Wanted(_POSTS, self._port, taken),
+                (_POSTS, self._port, taken, None),
                 Spins.PASSES,
                 deadline_s,
                 lambda: not self._inbox.empty() or peer.lost,

@@ -91,7 +91,7 @@ class Call(AnsweredCall):
             # As its users will get it: the original's traceback would keep its frames' objects.
             is_plain = self.worker.reader.is_strict
             packed = pack_error(error, self.worker.agent.info.name, is_plain=is_plain)
-            error = self.worker.as_raised_here(unpack_error(packed))
+            error = self.worker.decoder.as_raised_here(unpack_error(packed))
             guard = owned.guard = self.worker.unseen.guard_value(error, self.peer)
             if guard is not None and owned.was_asked_for:
                 guard.was_seen = True

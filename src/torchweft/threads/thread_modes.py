@@ -150,17 +150,21 @@ def take_away() -> Modes | None:
 
 has_dispatch_modes: Callable[[], int] = _native._len_torch_dispatch_stack
 has_function_modes: Callable[[], int] = _native._len_torch_function_stack
-transform_level: Callable[[], int | None] = _native._functorch.maybe_current_level
-"""Returns the nesting depth of ``torch.func`` on this thread.
+_traced_graph: Callable[[], object] = _native._get_tracing_state
+MODES: tuple[Callable[[], object], ...] = (
+    has_dispatch_modes,
+    has_function_modes,
+    _native._functorch.maybe_current_level,
+    _traced_graph,
+)
+"""Functions that return something true within torch's modes and within the transforms of
+``torch.func``, and while ``torch.jit`` traces.
 
-Operations on tensors do what they say where this, both functions above and ``traced_graph`` return
-nothing. Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory,
-and record instead of compute; within ``torch.func`` they may return wrappers of tensors. So the
-code that turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` where one
-of them returns something.
+Operations on tensors do what they say where none of them does, so ``any(map(call, MODES))`` is
+false. Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory, and
+record instead of compute; within ``torch.func`` they may return wrappers of tensors. So the code
+that turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` otherwise.
 """
-traced_graph: Callable[[], object] = _native._get_tracing_state
-"""Returns the graph that ``torch.jit`` traces on this thread."""
 
 
 def check_untraced() -> None:
@@ -170,7 +174,7 @@ def check_untraced() -> None:
     """
     traces = sys.modules.get("torch.fx.experimental.proxy_tensor")
     is_traced = traces is not None and traces.get_proxy_mode() is not None
-    if is_traced or traced_graph() is not None:
+    if is_traced or _traced_graph() is not None:
         raise SerializationError(
             "PyTorch traces the code around a call, as make_fx, torch.export and torch.jit.trace "
             "do, and would record its result as a constant: trace what the remote function runs, "

@@ -28,9 +28,11 @@ from types import FrameType
 from typing import Any
 
 from torchweft.errors import AlreadyInitialized, NotInitialized
+from torchweft.ids import WorkerInfo
 from torchweft.patching import check_unpatched
 from torchweft.threads.timers import Timer
 from torchweft.worker.agent import Agent
+from torchweft.worker.peers import Peer
 
 _current: Agent | None = None
 _forked_from = ""
@@ -58,6 +60,18 @@ def current() -> Agent:
             "'with torchweft.cluster(workers=3):'"
         )
     return _current
+
+
+def reach(to: str | int | WorkerInfo) -> tuple[Agent, Peer]:
+    """Returns the agent of this process, and the worker that a name, rank or ``WorkerInfo`` means.
+
+    Raises:
+        NotInitialized: See ``current``.
+        UnknownWorker: There is no such worker; see ``Members.find``.
+    """
+    agent = _current or current()
+    peer = agent.peers_by_name.get(to) if type(to) is str else None
+    return agent, peer or agent.find(to)
 
 
 def is_set() -> bool:
