@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import torch
 
 from torchweft.arguments import wrong_type
-from torchweft.rpc.calls import Destination, call_and_wait, call_method, checked_call, create, start
+from torchweft.rpc.calls import (
+    Destination,
+    call_and_wait,
+    call_method,
+    checked_call,
+    create,
+    reach,
+    start,
+)
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
-from torchweft.worker.current import reach
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
