@@ -111,10 +111,11 @@ sanitize: $(VENV)/.installed-fuzz
 	@CC=gcc CFLAGS='-fsanitize=address,undefined -fno-sanitize-recover=all -g -O1' \
 	    $(PY) setup.py -q build --build-base $(SANITIZED) --build-lib $(SANITIZED)/lib
 	@$(WITH_SANITIZERS) $(PYTEST) tests/unit/test_native.py -k 'not plain' \
+	    tests/unit/rpc/test_call_frames.py \
 	    tests/unit/serialize/test_values.py tests/unit/serialize/test_inline.py \
 	    tests/unit/transport/test_lease.py tests/unit/transport/test_link.py \
 	    tests/unit/transport/test_resumable.py
-	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames --engine mutational \
+	@$(WITH_SANITIZERS) $(PY) -m tests.fuzz values inline frames messages --engine mutational \
 	    $(or $(ARGS),--frames 20000)
 
 WHOLE_PROGRAMS := tests/end_to_end tests/contract/end_to_end
