@@ -100,7 +100,7 @@ def test_both_twins_make_the_same_frame(
 @pytest.mark.parametrize(
     ("place", "value"), [(2, b"n" * 65536), (3, b"s" * 65536)], ids=["name", "span"]
 )
-def test_what_no_head_can_tell_is_left_to_the_plain_twin(place: int, value: bytes) -> None:
+def test_what_no_head_can_tell_is_left_to_python(place: int, value: bytes) -> None:
     assert native is not None
     call: list[Any] = [1.0, -1, b"m:f", b"", b"", (1,), True, True]
     call[place] = value
