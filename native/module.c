@@ -58,6 +58,10 @@ static PyMethodDef methods[] = {
      "Returns a value as bytes, or None."},
     {"decode_values", (PyCFunction)(void (*)(void))values_decode, METH_FASTCALL,
      "Returns the value of bytes."},
+    {"set_modes", call_set_modes, METH_O, "Takes what tells of torch's modes; called once."},
+    {"encode_call", (PyCFunction)(void (*)(void))call_encode, METH_FASTCALL,
+     "Returns a call as a frame, or None."},
+    {"decode_reply", call_decode_reply, METH_O, "Returns the head of a reply, or None."},
     {NULL, NULL, 0, NULL},
 };
 

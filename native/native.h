@@ -32,4 +32,8 @@ PyObject *values_set_parts(PyObject *module, PyObject *arguments);
 PyObject *values_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 PyObject *values_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 
+PyObject *call_set_modes(PyObject *module, PyObject *functions);
+PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
+PyObject *call_decode_reply(PyObject *module, PyObject *control);
+
 #endif

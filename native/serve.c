@@ -4,41 +4,33 @@
  * rpc/decoding.py and rpc/worker.py; the layouts are in wire/frames.py and wire/messages.py.
  */
 #include "native.h"
+#include "heads.h"
 
 #include <stdbool.h>
 
-enum { REPLY = 4, REPLY_HEAD_BYTES = 24 };
-static const size_t PAYLOAD_LIMIT_BYTES = (size_t)31 << 26; /* As in messages.py. */
-
-typedef struct {
-    double remaining_s;
-    long long creation;
-    unsigned long long context_id, message_id;
-    uint16_t name, span;
-    uint32_t code, references, payload;
-} call_head;
-_Static_assert(sizeof(call_head) == 48, "a compiler has put gaps into the head of a CALL");
+enum { REPLY = 4 }; /* The kind of a frame. */
 
 /* decode_call(control) -> the head of a CALL, as messages.decode_call returns it. */
 PyObject *serve_decode_call(PyObject *Py_UNUSED(module), PyObject *control)
 {
     Py_buffer data;
-    call_head head = {.references = 1}; /* Too short, it is as unusual as one with references. */
+    call_head head = {.reference_count = 1}; /* Too short, it is as unusual as one with references. */
     PyObject *made = NULL;
     if (PyObject_GetBuffer(control, &data, PyBUF_SIMPLE))
         return NULL;
     if ((size_t)data.len >= sizeof head)
         memcpy(&head, data.buf, sizeof head);
-    Py_ssize_t name = head.name, span = head.span, code = head.code;
-    Py_ssize_t start = (Py_ssize_t)sizeof head + name + span + code, end = start + head.payload;
-    bool is_usual = head.references == 0 && end <= data.len && head.creation >= -1 &&
+    Py_ssize_t name = head.name_bytes, span = head.span_bytes, code = head.code_bytes;
+    Py_ssize_t start = (Py_ssize_t)sizeof head + name + span + code, end = start + head.payload_bytes;
+    bool is_usual = head.reference_count == 0 && end <= data.len && head.creation >= -1 &&
                     head.remaining_s == head.remaining_s && !(head.message_id >> 63) &&
                     (!(head.context_id >> 63) || head.context_id == UINT64_MAX);
     if (is_usual) {
         const char *at = (const char *)data.buf + sizeof head;
         made = Py_BuildValue("dLy#y#y#(KK()nn)", head.remaining_s, head.creation, at, name,
-                             at + name, span, at + name + span, code, head.context_id,
-                             head.message_id, start, end);
+                             at + name, span, at + name + span, code,
+                             (unsigned long long)head.context_id,
+                             (unsigned long long)head.message_id, start, end);
     }
     PyBuffer_Release(&data);
     return is_usual ? made : PyObject_CallOneArg(library.decode_call, control);
@@ -97,7 +89,7 @@ PyObject *serve_encode_result(PyObject *module, PyObject *arguments)
     if (is_usual && size <= PAYLOAD_LIMIT_BYTES) {
         PyObject *bytes = inlined == NULL ? NULL : PyTuple_GET_ITEM(inlined, 0);
         size_t tensor_bytes = bytes == NULL ? 0 : (size_t)PyBytes_GET_SIZE(bytes);
-        uint32_t control_bytes = (uint32_t)(REPLY_HEAD_BYTES + size + tensor_bytes);
+        uint32_t control_bytes = (uint32_t)(sizeof(reply_head) + size + tensor_bytes);
         uint32_t heads[10] = {REPLY, control_bytes, [9] = (uint32_t)size};
         memcpy(heads + 2, &number, 8);
         memcpy(heads + 4, &context_id, 8);

@@ -1,8 +1,8 @@
 """Compares the CPU time of calls in this tree with that of an earlier commit, in one run.
 
 The base is a commit of the history: by default the one that the file ``base`` beside this module
-names. It is unpacked into a temporary folder, and its native twin built if it has one and this tree's
-is built. Both sides run the programs of this tree.
+names. It is unpacked into a temporary folder, and its native twin is built, if it has one and this
+tree's is built. Both sides run the programs of this tree.
 
 Two processes that run the same code differ by several percent for as long as they live, so more
 rounds of the same processes settle nothing. Rows that seem slower are measured again in several

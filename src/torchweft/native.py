@@ -60,6 +60,28 @@ class Native(Protocol):
     ) -> bytes | None:
         """Does as ``values.encode``."""
 
+    def set_modes(self, modes: Sequence[Callable[[], object]], /) -> None:
+        """Takes ``thread_modes.MODES``; called once."""
+
+    def encode_call(
+        self,
+        timeout_s: float,
+        creation: int,
+        name: bytes,
+        span: bytes,
+        code: bytes,
+        values: tuple[Any, ...],
+        tensors: list[Tensor],
+        main_by_name: bool,
+        home_of: Callable[[Any], ReferenceId | None],
+        inlines: bool,
+        /,
+    ) -> tuple[bytearray, bool | None] | None:
+        """Does as ``rpc.encoding.plain_frame``; None also for what is too large."""
+
+    def decode_reply(self, control: Buffer, /) -> Any:
+        """Does as ``wire.messages.decode_reply``; None for what it leaves to that."""
+
     def decode_values(
         self,
         data: Buffer,

@@ -19,9 +19,10 @@ import torch
 import torchweft.native as loading
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
+from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
 from torchweft.serialize import inline, value_reading, values
 from torchweft.wire.frames import HEADER_BYTES
-from torchweft.wire.messages import NO_CREATION, decode_reply, encode_call
+from torchweft.wire.messages import NO_CREATION, decode_reply, encode_call, encode_reply
 
 native = loading.native
 needs_native = pytest.mark.skipif(native is None, reason=loading.reason)
@@ -193,6 +194,32 @@ def test_giving_up_and_failing_leak_nothing() -> None:
         assert values.encode(inner, [], True) is None
         with pytest.raises(RuntimeError, match="this program fails"):
             values.encode(inner, [], True, fail)
+
+    assert _rounds(run) < 2000
+
+
+@needs_native
+def test_frames_and_heads_leak_nothing() -> None:
+    assert native is not None
+    encode_call, decode_reply = native.encode_call, native.decode_reply
+    value, head = _every_kind(), (1.0, -1, b"module:name", b"", b"code")
+    reply = encode_reply(1, 2, (), b"payload")
+
+    def fail(_: object) -> None:
+        raise RuntimeError("this program fails")
+
+    def run() -> None:
+        made = encode_call(*head, (value,), [], True, values.no_home, True)
+        assert made is not None
+        apart = encode_call(*head, (torch.ones(50_000),), [], True, values.no_home, True)
+        assert apart is not None
+        assert apart[1] is None
+        assert encode_call(*head, (object(),), [], True, values.no_home, True) is None
+        assert encode_call(1.0, -1, b"n" * 70_000, *head[3:], (), [], True, fail, True) is None
+        with pytest.raises(RuntimeError, match="this program fails"):
+            encode_call(*head, (object(),), [], True, fail, True)
+        assert decode_reply(reply) == (1, 2, (), 24, 31)
+        assert decode_reply(reply[:20]) is None
 
     assert _rounds(run) < 2000
 

@@ -33,7 +33,7 @@ from torchweft.protocol.observing.keys import Wait
 from torchweft.threads.interrupts import Flag, is_of_handler
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
-from torchweft.worker.calls import Spins, Wanted, kinds_of
+from torchweft.worker.calls import Spins, kinds_of
 from torchweft.worker.peers import Peer
 
 _PASS_KINDS = kinds_of(Kind.BACKWARD, Kind.GRADIENTS)
@@ -195,7 +195,7 @@ class LedPass(PassPart):
         try:
             self.send_all(sends)
             if lease is not None and self.outcome is None:
-                wanted = Wanted(_PASS_KINDS, self.pass_id, taken)
+                wanted = (_PASS_KINDS, self.pass_id, taken, None)
                 agent.waiter.read(
                     lease, wanted, Spins.PASSES, self._deadline(), self._is_woken, self.shown
                 )

@@ -14,13 +14,20 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar,
 import torch
 
 from torchweft.arguments import wrong_type
-from torchweft.rpc.calls import Destination, call_and_wait, call_method, checked_call, create, start
+from torchweft.rpc.calls import (
+    Destination,
+    call_and_wait,
+    call_method,
+    checked_call,
+    create,
+    reach,
+    start,
+)
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
-from torchweft.worker.current import current
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -136,9 +143,8 @@ def rpc_sync(
         Exception: The error of the function, with its remote traceback.
     """
     try:
-        agent = current()
+        agent, peer = reach(to)
         worker = agent.slots[WORKER]
-        peer = agent.find(to)
         return call_and_wait(worker, peer, *checked_call(func, args, kwargs), timeout)
     except Exception as error:
         shorten(error)
@@ -230,9 +236,8 @@ def rpc_async(
     future's ``wait``. Tensors among the arguments must not be changed before the call has ended.
     """
     try:
-        agent = current()
-        worker = agent.slots[WORKER]
-        return start(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
+        agent, peer = reach(to)
+        return start(agent.slots[WORKER], peer, *checked_call(func, args, kwargs), timeout)
     except Exception as error:
         shorten(error)
         raise
@@ -339,9 +344,8 @@ def remote(
         SerializationError: The callable or an argument cannot be serialized.
     """
     try:
-        agent = current()
-        worker = agent.slots[WORKER]
-        made = create(worker, agent.find(to), *checked_call(func, args, kwargs), timeout)
+        agent, peer = reach(to)
+        made = create(agent.slots[WORKER], peer, *checked_call(func, args, kwargs), timeout)
         assert isinstance(made, RRef)
         if isinstance(func, type):
             made.value_type = func
@@ -389,7 +393,7 @@ def on(to: Any, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         if isinstance(to, RRef):
             to.agent()
             return OnValue(to, timeout)
-        current().find(to)
+        reach(to)
         return OnWorker(to, timeout)
     except Exception as error:
         shorten(error)

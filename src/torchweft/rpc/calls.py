@@ -19,6 +19,8 @@ from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.worker import current as of_process
+from torchweft.worker.agent import Agent
 from torchweft.worker.calls import PendingCall, current_call
 from torchweft.worker.peers import Peer
 
@@ -88,6 +90,18 @@ def has_joined(worker: Worker, peer: Peer, timeout: float) -> bool:
     """Returns whether all workers know ``peer`` that were present when it came. Blocks."""
     known: bool = call_and_wait(worker, peer, HAS_JOINED, (), {}, timeout)
     return known
+
+
+def reach(to: Destination) -> tuple[Agent, Peer]:
+    """Returns the agent of this process, and the worker that a name, rank or ``WorkerInfo`` means.
+
+    Raises:
+        NotInitialized: See ``worker.current.current``.
+        UnknownWorker: There is no such worker; see ``Members.find``.
+    """
+    agent = of_process.here or of_process.current()
+    peer = agent.peers_by_name.get(to) if type(to) is str else None
+    return agent, peer or agent.find(to)
 
 
 def checked_call(

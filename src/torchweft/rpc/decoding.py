@@ -1,10 +1,12 @@
-"""Decodes the messages that one worker receives."""
+"""Decodes the messages that one worker receives: values, and the results and errors of calls."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -17,6 +19,7 @@ from torchweft.native import native
 from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
+from torchweft.serialize.exceptions import unpack_error
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
 from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, STRIDED, separated
@@ -24,13 +27,30 @@ from torchweft.serialize.tensors import too_many
 from torchweft.serialize.value_reading import decode, refusal_of, unfolded_limit
 from torchweft.serialize.values import PICKLE
 from torchweft.threads import device_streams
+from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
 from torchweft.wire import messages
-from torchweft.wire.frames import Buffer
-from torchweft.wire.messages import NO_CONTEXTS, NO_GRAD, HandedReference, ValueHead
+from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.messages import (
+    ERROR_REPLY,
+    NO_CONTEXTS,
+    NO_GRAD,
+    TABLES,
+    HandedReference,
+    ValueHead,
+    decode_reply,
+)
 from torchweft.worker.agent import Agent
+from torchweft.worker.calls import PendingCall
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import LocalMessage, TensorMessage
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessage, TensorMessages
+
+_log = logging.getLogger("torchweft")
+_is_in_inference_mode = torch.is_inference_mode_enabled
+_InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
+
+
+_head_of = decode_reply if native is None else native.decode_reply
 
 _USUAL_FLAGS = (0, STRIDED)
 """Flags of a tensor that needs no closer look; those of the first one stand behind its dtype."""
@@ -43,6 +63,7 @@ class Decoder:
     Args:
         agent: The worker's agent.
         reader: Decodes messages of other workers; messages to itself are trusted.
+        tensor_messages: Fetches tensors that do not stand in their message.
         references: Counts references that arrive.
         reference_type: Class of the references that it makes.
         contexts: Record the tensors that arrive in autograd contexts.
@@ -55,6 +76,7 @@ class Decoder:
         self,
         agent: Agent,
         reader: Reader,
+        tensor_messages: TensorMessages,
         references: ReferenceKeeper,
         reference_type: type[Handle],
         contexts: Contexts,
@@ -63,6 +85,9 @@ class Decoder:
         copies_own: bool,
     ) -> None:
         self._agent = agent
+        self._tensor_messages = tensor_messages
+        self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
+        """Returns the error to raise in the program in place of another worker's error."""
         self._references = references
         self.reference_type = reference_type
         self._contexts = contexts
@@ -72,9 +97,75 @@ class Decoder:
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         # Looked up once: every message needs them.
         self._unpack, self._resolve_value = reader.unpack, reader.resolve_value
+        self._unpack_error = reader.unpack_error
         self._is_strict = reader.is_strict
         self._take_home = self._come_home
         self._decode = None if native is None or reader.is_strict else native.decode_message
+
+    def result_of(self, call: PendingCall) -> Any:
+        """Returns the result of a call that is done, or raises its error.
+
+        The waiting thread reads an answer, or a thread of the worker does. Both make the same
+        tensors of it: the inference mode of the waiting thread has no effect on them. If it is
+        interrupted before it has begun, ``call.frame`` stays.
+        """
+        if _is_in_inference_mode():
+            with _InferenceMode(False):
+                return Decoder.result_of(self, call)
+        if has_dispatch_modes() or has_function_modes():
+            with plain_operations():
+                return Decoder.result_of(self, call)
+        if call.error is not None:
+            raise call.error
+        frame = call.frame
+        assert frame is not None
+        peer = self._agent.peers[call.worker]
+        flags = frame.flags
+        control: Any = frame.control
+        if type(control) is LocalMessage:
+            call.frame = None
+            if flags & ERROR_REPLY:
+                raise self._error_of(call, unpack_error, control.payload)
+            return self.open_own(control, control.head[0], is_answer=True)
+        if flags & ERROR_REPLY:
+            call.frame = None
+            head = decode_reply(control)
+            payload = bytes(control[head[3] : head[4]])
+            raise self._error_of(call, self._unpack_error, payload)
+        try:
+            call.frame = None  # Its memory belongs to the result from here on.
+            head = _head_of(control) or decode_reply(control)
+            message = None
+            if flags:
+                message = self._tensor_messages.read(frame)
+                self._tensor_messages.fetch(peer, message)
+            return self.open(peer, control, head, message, is_answer=True)
+        except BaseException:
+            self.refuse(peer, decode_reply(control))  # Received references stay so.
+            raise
+
+    def _error_of(
+        self, call: PendingCall, unpack: Callable[[bytes], BaseException], payload: bytes
+    ) -> BaseException:
+        """Returns the error that answers a call, or the one with which it cannot be read."""
+        try:
+            error = self.as_raised_here(unpack(payload))
+        except BaseException as unreadable:
+            error = unreadable
+        for each in call.watchers:
+            each.call_fails(call, error)
+        return error
+
+    def discard(self, peer: Peer, frame: Frame) -> None:
+        """Discards a late reply, and releases what it holds at its sender."""
+        if not frame.control or isinstance(frame.control, LocalMessage):
+            return  # Retransmitted tensors, for a call that was given up; or a message to itself.
+        try:
+            if frame.flags & TABLES:
+                self._tensor_messages.discard(peer, self._tensor_messages.read(frame))
+            self.refuse(peer, decode_reply(frame.control))
+        except ProtocolError:
+            _log.debug("a late reply of worker %r cannot be read", peer.name)
 
     def open(
         self,

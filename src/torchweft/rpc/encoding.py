@@ -21,44 +21,42 @@ from torchweft.autograd.contexts import Contexts, current_id
 from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
+from torchweft.native import native
 from torchweft.protocol.registration import why_not_by_value
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
-from torchweft.serialize.functions import name_of, resolve
+from torchweft.serialize.functions import name_of, resolve, take_apart
 from torchweft.serialize.inline import NO_TENSORS, Inlined
-from torchweft.serialize.objects import Packed, new_packed, pack, pack_by_name, pack_plain
+from torchweft.serialize.objects import Packed, pack, pack_by_name, pack_plain
 from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
-from torchweft.serialize.value_pickling import take_apart
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
-from torchweft.threads.interrupts import is_of_handler
+from torchweft.threads.interrupts import call, is_of_handler
 from torchweft.threads.thread_modes import (
+    MODES,
     check_untraced,
-    has_dispatch_modes,
-    has_function_modes,
     plain_operations,
-    transform_level,
 )
-from torchweft.wire.frames import encode_frame
+from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
     NAMED,
     NO_CREATION,
     NO_GRAD,
+    CallHead,
     HandedReference,
     Kind,
     encode_call,
     encode_reply,
+    place_in_graph,
 )
 from torchweft.worker.agent import Agent
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
 from torchweft.worker.tensor_messages import LocalMessage, TensorMessages, local_frame
 
-RequestHead = tuple[float, int, int, int, bytes, bytes, bytes]
-"""Time limit, creation, context, message, name, span and code of a call; see ``CallHead``."""
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""
 
@@ -67,84 +65,54 @@ class Request:
     """A call, or values for a port, before it is sent.
 
     Args:
-        tensor_messages: Encodes tensors that do not stand in the message.
         take_back: Called if the message cannot be sent.
         peer: The receiver.
         kind: ``CALL`` or ``POST``.
         flags: Flags of the frame.
-        head: The numbers and names in front of the value, as ``encode_call`` takes them.
-        packed: The value.
-        inlined: Its tensors as they stand in the message; None for tables, or for this worker.
+        frame: The frame, without its header.
+        message_id: The number of its tensors in their graph, or 0.
         handed: The references that the message hands on.
+        apart: Makes the message where its tensors do not stand in the frame.
     """
 
     __slots__ = (
-        "_control",
+        "_apart",
         "_flags",
+        "_frame",
         "_handed",
-        "_head",
         "_kind",
-        "_maker",
-        "_mark",
-        "_packed",
+        "_message_id",
         "_peer",
         "_take_back",
-        "_tensor_messages",
     )
 
     def __init__(
         self,
-        tensor_messages: TensorMessages,
         take_back: TakeBack,
         peer: Peer,
         kind: Kind,
         flags: int,
-        head: RequestHead,
-        packed: Packed,
-        inlined: Inlined | None,
-        handed: Sequence[HandedReference],
+        frame: bytearray,
+        message_id: int,
+        handed: Sequence[HandedReference] = (),
+        apart: Apart | None = None,
     ) -> None:
-        self._tensor_messages = tensor_messages
         self._take_back = take_back
         self._peer = peer
         self._kind = kind
         self._flags = flags
-        self._head = head
+        self._frame = frame
+        self._message_id = message_id
         self._handed = handed
-        self._packed: Packed | None = None
-        if inlined is not None:
-            self._control = encode_call(*head, handed, packed.payload, inlined[0])
-            return
-        self._packed = packed
-        self._control = b"" if peer.is_self else encode_call(*head, handed, packed.payload)
-        self._maker, self._mark = 0, None
-        if device_streams.HAS_CUDA and (peer.link is None or peer.unsent):
-            # It is encoded in another thread at the first contact, or not at all, as for oneself.
-            self._maker = get_ident()
-            self._mark = mark_of(packed.tensors)
+        self._apart = apart
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call or port."""
-        if self._packed is None:
-            return encode_frame(self._kind, self._flags, number, self._control)
-        return self._by_tables(self._packed, number)
-
-    def _by_tables(self, packed: Packed, number: int) -> Outgoing:
-        if has_dispatch_modes() or has_function_modes() or transform_level():
-            with plain_operations():
-                return self._by_tables(packed, number)
-        if self._mark is not None and self._maker != get_ident():
-            device_streams.use(self._mark, packed.tensors)
-        if self._peer.is_self:
-            remaining_s, creation, context_id, message_id, *named = self._head
-            head = remaining_s, creation, *named, (context_id, message_id, (), 0, 0)
-            local = LocalMessage(head, *packed, self._mark)
-            return local_frame(self._kind, self._flags, number, local)
-        maps = self._peer.device_maps
-        place = None if maps.is_identity else maps.forward
-        return self._tensor_messages.encode(
-            self._peer, self._kind, self._flags, number, self._control, packed.tensors, place
-        )
+        if self._apart is not None:
+            return self._apart.message(self._peer, self._kind, self._flags, number, self._frame)
+        frame = self._frame
+        HEADER.pack_into(frame, 0, self._kind, self._flags, 0, len(frame) - HEADER_BYTES, number)
+        return [frame]
 
     def take_back(self, *, keeps_graph: bool = False) -> None:
         """Takes back the references and the graph of a message that could not be sent.
@@ -152,7 +120,98 @@ class Request:
         Args:
             keeps_graph: Whether the graph is kept, as the receiver may have the message.
         """
-        self._take_back(self._peer, self._handed, 0 if keeps_graph else self._head[3])
+        self._take_back(self._peer, self._handed, 0 if keeps_graph else self._message_id)
+
+
+class Apart:
+    """The tensors of a request that do not stand in its frame, or its value for this worker itself.
+
+    Args:
+        tensor_messages: Encodes the tensors.
+        peer: The receiver.
+        head: The head of a call to oneself.
+        packed: The value.
+    """
+
+    def __init__(
+        self, tensor_messages: TensorMessages, peer: Peer, head: CallHead, packed: Packed
+    ) -> None:
+        self._tensor_messages = tensor_messages
+        self._head = head
+        self._packed = packed
+        self._maker, self._mark = 0, None
+        if device_streams.HAS_CUDA and (peer.link is None or peer.unsent):
+            # It is encoded in another thread at the first contact, or not at all, as for oneself.
+            self._maker = get_ident()
+            self._mark = mark_of(packed.tensors)
+
+    def message(
+        self, peer: Peer, kind: Kind, flags: int, number: int, frame: bytearray
+    ) -> Outgoing:
+        """Returns the message to send; see ``Request``."""
+        if any(map(call, MODES)):
+            with plain_operations():
+                return self.message(peer, kind, flags, number, frame)
+        packed = self._packed
+        if self._mark is not None and self._maker != get_ident():
+            device_streams.use(self._mark, packed.tensors)
+        if peer.is_self:
+            return local_frame(kind, flags, number, LocalMessage(self._head, *packed, self._mark))
+        maps = peer.device_maps
+        place = None if maps.is_identity else maps.forward
+        control = bytes(memoryview(frame)[HEADER_BYTES:])
+        return self._tensor_messages.encode(
+            peer, kind, flags, number, control, packed.tensors, place
+        )
+
+
+def plain_frame(
+    timeout_s: float,
+    creation: int,
+    name: bytes,
+    span: bytes,
+    code: bytes,
+    values: tuple[Any, ...],
+    tensors: list[Tensor],
+    main_by_name: bool,
+    home_of: Callable[[Any], ReferenceId | None],
+    inlines: bool,
+) -> tuple[bytearray, bool | None] | None:
+    """Returns a call as a frame without its header and the numbers of its graph.
+
+    Args:
+        timeout_s: The caller's time limit, in seconds.
+        creation: Number of the reference that the result is for.
+        name: The name of the function, or empty.
+        span: The context of the span that the call carries, or empty.
+        code: The code of the function, or empty.
+        values: The arguments.
+        tensors: An empty list, which gets the tensors.
+        main_by_name: Whether the receiver runs the same main program.
+        home_of: As for ``values.encode``.
+        inlines: Whether tensors may stand in the frame.
+
+    Returns:
+        The frame, and whether a tensor requires grad, None if the tensors do not stand in it. None
+        for values that go by pickle, and for tensors in torch's modes, where they cannot be read.
+    """
+    payload = encode(values, tensors, main_by_name, home_of)
+    if payload is None:
+        return None
+    inlined: Inlined | None = NO_TENSORS
+    if tensors:
+        if any(map(call, MODES)):
+            return None
+        inlined = inline.encode(tensors) if inlines else None
+    content, requires_grad = (b"", None) if inlined is None else inlined
+    head = timeout_s, creation, 0, 0, name, span, code
+    return bytearray(HEADER_BYTES) + encode_call(*head, (), payload, content), requires_grad
+
+
+encode_whole = plain_frame if native is None else native.encode_call
+"""Does as ``plain_frame``."""
+if native is not None:
+    native.set_modes(MODES)
 
 
 def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
@@ -284,6 +343,7 @@ class Encoder:
         timeout_s: float,
         creation: int = NO_CREATION,
         span: bytes = b"",
+        kind: Kind = Kind.CALL,
     ) -> Request:
         """Encodes a call as a request; values that it hands on are kept alive from now on.
 
@@ -295,17 +355,49 @@ class Encoder:
             timeout_s: The caller's time limit, in seconds, as the callee is told it.
             creation: Number of the reference that the result is for.
             span: The context of the span that the call carries, if any.
+            kind: The kind of message.
 
         Raises:
             SerializationError: The callable or an argument cannot be serialized, or a tensor has a
                 tangent, or is on a device without an entry in the device map.
         """
-        name = function if isinstance(function, bytes) else name_of(function, peer.main_by_name)
+        by_name = peer.main_by_name
+        name = function if isinstance(function, bytes) else name_of(function, by_name)
         flags, values = (NAMED, with_names(args, kwargs)) if kwargs else (0, tuple(args))
-        head = timeout_s, creation, name or b"", span
-        return self._request(
-            peer, Kind.CALL, flags, head, values, function if name is None else None
-        )
+        # No caller waits for a remote() call or keeps its references: hand them on.
+        home_of = peer.home_of if creation == NO_CREATION else no_home
+        inlines = not (peer.device_maps.moves_host_of_calls or inline.shared_ranges)
+        tensors: list[Tensor] = []
+        made, code, sent = None, b"", values
+        if name is not None and not peer.is_self:
+            front = timeout_s, creation, name, span, code
+            made = encode_whole(*front, sent, tensors, by_name, home_of, inlines)
+        if made is None:
+            if any(map(call, MODES)):
+                check_untraced()
+                with plain_operations():
+                    self._check_whole(peer, values)
+                    again = peer, function, args, kwargs, timeout_s, creation, span, kind
+                    return Encoder.request(self, *again)
+            apart = _apart(function, by_name) if name is None and peer.takes_code else None
+            if apart is not None:
+                code, captured = apart
+                if captured:
+                    sent = (*captured, *values)
+                    home_of = no_home  # The caller keeps its arguments, but not its function.
+                front = timeout_s, creation, b"", span, code
+                made = encode_whole(*front, sent, tensors, by_name, home_of, inlines)
+        if made is None or made[1] is None:
+            head = timeout_s, creation, name or b"", span
+            called = () if isinstance(function, bytes) or name is not None else (function,)
+            return self._packed_request(
+                peer, kind, flags, head, values, called, code, sent, home_of
+            )
+        frame, requires_grad = made
+        context_id, message_id = self._placed_in_graph(peer, tensors, requires_grad)
+        if context_id or message_id:
+            place_in_graph(frame, context_id, message_id)
+        return Request(self.take_back, peer, kind, flags, frame, message_id)
 
     def post(self, peer: Peer, head: bytes, values: Sequence[Any]) -> Request:
         """Encodes values for a port as a request; see ``request``.
@@ -315,18 +407,21 @@ class Encoder:
             head: What the sender says of the values, at most 65,535 bytes.
             values: The values.
         """
-        return self._request(peer, Kind.POST, 0, (math.inf, NO_CREATION, head, b""), tuple(values))
+        return Encoder.request(self, peer, head, values, {}, math.inf, kind=Kind.POST)
 
-    def _request(
+    def _packed_request(
         self,
         peer: Peer,
         kind: Kind,
         flags: int,
         head: tuple[float, int, bytes, bytes],
         values: tuple[Any, ...],
-        function: Any = None,
+        called: tuple[Any, ...],
+        code: bytes,
+        sent: tuple[Any, ...],
+        home_of: Callable[[Any], ReferenceId | None],
     ) -> Request:
-        """Does the same for the values of any message.
+        """Does the same for tensors beside the frame, pickled values, and calls to this worker.
 
         Args:
             peer: The receiver.
@@ -334,56 +429,69 @@ class Encoder:
             flags: Whether the values end with names.
             head: Time limit, creation, name and span of the message.
             values: The values.
-            function: The called function where it goes by value.
+            called: The function, if it goes by value.
+            code: Its code, if it could be taken apart.
+            sent: The values, and those that the function captures in front of them.
+            home_of: As for ``values.encode``.
         """
         timeout_s, creation, name, span = head
-        # No caller waits for a remote() call or keeps its references: hand them on.
-        home_of = peer.home_of if creation == NO_CREATION else no_home
-        tensors: list[Tensor] = []
-        payload: bytes | None = None
-        if function is None and not peer.is_self:
-            payload = encode(values, tensors, peer.main_by_name, home_of)
-        if (tensors or payload is None) and (
-            has_dispatch_modes() or has_function_modes() or transform_level()
-        ):
-            check_untraced()
-            with plain_operations():
-                self._check_whole(peer, values)
-                return self._request(peer, kind, flags, head, values, function)
-        code, externals = b"", list[object]()
-        inlined: Inlined | None = NO_TENSORS
-        if payload is not None and tensors:
-            inlined = self._inlined(peer, tensors)
-            if inlined is None and not all(map(is_dense, tensors)):
-                payload = None
-        if payload is None:
-            code, packed = self._pack(peer, kind, flags, name, values, function, home_of)
-            payload, tensors, externals = packed
-            inlined = None if peer.is_self else self._inlined(peer, tensors)
-        if len(tensors) > self._tensor_limit:
-            raise too_many(len(tensors), self._tensor_limit)
-        if tensors and forward_ad._current_level >= 0 and not peer.is_self:
-            _check_tangents(tensors)
+        packed = None
+        if not peer.is_self and (code or not called):
+            tensors: list[Tensor] = []
+            payload = encode(sent, tensors, peer.main_by_name, home_of)
+            if payload is not None and all(map(is_dense, tensors)):
+                packed = Packed(payload, tensors, [])
+            elif code:
+                packed = pack_by_name(sent, main_by_name=peer.main_by_name)
+        if packed is None:
+            code = b""
+            packed = self._pack(peer, kind, flags, name, values, called)
+        payload, tensors, externals = packed
+        inlined = None if peer.is_self else self._inlined(peer, tensors)
+        content, requires_grad = (b"", None) if inlined is None else inlined
         if inlined is None and not peer.device_maps.is_identity:
             # Not when it is sent: that may be later, once there is a connection.
             peer.device_maps.check(tensors, is_back=False)
-        context_id, message_id = current_id(), 0
-        if not torch.is_grad_enabled():
-            # Neither the arguments nor the result of a call under no_grad are part of a graph.
-            context_id = 0 if peer.is_self else NO_GRAD
-        elif context_id or inlined is None or inlined[1]:
-            context_id, message_id = self.record_send(context_id, tensors, peer)
+        context_id, message_id = self._placed_in_graph(peer, tensors, requires_grad)
         handed: Sequence[HandedReference] = ()
         try:
             if externals:
                 handed = self.hand_on(externals, peer)
-            whole_head = timeout_s, creation, context_id, message_id, name, span, code
-            packed = new_packed((payload, tensors, externals))
-            parts, take_back = self._tensor_messages, self.take_back
-            return Request(parts, take_back, peer, kind, flags, whole_head, packed, inlined, handed)
+            frame, apart = bytearray(HEADER_BYTES), None
+            if not peer.is_self:
+                numbers = timeout_s, creation, context_id, message_id
+                frame += encode_call(*numbers, name, span, code, handed, payload, content)
+            if inlined is None:
+                value_head = context_id, message_id, (), 0, 0
+                call_head = timeout_s, creation, name, span, code, value_head
+                apart = Apart(self._tensor_messages, peer, call_head, packed)
+            return Request(self.take_back, peer, kind, flags, frame, message_id, handed, apart)
         except BaseException:
             self.take_back(peer, handed, message_id)
             raise
+
+    def _placed_in_graph(
+        self, peer: Peer, tensors: Sequence[Tensor], requires_grad: bool | None
+    ) -> tuple[int, int]:
+        """Returns the context and the number of a call's tensors in their graph.
+
+        Args:
+            peer: The callee.
+            tensors: The tensors of the call.
+            requires_grad: Whether one of them requires grad; None if that is not known.
+        """
+        if tensors:
+            if len(tensors) > self._tensor_limit:
+                raise too_many(len(tensors), self._tensor_limit)
+            if forward_ad._current_level >= 0 and not peer.is_self:
+                _check_tangents(tensors)
+        context_id = current_id()
+        if not torch.is_grad_enabled():
+            # Neither the arguments nor the result of a call under no_grad are part of a graph.
+            return 0 if peer.is_self else NO_GRAD, 0
+        if context_id or requires_grad is not False:
+            return self.record_send(context_id, tensors, peer)
+        return 0, 0
 
     def _inlined(self, peer: Peer, tensors: Sequence[Tensor]) -> Inlined | None:
         """Returns the tensors of a call as they stand in the message; None if they need tables."""
@@ -408,23 +516,20 @@ class Encoder:
         flags: int,
         name: bytes,
         values: tuple[Any, ...],
-        function: Any,
-        home_of: Callable[[Any], ReferenceId | None],
-    ) -> tuple[bytes, Packed]:
-        """Packs values that are not simple, and a function by value; returns its code as well."""
-        if function is not None and peer.takes_code:
-            apart = _pack_apart(peer, function, values, home_of)
-            if apart is not None:
-                return apart
-        called = () if function is None else (function,)
+        called: tuple[Any, ...],
+    ) -> Packed:
+        """Packs values that are not simple, behind a function by value."""
+        packed: Packed
         try:
-            return b"", peer.pack((*called, *values))
+            packed = peer.pack((*called, *values))
+            return packed
         except SerializationError:
             pass  # Fails again, and names the place among the program's arguments:
         args, kwargs = split_names(values) if flags & NAMED else (values, {})
         own = _own_parameters(name) if kind is Kind.CALL else ()
         peer.pack((args[len(own) :], {**dict(zip(own, args, strict=False)), **kwargs}, *called))
-        return b"", peer.pack((*called, *values))
+        packed = peer.pack((*called, *values))
+        return packed
 
     def pack_for(self, peers: Collection[Peer], value: object) -> Packed:
         """Packs a value once so that each of ``peers`` can read it, now or later.
@@ -540,20 +645,14 @@ def _check_tangents(tensors: Sequence[Tensor]) -> None:
             )
 
 
-def _pack_apart(
-    peer: Peer,
-    function: Any,
-    values: tuple[Any, ...],
-    home_of: Callable[[Any], ReferenceId | None],
-) -> tuple[bytes, Packed] | None:
-    """Packs the captured values of a function in front of others; returns its code as well.
+def _apart(function: Any, main_by_name: bool) -> tuple[bytes, list[Any]] | None:
+    """Returns the code of a function that goes by value, and the values that it captures.
 
     Returns None if anything else goes by value: it may refer to the function, or share globals with
     it, and only one pickle keeps that.
     """
     if type(function) is not FunctionType or function.__dict__:
         return None
-    by_name = peer.main_by_name
     try:
         parts = take_apart(function)
     except Exception as error:
@@ -563,17 +662,10 @@ def _pack_apart(
     if parts is None:
         return None
     code, captured = parts
-    if any(type(each) is FunctionType and name_of(each, by_name) is None for each in captured):
-        return None
-    tensors: list[Tensor] = []
-    if captured:
-        home_of = no_home  # The caller keeps its arguments, but not its function.
-    values = (*captured, *values)
-    payload = encode(values, tensors, by_name, home_of)
-    if payload is not None and all(map(is_dense, tensors)):
-        return code.content, Packed(payload, tensors, [])
-    packed = pack_by_name(values, main_by_name=by_name)
-    return None if packed is None else (code.content, packed)
+    for each in captured:
+        if type(each) is FunctionType and name_of(each, main_by_name) is None:
+            return None
+    return code.content, captured
 
 
 def _own_parameters(name: bytes) -> tuple[str, ...]:

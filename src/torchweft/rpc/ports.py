@@ -20,11 +20,11 @@ from typing import Any
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import Worker
-from torchweft.threads.waits import Parts
+from torchweft.threads.reactor import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import TABLES, Kind
 from torchweft.worker.agent import Agent, Slot
-from torchweft.worker.calls import Spins, Wanted, kinds_of
+from torchweft.worker.calls import Spins, kinds_of
 from torchweft.worker.peers import Peer
 from torchweft.worker.tensor_messages import LocalMessage
 
@@ -195,7 +195,7 @@ class Listener:
         try:
             agent.waiter.read(
                 lease,
-                Wanted(_POSTS, self._port, taken),
+                (_POSTS, self._port, taken, None),
                 Spins.PASSES,
                 deadline_s,
                 lambda: not self._inbox.empty() or peer.lost,

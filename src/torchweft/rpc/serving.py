@@ -30,9 +30,9 @@ from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker, current_worker
 from torchweft.serialize.exceptions import pack_error, unpack_error
-from torchweft.serialize.functions import describe, resolve
+from torchweft.serialize.functions import Code, describe, resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.serialize.value_pickling import Code, received
+from torchweft.serialize.value_pickling import received
 from torchweft.serialize.values import split_names
 from torchweft.threads import device_streams
 from torchweft.threads.reports import log_exception
@@ -86,7 +86,7 @@ class Call(AnsweredCall):
             # As its users will get it: the original's traceback would keep its frames' objects.
             is_plain = self.worker.reader.is_strict
             packed = pack_error(error, self.worker.agent.info.name, is_plain=is_plain)
-            error = self.worker.as_raised_here(unpack_error(packed))
+            error = self.worker.decoder.as_raised_here(unpack_error(packed))
             guard = owned.guard = self.worker.unseen.guard_value(error, self.peer)
             if guard is not None and owned.was_asked_for:
                 guard.was_seen = True

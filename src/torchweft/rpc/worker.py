@@ -21,7 +21,7 @@ from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.outside import Arrivals
 from torchweft.autograd.passes import PassWatcher
-from torchweft.errors import NotInitialized, ProtocolError, SerializationError
+from torchweft.errors import NotInitialized, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
 from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
@@ -31,25 +31,18 @@ from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder, reply_by_tables
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import UnseenErrors
-from torchweft.serialize.exceptions import pack_error, unpack_error
+from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.inline import shared_ranges
 from torchweft.serialize.objects import Packed
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.values import no_home
 from torchweft.threads.reports import log_exception
-from torchweft.threads.thread_modes import (
-    has_dispatch_modes,
-    has_function_modes,
-    plain_operations,
-)
-from torchweft.wire.frames import Buffer, Frame, encode_frame
+from torchweft.wire.frames import Buffer, encode_frame
 from torchweft.wire.messages import (
     ERROR_REPLY,
     NO_CONTEXTS,
-    TABLES,
     HandedReference,
     Kind,
-    decode_reply,
     encode_reply,
 )
 from torchweft.worker.agent import Agent, Slot
@@ -222,10 +215,6 @@ class Replies:
                 log_exception("the error of a call of worker %r could not be shown", peer.name)
 
 
-_is_in_inference_mode = torch.is_inference_mode_enabled
-_InferenceMode: Any = getattr(torch._C, "_InferenceMode")  # noqa: B009 (its stub lacks it)
-
-
 class Worker:
     """Makes and serves the calls of one worker.
 
@@ -264,13 +253,14 @@ class Worker:
         tensors, references, outside = self.tensor_messages, self.references, self.engine.outside
         graphs = (self.contexts, outside, self.arrivals)
         self.encoder = Encoder(agent, tensors, references, *graphs)
-        self.decoder = Decoder(agent, reader, references, reference_type, *graphs, copies_own)
+        self.decoder = Decoder(
+            agent, reader, tensors, references, reference_type, *graphs, copies_own
+        )
+        self.result_of, self.discard_reply = self.decoder.result_of, self.decoder.discard
         self.replies = Replies(agent, self.encoder, tensors)
         # What every served call needs.
         self.reply, self.reply_error = self.replies.reply, self.replies.reply_error
         self.slow = SlowFunctions()
-        self.as_raised_here: Callable[[BaseException], BaseException] = lambda error: error
-        """Returns the error to raise in the program in place of another worker's error."""
         self.unseen = UnseenErrors(
             agent, self.references, reader.unpack_error, self.replies.pack_error
         )
@@ -316,71 +306,6 @@ class Worker:
         call.notes = {}
         for each in self.watchers:
             each.serving_begins(call)
-
-    def result_of(self, call: PendingCall) -> Any:
-        """Returns the result of a call that is done, or raises its error.
-
-        The waiting thread reads an answer, or a thread of the worker does. Both make the same
-        tensors of it: the inference mode of the waiting thread has no effect on them. If it is
-        interrupted before it has begun, ``call.frame`` stays.
-        """
-        if _is_in_inference_mode():
-            with _InferenceMode(False):
-                return Worker.result_of(self, call)
-        if has_dispatch_modes() or has_function_modes():
-            with plain_operations():
-                return Worker.result_of(self, call)
-        if call.error is not None:
-            raise call.error
-        frame = call.frame
-        assert frame is not None
-        peer = self.agent.peers[call.worker]
-        flags = frame.flags
-        control: Any = frame.control
-        if type(control) is LocalMessage:
-            call.frame = None
-            if flags & ERROR_REPLY:
-                raise self._error_of(call, unpack_error, control.payload)
-            return self.decoder.open_own(control, control.head[0], is_answer=True)
-        if flags & ERROR_REPLY:
-            call.frame = None
-            head = decode_reply(control)
-            payload = bytes(control[head[3] : head[4]])
-            raise self._error_of(call, self.reader.unpack_error, payload)
-        try:
-            call.frame = None  # Its memory belongs to the result from here on.
-            head = decode_reply(control)
-            message = None
-            if flags:
-                message = self.tensor_messages.read(frame)
-                self.tensor_messages.fetch(peer, message)
-            return self.decoder.open(peer, control, head, message, is_answer=True)
-        except BaseException:
-            self.decoder.refuse(peer, decode_reply(control))  # Received references stay so.
-            raise
-
-    def _error_of(
-        self, call: PendingCall, unpack: Callable[[bytes], BaseException], payload: bytes
-    ) -> BaseException:
-        """Returns the error that answers a call, or the one with which it cannot be read."""
-        try:
-            error = self.as_raised_here(unpack(payload))
-        except BaseException as unreadable:
-            error = unreadable
-        for each in call.watchers:
-            each.call_fails(call, error)
-        return error
-
-    def discard_reply(self, peer: Peer, frame: Frame) -> None:
-        """Discards a late reply, and releases what it holds at its sender."""
-        if not frame.control or isinstance(frame.control, LocalMessage):
-            return  # Retransmitted tensors, for a call that was given up; or a message to itself.
-        try:
-            if frame.flags & TABLES:
-                self.tensor_messages.discard(peer, self.tensor_messages.read(frame))
-            self.decoder.refuse(peer, decode_reply(frame.control))
-        except ProtocolError:
-            _log.debug("a late reply of worker %r cannot be read", peer.name)
 
 
 WORKER: Slot[Worker] = Slot()

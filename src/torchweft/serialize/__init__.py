@@ -9,7 +9,7 @@ message. This is the lowest layer that may import torch.
 ``reducers``        how the objects of torch are taken apart
 ``value_pickling``  functions and classes that the receiver cannot import
 ``diagnosis``       which part of an object cannot be sent, and what to do about it
-``functions``       callables by name
+``functions``       callables by name, or taken apart
 ``tensors``         tensors to a table and buffers, and back without a copy
 ``table``           the bytes of that table, the numbers of dtypes and devices, and the checks
                     before memory is touched

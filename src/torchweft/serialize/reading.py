@@ -24,8 +24,8 @@ from torchweft.ids import ReferenceId
 from torchweft.serialize import functions, objects, value_pickling, value_reading, values
 from torchweft.serialize.allowed import AllowList
 from torchweft.serialize.exceptions import unpack_error
+from torchweft.serialize.functions import Code
 from torchweft.serialize.registry import StrictNames
-from torchweft.serialize.value_pickling import Code
 from torchweft.serialize.value_reading import limit_of_repetition
 from torchweft.threads.interrupts import is_of_handler
 

@@ -1,35 +1,19 @@
 """Pickles functions and classes by value where the receiver cannot import them.
 
-cloudpickle takes classes apart, and unusual functions; this file takes apart all other
-functions. cloudpickle writes a function whole: its code, and the globals, cells and defaults that
-it refers to. That takes hundreds of bytes, and more time than the rest of a small call. But the
-code of a function cannot change, and a program sends the same functions again and again. So a
-function is *taken apart* here into a ``Code`` and the captured values. These may change at any
-time, and are sent anew with each call. Nothing about captured values is remembered, so nothing can
-be outdated; and each call gets a new function.
-
-A ``Code`` has all parts of a function that are texts, and the names of captured modules:
-
-- the code object, the function's name, qualified name, module and docstring;
-- ``__name__``, ``__package__`` and ``__file__`` of the module that it was written in;
-- which globals and cells are modules, and their names; the submodules that the code refers to;
-- which globals are captured, and how many cells, defaults and annotations there are.
-
-An unusual function (an empty cell, a docstring that is no text, constants that a program has put
-into a code object) is left to cloudpickle, which writes it whole.
+cloudpickle takes classes apart, and the unusual functions that ``functions.take_apart`` leaves to
+it. This file pickles all other functions by their codes and captured values, and makes functions of
+these at the receiver.
 """
 
 from __future__ import annotations
 
 import builtins
-import dis
 import functools
 import marshal
 import pickle
 import sys
 import typing
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, NewType, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -38,24 +22,34 @@ import cloudpickle
 from torch import Tensor
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, name_of
+from torchweft.serialize.functions import (
+    MAIN_MODULES,
+    MODULE_TEXTS,
+    Code,
+    content_of,
+    load_module,
+    name_of,
+    take_apart,
+)
 from torchweft.threads.interrupts import is_of_handler
 
-_STABLE_VERSION = 2
-"""Format of ``marshal`` in which equal objects have equal bytes, however they came about."""
-_KNOWN_LIMIT = 4096
 _MOST_KEPT = 512
 """Codes of others that stay loaded, those that were used last."""
 _KEPT_BYTES = 32 << 10
 """Longer code is loaded each time that it comes."""
-_LAYOUTS_LIMIT = 4
-_GLOBAL_STEPS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_MODULE_TEXTS = ("__name__", "__package__", "__file__")
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), CodeType)
 _OWN_TEXTS = ("__name__", "__qualname__", "__module__", "__doc__")
 _COMPILER = "torch._dynamo"
-_ABSENT = object()
-_TEXTS = (str, type(None))
+
+
+# At the receiver
+
+
+def received(content: bytes) -> Code:
+    """Returns the code with these bytes; one that came lately is loaded already."""
+    return _received(content) if len(content) <= _KEPT_BYTES else Code(content)
+
+
+_received = functools.lru_cache(_MOST_KEPT)(Code)
 
 
 class Layout(NamedTuple):
@@ -86,218 +80,6 @@ class Layout(NamedTuple):
     uses_modules: bool
 
 
-class Code:
-    """The part of a function that never changes. Thread-safe.
-
-    Args:
-        content: Its bytes. A worker that loads false bytes may run or crash on anything.
-
-    Attributes:
-        loaded: The result of ``load``, once it was called.
-        is_slow: Whether the last function made of it took long; see ``SlowFunctions``.
-    """
-
-    __slots__ = ("content", "is_slow", "loaded")
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.is_slow = True
-        self.loaded: Loaded | None = None
-
-    def load(self) -> Loaded:
-        """Returns the parts of its functions; imports the modules that they use."""
-        if self.loaded is None:
-            code, *layout = marshal.loads(self.content)
-            self.loaded = Loaded(code, Layout(*layout))
-        return self.loaded
-
-
-# At the sender
-
-
-class _Known:
-    """The known facts about a code object; they do not keep the code object alive.
-
-    Attributes:
-        reference: The code object.
-        globals: The names of the globals that it refers to.
-        is_constant: Whether it has only constants that cannot change.
-        codes: The codes of its latest functions, by their layouts.
-    """
-
-    __slots__ = ("codes", "globals", "is_constant", "reference")
-
-    def __init__(self, code: CodeType, reference: weakref.ref[CodeType]) -> None:
-        self.reference = reference
-        self.globals = (*dict.fromkeys(_globals_of(code)), "__path__")
-        self.is_constant = _is_constant(code)
-        self.codes: dict[Layout, Code] = {}
-
-
-# Keyed by id: comparing code objects takes longer. The reference reveals an id that was given to
-# another object.
-_known: dict[int, _Known] = {}
-
-
-def take_apart(function: FunctionType) -> tuple[Code, list[Any]] | None:
-    """Returns the code of a function and the values that it captures, except its attributes.
-
-    Returns None for an unusual function, which can only travel whole.
-    """
-    code = function.__code__
-    known = _known.get(id(code))
-    if known is None or known.reference() is not code:
-        known = _remember(code)
-    parts = _parts(function, known)
-    if parts is None:
-        return None
-    layout, captured = parts
-    try:
-        made = known.codes.get(layout)
-    except TypeError:  # A text of the function is none, and has no hash.
-        return None
-    if made is None:
-        if not all(isinstance(each, _TEXTS) for each in (*layout.texts, *layout.module_texts)):
-            return None
-        content = _marshalled((code, *layout))
-        if content is None:
-            return None
-        if len(known.codes) >= _LAYOUTS_LIMIT:
-            known.codes.clear()
-        made = known.codes[layout] = Code(content)
-    return made, captured
-
-
-def _remember(code: CodeType) -> _Known:
-    if len(_known) >= _KNOWN_LIMIT:
-        _known.clear()
-    key = id(code)
-    known = _known[key] = _Known(code, weakref.ref(code, lambda _: _known.pop(key, None)))
-    return known
-
-
-def _marshalled(value: Any) -> bytes | None:
-    """Returns the bytes of a code; None if a constant has none."""
-    for version in (_STABLE_VERSION, marshal.version):
-        try:
-            return marshal.dumps(value, version)
-        except ValueError:  # An older version has no slices, which may be constants since 3.14.
-            pass
-    return None
-
-
-def _parts(function: FunctionType, known: _Known) -> tuple[Layout, list[Any]] | None:
-    """Returns the layout of a function and its captured values; None for an unusual function."""
-    values = function.__globals__
-    texts = function.__name__, function.__qualname__, function.__module__, function.__doc__
-    module_texts = tuple(map(values.get, _MODULE_TEXTS))
-    if not known.is_constant:
-        return None
-    modules: list[tuple[str, str]] = []
-    names: list[str] = []
-    cells: list[str | None] = []
-    captured: list[Any] = []
-    used: list[ModuleType] = []
-    for name in known.globals:
-        value = values.get(name, _ABSENT)
-        if type(value) is ModuleType:
-            modules.append((name, value.__name__))
-            used.append(value)
-        elif value is not _ABSENT:
-            names.append(name)
-            captured.append(value)
-    for cell in function.__closure__ or ():
-        value = content_of(cell)
-        if value is _ABSENT:
-            return None
-        if type(value) is ModuleType:
-            cells.append(value.__name__)
-            used.append(value)
-        else:
-            cells.append(None)
-            captured.append(value)
-    if function.__module__ is None or not all(map(_goes_by_name, used)):
-        return None
-    defaults, keywords = function.__defaults__, function.__kwdefaults__
-    annotations = function.__annotations__
-    layout = Layout(
-        texts,
-        module_texts,
-        tuple(modules),
-        tuple(names),
-        tuple(cells),
-        -1 if defaults is None else len(defaults),
-        None if keywords is None else tuple(keywords),
-        tuple(annotations),
-        tuple(_submodules(function.__code__, used)) if used else (),
-        bool(used),
-    )
-    captured += (*(defaults or ()), *(keywords or {}).values(), *annotations.values())
-    return layout, captured
-
-
-def _goes_by_name(module: ModuleType) -> bool:
-    name = module.__name__
-    by_value = is_registered_by_value(name) and name not in MAIN_MODULES
-    return name in sys.modules and not by_value
-
-
-def content_of(cell: CellType) -> object:
-    """Returns the value in a cell; a value that is nothing else if there is none."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _ABSENT
-
-
-def _is_constant(code: CodeType) -> bool:
-    """Whether a code object has only constants that the compiler makes, which cannot change."""
-    return all(map(_is_constant_value, code.co_consts))
-
-
-def _is_constant_value(value: object) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_constant_value, value))
-    if type(value) is slice:
-        return _is_constant_value((value.start, value.stop, value.step))
-    if type(value) is CodeType:
-        return _is_constant(value)
-    return type(value) in _CONSTANTS
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yields the globals that a function and those defined in it refer to, as cloudpickle does."""
-    for step in dis.get_instructions(code):
-        if step.opname in _GLOBAL_STEPS and step.argval not in _MODULE_TEXTS:
-            yield step.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)
-
-
-def _submodules(code: CodeType, modules: Iterable[ModuleType]) -> Iterator[str]:
-    """Yields the imported submodules that code refers to as attributes of modules."""
-    parents = [module.__name__ for module in modules if getattr(module, "__package__", None)]
-    while parents:
-        parent = parents.pop()
-        for name in code.co_names:
-            child = f"{parent}.{name}"
-            if sys.modules.get(child) is not None:
-                yield child
-                parents.append(child)
-
-
-# At the receiver
-
-
-def received(content: bytes) -> Code:
-    """Returns the code with these bytes; one that came lately is loaded already."""
-    return _received(content) if len(content) <= _KEPT_BYTES else Code(content)
-
-
-_received = functools.lru_cache(_MOST_KEPT)(Code)
-
-
 class Loaded:
     """The parts of which functions are made.
 
@@ -310,7 +92,7 @@ class Loaded:
     def __init__(self, code: CodeType, layout: Layout) -> None:
         self._code, self._layout = code, layout
         self._name = layout.texts[0]
-        texts = zip(_MODULE_TEXTS, layout.module_texts, strict=True)
+        texts = zip(MODULE_TEXTS, layout.module_texts, strict=True)
         self._globals: dict[str, Any] = {name: text for name, text in texts if text is not None}
         self._globals["__builtins__"] = vars(builtins)
         for name, module in layout.modules:
@@ -357,6 +139,15 @@ class Loaded:
             function.__annotations__ = dict(zip(layout.annotated, captured[place:], strict=True))
 
 
+def load(code: Code) -> Loaded:
+    """Returns the parts of the functions of a code; imports the modules that they use."""
+    loaded: Loaded | None = code.loaded
+    if loaded is None:
+        content, *layout = marshal.loads(code.content)
+        loaded = code.loaded = Loaded(content, Layout(*layout))
+    return loaded
+
+
 def _copied(code: CodeType) -> CodeType:
     """Returns a copy of a code object, and of those in it.
 
@@ -384,7 +175,7 @@ def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, 
     loaded = code.loaded
     if loaded is None:
         try:
-            loaded = code.load()
+            loaded = load(code)
         except Exception as error:
             if is_of_handler(error):
                 raise
@@ -404,13 +195,13 @@ Reducers = Mapping[type, Callable[[Any], Any]]
 
 def make_function(code: Code, values: dict[str, Any]) -> FunctionType:
     """Makes a function in a pickle, without captured values: they may refer to the function."""
-    return code.load().make(values)
+    return load(code).make(values)
 
 
 def fill_function(function: FunctionType, state: tuple[Code, Any, dict[str, Any] | None]) -> None:
     """Gives a function in a pickle its captured values and attributes."""
     code, captured, attributes = state
-    code.load().fill(function, captured)
+    load(code).fill(function, captured)
     if attributes:
         vars(function).update(attributes)
 

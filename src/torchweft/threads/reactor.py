@@ -41,8 +41,9 @@ import logging
 import os
 import select
 import threading
+from _thread import get_ident
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from typing import Any
 from weakref import ref
@@ -58,7 +59,6 @@ from torchweft.threads.thread_modes import (
     count_threads,
     tidy,
 )
-from torchweft.threads.waits import Parts, Waiting
 
 _log = logging.getLogger("torchweft")
 
@@ -69,6 +69,10 @@ _PAUSED = select.EPOLLONESHOT
 _CLOSED = -1  # A late write to it fails; another file may get the old number.
 _SPARE_THREADS = 4
 _LOOKS_UNTIL_STUCK = 10
+
+Parts = Callable[[], Sequence[Any]]
+"""Returns the open calls, and the ``Wait`` of anything else, that a thread waits for. Called by
+other threads, for reports. Does not block. What has ended by now is left out."""
 
 
 class Reactor:
@@ -512,3 +516,32 @@ class Reactor:
             os.close(wake_fd)
             os.close(self._close_fd)
         return stuck
+
+
+class Waiting:
+    """A remote wait of one thread, which notes what it waits for; made by ``Reactor.waiting``.
+
+    The note ends with the block, also if a signal handler raises anywhere: only the block holds
+    this object. A handler that waits meanwhile has a note of its own.
+    """
+
+    __slots__ = ("__weakref__", "_before", "_is_counted", "_reactor", "needs_any", "parts")
+
+    def __init__(self, reactor: Reactor, parts: Parts, needs_any: bool) -> None:
+        self._reactor = reactor
+        self.parts = parts
+        self.needs_any = needs_any
+
+    def __enter__(self) -> None:
+        reactor, thread = self._reactor, get_ident()
+        self._is_counted = reactor.begin_wait()
+        self._before = reactor.notes.get(thread)
+        reactor.notes[thread] = ref(self)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before is None:
+            self._reactor.notes.pop(get_ident(), None)
+        else:
+            self._reactor.notes[get_ident()] = self._before
+        if self._is_counted:
+            self._reactor.end_wait()

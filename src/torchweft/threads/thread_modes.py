@@ -150,20 +150,21 @@ def take_away() -> Modes | None:
 
 has_dispatch_modes: Callable[[], int] = _native._len_torch_dispatch_stack
 has_function_modes: Callable[[], int] = _native._len_torch_function_stack
-_transform_level: Callable[[], int | None] = _native._functorch.maybe_current_level
 _traced_graph: Callable[[], object] = _native._get_tracing_state
+MODES: tuple[Callable[[], object], ...] = (
+    has_dispatch_modes,
+    has_function_modes,
+    _native._functorch.maybe_current_level,
+    _traced_graph,
+)
+"""Functions that return something true within torch's modes and within the transforms of
+``torch.func``, and while ``torch.jit`` traces.
 
-
-def transform_level() -> object:
-    """Returns the nesting depth of ``torch.func`` here, or the graph that ``torch.jit`` traces.
-
-    Operations on tensors do what they say where this and both functions above return nothing.
-    Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory, and
-    record instead of compute; within ``torch.func`` they may return wrappers of tensors. So the
-    code that turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` where
-    one of them returns something.
-    """
-    return _transform_level() or _traced_graph()
+Operations on tensors do what they say where none of them does, so ``any(map(call, MODES))`` is
+false. Under torch's modes, such as ``FakeTensorMode``, they may return tensors without memory, and
+record instead of compute; within ``torch.func`` they may return wrappers of tensors. So the code
+that turns tensors into bytes, and bytes into tensors, runs in ``plain_operations`` otherwise.
+"""
 
 
 def check_untraced() -> None:

@@ -44,7 +44,7 @@ from typing import NamedTuple
 
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ID_LIMIT, ReferenceId
-from torchweft.wire.frames import Buffer, encode_frame
+from torchweft.wire.frames import HEADER_BYTES, Buffer, encode_frame
 
 
 class Kind(enum.IntEnum):
@@ -90,6 +90,8 @@ of their names."""
 
 
 _CALL_HEAD = struct.Struct("<dqQQHHIII")
+_GRAPH = struct.Struct("<QQ")
+_GRAPH_BEGIN = 16
 _REPLY_HEAD = struct.Struct("<QQII")
 _TABLE_SIZES = struct.Struct("<II")
 _REFERENCE = struct.Struct("<qqqq")
@@ -156,6 +158,11 @@ def encode_call(
     head = _CALL_HEAD.pack(remaining_s, creation, context_id, message_id, *sizes)
     handed = _encode_references(references) if references else b""
     return b"".join((head, name, span, code, handed, payload, tensors))
+
+
+def place_in_graph(frame: bytearray, context_id: int, message_id: int) -> None:
+    """Puts the numbers of its graph into the frame of a ``CALL`` or a ``POST``."""
+    _GRAPH.pack_into(frame, HEADER_BYTES + _GRAPH_BEGIN, context_id, message_id)
 
 
 def pass_span(pass_id: int, context_id: int, context: bytes) -> list[Buffer]:

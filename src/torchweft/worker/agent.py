@@ -147,7 +147,7 @@ class Agent:
     ) -> None:
         self.members = members
         self.peers = members.by_id
-        self.find = members.find
+        self.find, self.peers_by_name = members.find, members.by_name
         self.me = members.me
         self.info = self.me.info
         self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())

@@ -11,7 +11,6 @@ and the waiting thread sleeps until one of them has put the message where it loo
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from _thread import allocate_lock, get_ident
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextvars import ContextVar
 from enum import IntEnum
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchweft.errors import NotInitialized
 from torchweft.native import native
@@ -39,10 +38,9 @@ from torchweft.protocol.served_calls import (
     ServedCall,
 )
 from torchweft.threads import interrupts
-from torchweft.threads.reactor import Reactor
+from torchweft.threads.reactor import Parts, Reactor
 from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timers
-from torchweft.threads.waits import Parts
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_ints
 from torchweft.worker.peers import Peer
@@ -76,8 +74,8 @@ class PendingCall(OpenCall):
         self.worker_name = worker_name
         self.function = function
         self.timeout_s = timeout_s
-        self.started_s = time.monotonic()
-        self.deadline_s = self.started_s + timeout_s
+        self.started_s = started_s = monotonic()
+        self.deadline_s = started_s + timeout_s
         self.on_done = on_done
         self.parent = parent
         self.number = 0
@@ -85,8 +83,8 @@ class PendingCall(OpenCall):
         self.watchers: Sequence[Any] = ()
         self.frame: Frame | None = None
         self.error: BaseException | None = None
-        self._done = allocate_lock()
-        self._done.acquire()
+        self._done = done = allocate_lock()
+        done.acquire()
 
     @property
     def is_done(self) -> bool:
@@ -106,8 +104,10 @@ class PendingCall(OpenCall):
         """Wakes the waiting threads. The outcome is in ``frame`` or ``error`` by now."""
         for each in self.watchers:
             each.call_ends(self)
-        with contextlib.suppress(RuntimeError):  # Another thread has done it.
+        try:
             self._done.release()
+        except RuntimeError:  # Another thread has done it.
+            pass
 
     def wait(self, timeout_s: float) -> bool:
         """Blocks until done or for ``timeout_s``; returns whether it is done."""
@@ -121,21 +121,10 @@ class Spins(IntEnum):
     PASSES = 2
 
 
-class Wanted(NamedTuple):
-    """The messages for which a thread waits.
-
-    Attributes:
-        kinds: A bit set of their kinds.
-        number: The number in their frames.
-        into: Gets them: a list, as pairs of peer and frame; or an object with a ``frame``.
-        then: A task for the reactor that is due if this thread cannot go on with the message, as a
-            signal handler has raised; None if there is none.
-    """
-
-    kinds: int
-    number: int
-    into: object
-    then: tuple[Callable[..., None], Any, Any] | None = None
+Wanted = tuple[int, int, object, tuple[Callable[..., None], Any, Any] | None]
+"""The messages for which a thread waits: a bit set of their kinds; the number in their frames; what
+gets them, a list, as pairs of peer and frame, or an object with a ``frame``; and a task for the
+reactor that is due if this thread cannot go on with the message, as a signal handler has raised."""
 
 
 def kinds_of(*kinds: Kind) -> int:
@@ -273,8 +262,11 @@ class OpenCalls:
         is_sent = peer.is_self or (peer.link is not None and not peer.unsent)
         try:
             if is_sent:
-                number = self._client.add(call)
-                self._sender.send(peer, request.message(number), may_block=may_block)
+                message = request.message(self._client.add(call))
+                if peer.is_self:
+                    self._sender.send(peer, message)
+                else:
+                    self._sender.write(peer, message, may_block=may_block)
             else:
                 self._client.keep(call)
                 kept = KeptCall(self._client, call, request, self._act)
@@ -330,11 +322,13 @@ class OpenCalls:
         self, lease: Any, peer: Peer, call: PendingCall, *, may_complete: bool = True
     ) -> None:
         """Reads the answer of a call, and completes the call, unless that is left to others."""
-        left = (self._complete_left, call, call.on_done)
-        wanted = Wanted(_ANSWERS, call.number, call, left)
+        done = call._done
 
         def is_over() -> object:
-            return call.frame or call.error or call.is_done or peer.lost
+            return call.frame or call.error or peer.lost or not done.locked()
+
+        left = (self._complete_left, call, call.on_done)
+        wanted = (_ANSWERS, call.number, call, left)
 
         is_there = self._waiter.read(
             lease, wanted, Spins.ANSWERS, call.deadline_s, is_over, call.unfinished

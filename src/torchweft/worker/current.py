@@ -32,7 +32,8 @@ from torchweft.patching import check_unpatched
 from torchweft.threads.timers import Timer
 from torchweft.worker.agent import Agent
 
-_current: Agent | None = None
+here: Agent | None = None
+"""The agent of this process; None if it is no worker."""
 _forked_from = ""
 _make_way: Callable[[], None] | None = None
 _children: tuple[Agent, Children, Timer] | None = None
@@ -46,7 +47,7 @@ def current() -> Agent:
         NotInitialized: ``init_rpc`` was not called, or the worker has shut down, or this process
             was forked from a worker.
     """
-    if _current is None:
+    if here is None:
         if _forked_from:
             raise NotInitialized(
                 "RPC has not been initialized in this process, which was forked from worker "
@@ -57,17 +58,17 @@ def current() -> Agent:
             "RPC has not been initialized: call torchweft.init_rpc(...) first, or use "
             "'with torchweft.cluster(workers=3):'"
         )
-    return _current
+    return here
 
 
 def is_set() -> bool:
     """Whether this process is a worker now."""
-    return _current is not None
+    return here is not None
 
 
 def is_forked() -> bool:
     """Whether this process is no worker, but was forked from one."""
-    return _current is None and bool(_forked_from)
+    return here is None and bool(_forked_from)
 
 
 def check_unset() -> None:
@@ -76,11 +77,11 @@ def check_unset() -> None:
     Raises ConfigurationError where it can be none; see ``patching``.
     """
     check_unpatched()
-    if _current is not None and _make_way is not None:
+    if here is not None and _make_way is not None:
         _make_way()
-    if _current is not None:
+    if here is not None:
         raise AlreadyInitialized(
-            f"RPC is already initialized: this process is worker {_current.info.name!r}; "
+            f"RPC is already initialized: this process is worker {here.info.name!r}; "
             "call torchweft.shutdown() before it joins another group"
         )
 
@@ -93,14 +94,14 @@ def when_in_the_way(make_way: Callable[[], None] | None) -> None:
 
 def install(agent: Agent | None) -> None:
     """Sets the current agent, or clears it with None."""
-    global _current, _forked_from
-    _current, _forked_from = agent, ""
+    global here, _forked_from
+    here, _forked_from = agent, ""
 
 
 def _prepare_fork() -> None:
     """Makes what parent and child share, in the parent."""
     global _children
-    agent = _current
+    agent = here
     if agent is not None and (_children is None or _children[0] is not agent):
         children = Children()
         _children = agent, children, agent.timers.add(children.collect)
@@ -119,8 +120,8 @@ def _leave_to_parent() -> None:
     The child must also drop the parent's connections: otherwise no peer would notice the parent's
     death.
     """
-    global _current, _forked_from, _children
-    agent, _current = _current, None
+    global here, _forked_from, _children
+    agent, here = here, None
     shared, _children = _children, None
     if agent is not None:
         _forked_from = agent.info.name

@@ -337,7 +337,7 @@ class Members:
         self._on_joined: list[Callable[[Peer], None]] = []
         self.me = Peer(me, main_by_name=True, is_self=True, device_maps=self._maps_with(me))
         self._roster = Roster(self.me, map(self._make, others), self.departed, is_open=is_open)
-        self._by_name, self._by_rank = self._roster.by_name, self._roster.by_rank
+        self.by_name, self._by_rank = self._roster.by_name, self._roster.by_rank
         self.by_id = self._roster.by_id
         """The lives by id; one that is over and forgotten is found as departed. Read-only."""
 
@@ -359,13 +359,13 @@ class Members:
         """
         try:
             if isinstance(to, str):
-                return self._by_name[to]
+                return self.by_name[to]
             if isinstance(to, int):
                 return self._by_rank[to]
         except KeyError:
             pass
         if isinstance(to, WorkerInfo):
-            peer = self._by_name.get(to.name)
+            peer = self.by_name.get(to.name)
             if peer is not None and peer.info == to:
                 return peer
             with self._lock:
@@ -398,12 +398,12 @@ class Members:
         """Returns the ids of the lives whose name another life has by now."""
         with self._lock:
             lives = list(self.by_id.values())
-            return {each.id for each in lives if self._by_name.get(each.name, each) is not each}
+            return {each.id for each in lives if self.by_name.get(each.name, each) is not each}
 
     def known(self) -> list[Peer]:
         """Returns the workers that can be found by name, including lost workers."""
         with self._lock:
-            return list(self._by_name.values())
+            return list(self.by_name.values())
 
     def on_joined(self, callback: Callable[[Peer], None]) -> None:
         """Has ``callback`` run for every known worker now, and for each that joins later."""

@@ -288,7 +288,7 @@ class Trio:
         fresh.link = self._nowhere  # type: ignore[assignment]
         with self._as(self.victim):
             members._tell(fresh)
-        members.by_id[peer.id] = members._by_name[peer.name] = members._by_rank[peer.id] = fresh
+        members.by_id[peer.id] = members.by_name[peer.name] = members._by_rank[peer.id] = fresh
         self.hostile = FIRST + (self.hostile - FIRST + 1) % HOSTILE
 
     def settle(self) -> None:

@@ -30,7 +30,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> None:
         slots=Slots(),
         served_streams=ServedStreams(),
     )
-    monkeypatch.setattr(current, "_current", agent)
+    monkeypatch.setattr(current, "here", agent)
 
 
 def test_a_deadline_is_of_all_calls_together(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,7 +114,7 @@ def test_a_worker_of_pytorchs_rpc_stays_what_it_is(monkeypatch: pytest.MonkeyPat
 
 def test_a_worker_of_weft_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     torchweft.compat.install()
-    monkeypatch.setattr(current, "_current", SimpleNamespace(info=SimpleNamespace(name="ps")))
+    monkeypatch.setattr(current, "here", SimpleNamespace(info=SimpleNamespace(name="ps")))
     with pytest.raises(AlreadyInitialized, match=r"worker 'ps': call rpc\.shutdown\(\) first"):
         torchweft.compat.uninstall()
     assert torchweft.compat.is_installed()

@@ -17,7 +17,7 @@ from torchweft.mapreduce.plan import Plan
 from torchweft.protocol.registration import Registration
 from torchweft.rpc.futures import fail
 from torchweft.serialize.objects import Packed
-from torchweft.threads.waits import Waiting
+from torchweft.threads.reactor import Waiting
 from torchweft.worker.peers import Peer
 
 HEAVY = torch.zeros(1 << 20)

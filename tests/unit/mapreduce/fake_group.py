@@ -17,7 +17,7 @@ def join(patch: pytest.MonkeyPatch, size: int, rank: int = 0) -> Members:
     me = everybody.pop(rank)
     members = Members(me, everybody, is_open=False)
     agent = SimpleNamespace(info=members.me.info, members=members, find=members.find)
-    patch.setattr(current, "_current", agent)
+    patch.setattr(current, "here", agent)
     return members
 
 

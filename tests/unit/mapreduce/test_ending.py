@@ -32,7 +32,7 @@ def test_why_a_worker_leaves_is_said_in_a_line(error: BaseException, expected: s
 
 def test_who_says_that_its_program_failed_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     with group_of(3) as (me, other, third):
-        monkeypatch.setattr(current, "_current", me.agent)
+        monkeypatch.setattr(current, "here", me.agent)
         ending.failed("nobody said it")
         token = current_call.set(SimpleNamespace(peer=me.agent.me))  # type: ignore[arg-type]
         ending.failed("this worker said it")
@@ -100,10 +100,10 @@ def test_a_worker_that_leaves_with_a_problem_says_it_and_exits_badly(
     monkeypatch.setattr(ending, "shutdown", shutdown)
     monkeypatch.setattr(ending.os, "_exit", ends.append)
     with group_of(1) as (me,):
-        monkeypatch.setattr(current, "_current", me.agent)
+        monkeypatch.setattr(current, "here", me.agent)
         ending._leave(me.agent)
         assert slept == pauses
-        monkeypatch.setattr(current, "_current", None)
+        monkeypatch.setattr(current, "here", None)
         ending._leave(me.agent)
     assert capsys.readouterr().err == f"weft: worker 'worker0': {said}\n"
     assert ends == []

@@ -34,7 +34,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Member]]:
         for member in group:
             for peer in member.agent.peers.values():
                 peer.registration.facts[HOST] = "far" if peer.info.id == 0 else "here"
-        monkeypatch.setattr(current, "_current", group[2].agent)
+        monkeypatch.setattr(current, "here", group[2].agent)
         yield group
 
 

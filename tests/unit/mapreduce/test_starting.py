@@ -92,7 +92,7 @@ def test_who_is_a_worker_already_stays_what_it_is(
 ) -> None:
     events = []
     with group_of(2) as members:
-        monkeypatch.setattr(current, "_current", members[1].agent)
+        monkeypatch.setattr(current, "here", members[1].agent)
         main = auto_init_rpc(lambda: events.append("init"))(own_name)
         assert main() == "worker1"
         assert current.current() is members[1].agent

@@ -15,7 +15,7 @@ from torchweft.worker import current
 def _group(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("driver", "ps0", "ps1")
     peers = {rank: SimpleNamespace(name=name) for rank, name in enumerate(names)}
-    monkeypatch.setattr(current, "_current", SimpleNamespace(peers=peers))
+    monkeypatch.setattr(current, "here", SimpleNamespace(peers=peers))
 
 
 def test_no_failure_is_no_error() -> None:

@@ -26,8 +26,8 @@ from torchweft.errors import CallCancelled, ProtocolError, QueueFull, Serializat
 from torchweft.rpc import calls, stack_report
 from torchweft.rpc.functions import async_execution
 from torchweft.serialize import value_pickling
+from torchweft.serialize.functions import Code, take_apart
 from torchweft.serialize.objects import pack
-from torchweft.serialize.value_pickling import take_apart
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     NAMED,
@@ -56,7 +56,7 @@ def local() -> Iterator[Pair]:
 @pytest.fixture
 def small(local: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair whose callee keeps four codes."""
-    monkeypatch.setattr(value_pickling, "_received", functools.lru_cache(4)(value_pickling.Code))
+    monkeypatch.setattr(value_pickling, "_received", functools.lru_cache(4)(Code))
     return local
 
 

@@ -18,7 +18,7 @@ def test_a_worker_is_found_by_id_until_it_is_lost(monkeypatch: pytest.MonkeyPatc
         peer = first.peer(second)
         # The id differs from the rank, as for a worker that has come back.
         agent = SimpleNamespace(peers={16384: peer})
-        monkeypatch.setattr(current, "_current", agent)
+        monkeypatch.setattr(current, "here", agent)
         assert info_of(16384) == peer.info
         peer.declare_lost("killed")
         with pytest.raises(WorkerLost, match="killed"):
@@ -38,7 +38,7 @@ def test_who_listens_after_a_worker_has_come_back_is_not_told_of_its_former_live
         off_lost=listeners.remove,
         reactor=SimpleNamespace(submit=lambda work, peer: work(peer, None)),
     )
-    monkeypatch.setattr(current, "_current", agent)
+    monkeypatch.setattr(current, "here", agent)
     early, late = list[str](), list[str]()
     on_worker_lost(lambda error: early.append(str(error)))
     former, other = members.find("b"), members.find("c")

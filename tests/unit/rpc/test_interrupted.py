@@ -31,8 +31,8 @@ from torchweft.autograd.contexts import current_id, enter
 from torchweft.autograd.engine import ENGINE
 from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import AutogradError, CallCancelled
+from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.futures import Future
-from torchweft.rpc.worker import Worker
 from torchweft.threads import interrupts
 from torchweft.worker import current as current_agent
 
@@ -237,7 +237,7 @@ def test_the_graph_of_an_answer_goes_if_its_caller_is_interrupted(pair: Pair) ->
 
     def interrupt_after_answer() -> None:
         frame: Any = sys._getframe()
-        while frame is not None and frame.f_code is not Worker.result_of.__code__:
+        while frame is not None and frame.f_code is not Decoder.result_of.__code__:
             frame = frame.f_back
         if frame is not None:
             has_come.append(True)

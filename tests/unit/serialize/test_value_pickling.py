@@ -15,9 +15,9 @@ import torch
 
 from tests.unit.serialize.trips import object_trip
 from torchweft.errors import NotAllowed
+from torchweft.serialize.functions import Code, take_apart
 from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.reading import make_reader
-from torchweft.serialize.value_pickling import Code, take_apart
 
 
 def test_functions_that_share_globals_share_them_after_the_trip() -> None:

@@ -1,0 +1,189 @@
+"""Both twins make the same frames of calls, and read the same heads of replies."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import torchweft.native as loading
+from tests.unit.serialize.test_values import VALUES
+from torchweft.errors import ProtocolError
+from torchweft.ids import ReferenceId
+from torchweft.rpc import encoding
+from torchweft.rpc.encoding import plain_frame
+from torchweft.serialize.value_reading import decode
+from torchweft.serialize.values import no_home
+from torchweft.wire.frames import HEADER_BYTES
+from torchweft.wire.messages import (
+    NO_GRAD,
+    HandedReference,
+    decode_call,
+    decode_reply,
+    encode_reply,
+    place_in_graph,
+)
+
+native = loading.native
+pytestmark = pytest.mark.skipif(native is None, reason=loading.reason)
+Tensors = list[torch.Tensor]
+
+
+def kinds_of_tensors() -> list[torch.Tensor]:
+    memory = torch.arange(12.0)
+    return [
+        torch.ones(2, 3),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, requires_grad=True) * 2,
+        torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        memory[:6],
+        memory[::2],
+        torch.ones(30_000),
+        torch.empty(0),
+        torch.tensor([1 + 2j]).conj(),
+        torch.eye(3).to_sparse(),
+        torch.ones(2, device="meta"),
+    ]
+
+
+TENSORS = kinds_of_tensors()
+HEADS = st.tuples(
+    st.floats(allow_nan=False) | st.integers(0, 100),
+    st.integers(-1, (1 << 63) - 1),
+    st.binary(max_size=30),
+    st.binary(max_size=30),
+    st.binary(max_size=2000),
+)
+
+
+def made(make: Callable[..., Any], *call: Any) -> tuple[Any, Tensors]:
+    *front, by_name, inlines = call
+    tensors: Tensors = []
+    return make(*front, tensors, by_name, no_home, inlines), tensors
+
+
+@given(
+    HEADS,
+    st.lists(VALUES | st.sampled_from(TENSORS), max_size=4).map(tuple),
+    st.booleans(),
+    st.booleans(),
+)
+def test_both_twins_make_the_same_frame(
+    head: tuple[Any, ...], values: tuple[Any, ...], by_name: bool, inlines: bool
+) -> None:
+    assert native is not None
+    found, tensors = made(native.encode_call, *head, values, by_name, inlines)
+    wanted, all_tensors = made(plain_frame, *head, values, by_name, inlines)
+    if found is not None and found[1] is None and wanted is not None and wanted[1] is not None:
+        assert inlines  # Tensors that overlap: the plain twin puts them behind the same front.
+        assert wanted[0].startswith(found[0])
+    else:
+        assert found == wanted
+    if wanted is not None:
+        assert [*map(id, tensors)] == [*map(id, all_tensors)]
+        *front, (_, _, handed, start, end) = decode_call(wanted[0][HEADER_BYTES:])
+        remaining_s, creation, name, span, code = head
+        assert front == [remaining_s, creation, name, span, code]
+        assert not handed
+        payload = bytes(wanted[0][HEADER_BYTES:][start:end])
+        assert len(decode(payload, tensors, ())) == len(values)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"), [(2, b"n" * 65536), (3, b"s" * 65536)], ids=["name", "span"]
+)
+def test_what_no_head_can_tell_is_left_to_python(place: int, value: bytes) -> None:
+    assert native is not None
+    call: list[Any] = [1.0, -1, b"m:f", b"", b"", (1,), True, True]
+    call[place] = value
+    assert made(native.encode_call, *call)[0] is None
+    with pytest.raises(struct.error):
+        made(plain_frame, *call)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+def test_tensors_are_not_read_in_the_modes_of_torch() -> None:
+    assert native is not None
+    both = (native.encode_call, plain_frame)
+    call = 1.0, -1, b"m:f", b"", b"", (torch.ones(2),), True, True
+    simple = 1.0, -1, b"m:f", b"", b"", (2,), True, True
+
+    def frames(*call: Any) -> list[bool]:
+        return [made(make, *call)[0] is not None for make in both]
+
+    for mode in (FakeTensorMode(), TorchFunctionMode()):
+        with mode:
+            assert frames(*call) == [False, False]
+            assert frames(*simple) == [True, True]
+    seen: list[list[bool]] = []
+    torch.func.vmap(lambda x: (seen.append(frames(*call)), x)[1])(torch.ones(2))
+    torch.jit.trace(lambda x: (seen.append(frames(*call)), x + 1)[1], torch.ones(2))
+    assert seen[:2] == [[False, False], [False, False]]
+    assert frames(*call) == [True, True]
+
+
+def test_an_error_of_the_program_arrives_as_it_is() -> None:
+    assert native is not None
+
+    def fail(_: object) -> None:
+        raise RuntimeError("this program fails")
+
+    for make in (native.encode_call, plain_frame):
+        with pytest.raises(RuntimeError, match="this program fails"):
+            make(1.0, -1, b"m:f", b"", b"", (object(),), [], True, fail, True)
+
+
+def test_the_numbers_of_a_graph_are_put_into_a_frame() -> None:
+    frame, _ = made(encoding.encode_whole, 1.0, 5, b"m:f", b"span", b"code", (1,), True, True)[0]
+    for numbers in ((3, 4), (NO_GRAD, 0), (0, 9)):
+        place_in_graph(frame, *numbers)
+        head = decode_call(frame[HEADER_BYTES:])
+        assert head[:5] == (1.0, 5, b"m:f", b"span", b"code")
+        assert head[5][:2] == numbers
+
+
+HANDED = HandedReference(ReferenceId(1, 2, 3), 4)
+REPLIES = [
+    encode_reply(*numbers, references, payload, tensors)
+    for numbers in ((0, 0), (3, 4), (NO_GRAD, 0))
+    for references in ((), (HANDED,))
+    for payload in (b"", b"payload")
+    for tensors in (b"", b"tensors")
+]
+CHANGES = st.lists(st.tuples(st.integers(0, 31), st.integers(0, 255)), max_size=3)
+
+
+@given(st.sampled_from(REPLIES), st.integers(0, 80), CHANGES)
+def test_both_twins_read_the_same_head_of_a_reply(
+    reply: bytes, size: int, changes: list[tuple[int, int]]
+) -> None:
+    assert native is not None
+    control = bytearray(reply[:size])
+    for place, value in changes:
+        control[place : place + 1] = bytes((value,)) if place < len(control) else b""
+    found = native.decode_reply(memoryview(control))
+    try:
+        wanted = decode_reply(bytes(control))
+    except ProtocolError:
+        wanted = None
+    if wanted is not None and wanted[2]:
+        wanted = None  # One with references is left to the plain twin.
+    assert found == wanted
+
+
+def test_a_head_is_read_of_any_buffer_and_of_nothing_else() -> None:
+    assert native is not None
+    wanted = (3, 4, (), 24, 31)
+    for kind in (bytes, bytearray, functools.partial(memoryview)):
+        assert native.decode_reply(kind(encode_reply(3, 4, (), b"payload"))) == wanted
+    wrong: Any = "text"
+    with pytest.raises(TypeError):
+        native.decode_reply(wrong)
