@@ -170,9 +170,10 @@ def _nodes(edges: Iterable[Any]) -> list[Node]:
         if isinstance(edge, GradientEdge):
             nodes.append(edge.node)
         elif isinstance(edge, Tensor) and edge.requires_grad and not _is_wrapped(edge):
-            if edge.is_leaf and edge.layout is not torch.strided:
-                continue  # torch finds no node of it, and nothing is behind it.
-            nodes.append(get_gradient_edge(edge).node)
+            if edge.grad_fn is not None:
+                nodes.append(edge.grad_fn)
+            elif edge.layout is torch.strided:  # torch finds no node of others; they end there.
+                nodes.append(get_gradient_edge(edge).node)
     return nodes
 
 

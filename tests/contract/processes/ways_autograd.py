@@ -127,7 +127,20 @@ def _(side: Side) -> Any:
 def _(side: Side) -> Any:
     x = leaf()
     result = side.call(layer, x * 2)
-    return torch.autograd.grad(result.pow(2).sum(), result), torch.autograd.grad(x.sum(), x)
+    sparse = _Sparse.apply(x)  # type: ignore[no-untyped-call]
+    (of_sparse,) = torch.autograd.grad(sparse, x, sparse.detach())
+    inside = torch.autograd.grad(result.pow(2).sum(), result), torch.autograd.grad(x.sum(), x)
+    return inside, of_sparse
+
+
+class _Sparse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.to_sparse()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0].to_dense()
 
 
 @_autograd.same("`torch.autograd.grad` of a part that is all in the remote function")
