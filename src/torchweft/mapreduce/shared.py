@@ -17,9 +17,9 @@ from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import original
 from torchweft.mapreduce.turns import Place, Turns
+from torchweft.rpc.apart import own_copy
 from torchweft.rpc.calls import start
 from torchweft.rpc.current_call import check_called, check_types, is_cancelled
-from torchweft.rpc.encoding import own_copy
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.serving import WhenReady, owned
 from torchweft.rpc.worker import current_worker

@@ -16,7 +16,7 @@ from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.native import native
-from torchweft.rpc.encoding import own_copy
+from torchweft.rpc.apart import own_copy
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import unpack_error

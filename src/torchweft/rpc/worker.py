@@ -26,9 +26,10 @@ from torchweft.ids import ReferenceId
 from torchweft.native import native
 from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
 from torchweft.protocol.sessions import Outgoing
+from torchweft.rpc.apart import reply_by_tables
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
-from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder, reply_by_tables
+from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.serialize.exceptions import pack_error

@@ -24,7 +24,7 @@ from torchweft.autograd.pass_arguments import roots_of
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
-from torchweft.rpc.encoding import own_copy
+from torchweft.rpc.apart import own_copy
 from torchweft.rpc.ports import Ports
 from torchweft.serialize import tensors as tensor_tables
 from torchweft.serialize.objects import pack
