@@ -32,13 +32,13 @@ def send_freely(to: str, value: Any) -> Any:
 
 def _send(to: str, value: Any, packer: Callable[[Any], Packed]) -> Any:
     worker, peer = current_worker(), current().find(to)
-    before, encode = peer.pack, encoding.encode
+    before = peer.pack, encoding.encode, encoding.encode_whole
     peer.pack = packer
-    encoding.encode = lambda *_: None  # Leaves every value to the packer.
+    encoding.encode = encoding.encode_whole = lambda *_: None  # Leaves all values to the packer.
     try:
         return calls.call_and_wait(worker, peer, IDENTITY, (), {"value": value}, LIMIT_S)
     finally:
-        peer.pack, encoding.encode = before, encode
+        peer.pack, encoding.encode, encoding.encode_whole = before
 
 
 IDENTITY = b"tests.contract.processes.functions:identity"

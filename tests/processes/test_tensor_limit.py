@@ -12,8 +12,11 @@ from tests.contract.processes import functions
 from torchweft import rpc
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
+from torchweft.native import native
+from torchweft.rpc import encoding, worker
 from torchweft.rpc.worker import current_worker
 from torchweft.wire import messages
+from torchweft.wire.messages import PAYLOAD_LIMIT_BYTES
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 LIMIT = 3
@@ -55,18 +58,29 @@ def test_a_call_with_more_fails_and_others_do_not(limited: str, size: int) -> No
     assert reference.rpc_sync().add(1.0) == 1.0
 
 
-def limit_payload(limit_bytes: int) -> int:
-    """Sets how long the payload of this worker's messages may be; returns the old limit."""
-    before, messages.PAYLOAD_LIMIT_BYTES = messages.PAYLOAD_LIMIT_BYTES, limit_bytes
-    return before
+def limit_payload(limit_bytes: int) -> None:
+    """Sets how long the payload of this worker's messages may be.
+
+    The limit of the twin in C is a constant; what exceeds that, it leaves to the plain twin.
+    """
+    messages.PAYLOAD_LIMIT_BYTES = limit_bytes
+    encoding.encode_whole = encoding.plain_frame
+    worker.native = None
+
+
+def lift_limit() -> None:
+    """Restores the limit, and the twin."""
+    messages.PAYLOAD_LIMIT_BYTES, worker.native = PAYLOAD_LIMIT_BYTES, native
+    if native is not None:
+        encoding.encode_whole = native.encode_call
 
 
 @pytest.fixture(params=["worker0", "driver"])
 def short(group: Cluster, request: pytest.FixtureRequest) -> Iterator[str]:
     """The worker that sends only short payloads."""
-    before = rpc.rpc_sync(request.param, limit_payload, args=(20_000,))
+    rpc.rpc_sync(request.param, limit_payload, args=(20_000,))
     yield request.param
-    rpc.rpc_sync(request.param, limit_payload, args=(before,))
+    rpc.rpc_sync(request.param, lift_limit)
 
 
 def fail_with(value: object) -> None:
