@@ -166,6 +166,38 @@ def test_a_worker_that_left_without_waiting_is_not_waited_for(workers: OpenWorke
         assert isinstance(outcome_of(workers, name), ShutdownError)
 
 
+def keep_busy() -> None:
+    """Holds all threads of the first worker's pool for longer than ``SHORT_S``."""
+    busy = [rpc.rpc_async(NAMES[0], time.sleep, args=(10 * SHORT_S,)) for _ in range(3)]
+    torch.futures.wait_all(busy)
+
+
+def gather_in_short() -> str:
+    rpc._set_rpc_timeout(SHORT_S)
+    try:
+        api._all_gather(rpc.get_worker_info().id)
+    except CallTimeout as error:
+        return str(error)
+    raise AssertionError
+
+
+def test_a_leader_does_not_wait_for_a_value_that_was_too_late_to_come(
+    workers: OpenWorkers,
+) -> None:
+    """A worker does not begin a call whose time is up, and the leader has no limit of its own."""
+    workers.begin(NAMES[2], keep_busy)
+    time.sleep(SHORT_S)
+    workers.begin(NAMES[1], gather_in_short)
+    assert "RPC ran for more than set timeout" in workers.result(NAMES[1])
+    workers.result(NAMES[2])
+    workers.begin(NAMES[2], gather_in_short)
+    workers.begin(NAMES[0], gather_in_short)
+    expected = (
+        f"timed out in _all_gather after {SHORT_S:.2f} seconds: worker '{NAMES[1]}' could not"
+    )
+    assert expected in workers.result(NAMES[0])
+
+
 def test_gathering_by_the_private_names(workers: OpenWorkers) -> None:
     expected = {name: rank for rank, name in enumerate(NAMES)}
     assert on_all(workers, gather_named) == [expected] * 3

@@ -15,143 +15,26 @@ sends the values to every worker. That takes two calls per worker, for any numbe
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from torchweft.arguments import limit_of
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
-from torchweft.protocol.observing.keys import GATHERING, Wait
 from torchweft.rpc.api import rpc_async, rpc_sync
 from torchweft.rpc.calls import Destination
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import check_types, detached, refuse, remaining_time, strict_caller
 from torchweft.rpc.futures import Future, ignore_errors
-from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.rpc.gathering import Gathering, Key, Limits, Outcome, Ways
+from torchweft.serialize.registry import remotely_callable
 from torchweft.serialize.tracebacks import without_own_frames
-from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
 from torchweft.threads.reports import OpenWait
 from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
-
-
-@rebuilds_plain
-class Key(NamedTuple):
-    """Names a gathering.
-
-    Attributes:
-        workers: The ids of the participants, lowest first.
-        kind: The name of the operation; see ``Ways``.
-        number: How many gatherings of that kind the workers had before.
-    """
-
-    workers: tuple[int, ...]
-    kind: str
-    number: int
-
-
-class Ways(NamedTuple):
-    """The name of a gathering in messages, and the functions that it calls on other workers."""
-
-    name: str
-    bring: Callable[[Any, str, Any], None]
-    """Called on the leader with the key, the name of the caller and its value."""
-    tell: Callable[[Any, dict[str, Any]], None]
-    """Called on all other workers with the key and all values."""
-
-
-class Limits(NamedTuple):
-    """Limits in seconds: for each call (0 for no limit), and for all workers to arrive."""
-
-    call_s: float
-    all_s: float
-
-
-class Outcome(NamedTuple):
-    """The result of a gathering.
-
-    Attributes:
-        values: The values by worker name.
-        calls: The leader's calls that send the values, by worker name. Until they have ended, the
-            values must not be changed.
-    """
-
-    values: dict[str, Any]
-    calls: dict[str, Future[None]]
-
-
-class Gathering:
-    """One gathering, as one of its workers knows it.
-
-    Attributes:
-        gathered_objects: The values by worker name; on the leader, those that have arrived.
-        proceed_signal: Set when the gathering has ended.
-        error: The reason if the gathering has failed, else None.
-        missing: On the leader, ids of the workers that have not arrived and are not lost.
-        began_s: When this worker first knew of it, by ``time.monotonic``.
-    """
-
-    def __init__(self, missing: Iterable[int] = ()) -> None:
-        self.gathered_objects: dict[str, Any] = {}
-        self.proceed_signal = threading.Event()
-        self.error: Exception | None = None
-        self.missing = set(missing)
-        self.began_s = time.monotonic()
-        self._marks: list[Mark] = []
-        self._lock = threading.RLock()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether all workers have arrived, or the gathering has failed."""
-        return self.proceed_signal.is_set()
-
-    def end(self, values: dict[str, Any]) -> None:
-        """Ends the gathering with all values; does nothing if it has ended."""
-        with self._lock:
-            if not self.has_ended:
-                self.gathered_objects = values
-                self.note_work()
-                self.proceed_signal.set()
-
-    def fail(self, error: Exception) -> None:
-        """Fails the gathering and drops its values; does nothing if it has ended."""
-        with self._lock:
-            if not self.has_ended:
-                self.error = error
-                self.gathered_objects = {}
-                self.proceed_signal.set()
-
-    def wait(self, agent: Agent, key: Key, limit_s: float) -> bool:
-        """Blocks until the gathering has ended, at most ``limit_s``; returns whether it has."""
-
-        def parts() -> list[Wait]:
-            names = tuple(agent.peers[each].name for each in key.workers)
-            text = f"{key.kind} {key.number} of {' '.join(names)}"
-            wait = Wait(GATHERING, text, time.monotonic() - self.began_s, key.kind, names)
-            return [] if self.has_ended else [wait]
-
-        with agent.reactor.waiting(parts):
-            return self.proceed_signal.wait(None if math.isinf(limit_s) else limit_s)
-
-    def values(self) -> dict[str, Any]:
-        """Returns the values of an ended gathering, or raises its error."""
-        if self.error is not None:
-            raise copy.copy(self.error)  # Several threads may raise it: keep tracebacks apart.
-        for mark in self._marks:
-            device_streams.use(mark, self.gathered_objects)
-        return self.gathered_objects
-
-    def note_work(self) -> None:
-        """Has the reader of the values wait for the GPU work of this thread, which made some."""
-        mark = device_streams.mark() if device_streams.HAS_CUDA else None
-        if mark is not None:
-            self._marks.append(mark)
 
 
 def check_key(key: Any, agent: Agent, caller: Peer, name: str | None = None) -> None:
@@ -190,6 +73,16 @@ class Led:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._open
+
+    def open(self, key: Key) -> None:
+        """Makes known a gathering in which this worker is about to arrive."""
+        with self._lock:
+            gathering, is_new = self._find(key)
+        if is_new and gathering.missing:
+            self._agent.reactor.submit(self._watch, key.workers)
 
     def gather(self, key: Key, value: Any, ways: Ways, limits: Limits) -> Outcome:
         """Brings this worker's value, waits for the others, then sends the values to them."""
@@ -273,12 +166,15 @@ class Led:
         return gathering
 
     def withdrawn(self, key: Key, name: str, error: Exception) -> None:
-        """Records that a worker has arrived, but cannot bring its value."""
+        """Records that a worker brings no value; does nothing if it has brought one."""
+        peer = self._agent.find(name)
         with self._lock:
             gathering, _ = self._find(key)
+            if peer.id not in gathering.missing:
+                return
         self._fail(key, gathering, error)
         with self._lock:
-            self._count(key, gathering, self._agent.find(name))
+            self._count(key, gathering, peer)
 
     def lost(self, peer: Peer) -> None:
         """Fails the gatherings in which a lost worker has not arrived."""
@@ -380,7 +276,9 @@ class Gatherings:
         with self._lock:
             number = self._numbers.get((ids, ways.name), 0)
             self._numbers[ids, ways.name] = number + 1
-        key = Key(ids, ways.name, number)
+            key = Key(ids, ways.name, number)
+            if ids[0] == me.id:
+                self.led.open(key)
         if ids[0] == me.id:
             return self.led.gather(key, value, ways, limits)
         return Outcome(self._follow(key, value, peers[ids[0]], ways, limits), {})
@@ -415,12 +313,19 @@ class Gatherings:
         name = self._agent.me.name
         try:
             rpc_sync(leader.info, ways.bring, args=(key, name, value), timeout=limits.call_s)
-        except (CallTimeout, WorkerLost, NotInitialized):
-            raise  # The value may have arrived; or there is no leader to tell.
+        except (WorkerLost, NotInitialized):
+            raise  # There is no leader to tell.
         except Exception as error:
+            # The leader does not begin a call whose time is up, and it may wait without a limit.
+            reason = failure(error, ways, name)
+            if isinstance(error, CallTimeout):
+                late = (
+                    f"timed out in {ways.name} after {limits.call_s:.2f} seconds: worker {name!r} "
+                    "could not bring its value in that time"
+                )
+                reason = CallTimeout(late, worker=name, call=ways.name, elapsed_s=limits.call_s)
             with contextlib.suppress(WorkerLost, NotInitialized), detached():
-                reason = failure(error, ways, name)
-                ignore_errors(rpc_async(leader.info, withdrawn, args=(key, name, reason)))
+                ignore_errors(rpc_async(leader.info, withdrawn, (key, name, reason), None, 0))
             raise
 
     def open_waits(self) -> list[OpenWait]:
@@ -434,7 +339,14 @@ class Gatherings:
         leader = self._agent.peers[key.workers[0]].name
         return f"in {key.kind} for worker {leader!r}, which has not said that all have come"
 
-    # Messages from the leader
+    # Messages
+
+    def withdrawn(self, key: Key, name: str, error: Exception) -> None:
+        """Records that a worker brings no value, unless the gathering, led here, has ended."""
+        with self._lock:
+            has_begun = key.number < self._numbers.get((key.workers, key.kind), 0)
+        if not has_begun or key in self.led:
+            self.led.withdrawn(key, name, error)
 
     def told(self, key: Key, values: dict[str, Any]) -> None:
         """Records that all workers have arrived, and their values."""
@@ -578,9 +490,9 @@ def failed(key: Key, error: Exception) -> None:
 
 @remotely_callable
 def withdrawn(key: Key, name: str, error: Exception) -> None:
-    """Records, on the leader, that a worker cannot bring its value."""
+    """Records, on the leader, that a worker brings no value."""
     _check(key, name, error=(error, Exception))
-    current_gatherings().led.withdrawn(key, name, error)
+    current_gatherings().withdrawn(key, name, error)
 
 
 def _check(key: Any, name: str | None = None, **typed: Any) -> None:

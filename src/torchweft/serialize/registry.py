@@ -133,7 +133,7 @@ rebuilds_plain = Mark(
     "torchweft.rl.replay",
     "torchweft.rl.trajectories",
     "torchweft.rpc.batching.queue",
-    "torchweft.rpc.collective",
+    "torchweft.rpc.gathering",
     "torchweft.serialize.reducers",
     "torchweft.weights.layout",
     "torchweft.weights.publisher",

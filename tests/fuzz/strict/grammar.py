@@ -407,7 +407,7 @@ class Grammar:
             ((ME, SENDER), (SENDER, OTHER), (ME, SENDER, OTHER), (ME,), ())
         )
         kind = self.chance.choice(("barrier", "all_gather"))
-        return Made("torchweft.rpc.collective:Key", (workers, kind, self._small() % 3))
+        return Made("torchweft.rpc.gathering:Key", (workers, kind, self._small() % 3))
 
     def _map_payload(self) -> bytes:
         encoder = FreeEncoder()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import CallError, CallTimeout, WorkerLost
-from torchweft.rpc.collective import Gathering, Ways, failure
+from torchweft.rpc.collective import failure
+from torchweft.rpc.gathering import Gathering, Ways
 
 
 def test_it_ends_with_the_values() -> None:

@@ -39,8 +39,9 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.collective import Gathering, Limits, Ways, current_gatherings, members
+from torchweft.rpc.collective import current_gatherings, members
 from torchweft.rpc.futures import Future, fail
+from torchweft.rpc.gathering import Gathering, Limits, Ways
 from torchweft.serialize.registry import remotely_callable_unless_strict
 from torchweft.worker import current as current_agent
 
