@@ -236,6 +236,17 @@ class Receiver:
                 link.unclaim()
                 self._reactor.resume_reading(link.read_fd)
 
+    def postpone(self, handler: Callable[[Peer, Any], None], peer: Peer, message: Any) -> None:
+        """Has an urgent task handle what cannot be handled where it was read."""
+
+        def handle(peer: Peer, message: Any) -> None:
+            try:
+                handler(peer, message)
+            except ProtocolError as error:
+                self.turn_away(peer, error)
+
+        self._reactor.submit(handle, peer, message)
+
     def turn_away(self, peer: Peer, error: ProtocolError) -> None:
         """Declares a worker lost that violated the protocol."""
         _log.error("closing the connection to worker %r: %s", peer.name, error)

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any
 
@@ -395,6 +395,17 @@ class ReferenceKeeper:
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         messages = decode(frame.control)
+        # A thread with the lock may be in a signal handler that waits for an answer on this
+        # connection, so that its reader must not wait for the lock. Order is of no importance.
+        if not self._lock.acquire(blocking=False):
+            self.agent.receiver.postpone(self._take_messages, peer, messages)
+            return
+        try:
+            self._take_messages(peer, messages)
+        finally:
+            self._lock.release()
+
+    def _take_messages(self, peer: Peer, messages: Sequence[Message]) -> None:
         with self._lock:
             for message in messages:
                 self._machine.message(peer.id, message)
