@@ -24,7 +24,7 @@ VALUES = st.recursive(
     | st.integers()
     | st.floats(allow_nan=False)
     | st.complex_numbers(allow_nan=False)
-    | st.text(max_size=20)
+    | st.text(max_size=8)
     | st.binary(max_size=20)
     | st.sampled_from([torch.float32, torch.device("cpu"), torch.Size([2, 3])])
     | TENSORS,
