@@ -32,22 +32,21 @@ static int has_modes(void)
     return is_any;
 }
 
-/* Joins the parts of a frame, of which `tensors` may be NULL; None if a part is too large. */
-static PyObject *joined(call_head *head, PyObject *const *texts, PyObject *payload, PyObject *tensors)
+/* Returns a frame whose tensors stand behind its parts, or are missing; None if a part is too large. */
+static PyObject *new_frame(call_head *head, PyObject *const *parts, PyObject *tensors, bool *requires_grad)
 {
-    PyObject *const parts[] = {texts[0], texts[1], texts[2], payload, tensors};
     const size_t limits[] = {UINT16_MAX, UINT16_MAX, PAYLOAD_LIMIT_BYTES, PAYLOAD_LIMIT_BYTES};
-    size_t sizes[5] = {0}, total = FRAME_HEADER_BYTES + sizeof *head;
-    for (int place = 0; place < 5 && parts[place] != NULL; place++) {
-        total += sizes[place] = (size_t)PyBytes_GET_SIZE(parts[place]);
-        if (place < 4 && sizes[place] > limits[place])
+    size_t sizes[4], front = FRAME_HEADER_BYTES + sizeof *head;
+    for (int place = 0; place < 4; place++) {
+        front += sizes[place] = (size_t)PyBytes_GET_SIZE(parts[place]);
+        if (sizes[place] > limits[place])
             Py_RETURN_NONE;
     }
     if (sizes[2] + sizes[3] > PAYLOAD_LIMIT_BYTES)
         Py_RETURN_NONE;
-    PyObject *frame = PyByteArray_FromStringAndSize(NULL, (Py_ssize_t)total);
-    if (frame == NULL)
-        return NULL;
+    PyObject *frame = tensors_behind(tensors, front, PyByteArray_FromStringAndSize, requires_grad);
+    if (frame == NULL || frame == Py_None)
+        return frame;
     head->name_bytes = (uint16_t)sizes[0];
     head->span_bytes = (uint16_t)sizes[1];
     head->code_bytes = (uint32_t)sizes[2];
@@ -56,7 +55,7 @@ static PyObject *joined(call_head *head, PyObject *const *texts, PyObject *paylo
     memset(at, 0, FRAME_HEADER_BYTES);
     memcpy(at + FRAME_HEADER_BYTES, head, sizeof *head);
     at += FRAME_HEADER_BYTES + sizeof *head;
-    for (int place = 0; place < 5 && parts[place] != NULL; at += sizes[place++])
+    for (int place = 0; place < 4; at += sizes[place++])
         memcpy(at, PyBytes_AS_STRING(parts[place]), sizes[place]);
     return frame;
 }
@@ -72,24 +71,20 @@ PyObject *call_encode(PyObject *module, PyObject *const *arguments, Py_ssize_t c
                       .creation = PyLong_AsLongLong(arguments[1])};
     if (PyErr_Occurred())
         return NULL;
-    PyObject *payload = values_encode(module, arguments + 5, 4);
+    PyObject *payload = values_encode(module, arguments + 5, 4), *made = NULL;
     if (payload == NULL || payload == Py_None)
         return payload;
-    PyObject *tensors = arguments[6], *inlined = NULL, *grad = Py_False, *made = NULL;
-    int is_left = PyList_GET_SIZE(tensors) ? has_modes() : 0;
-    if (!is_left && PyList_GET_SIZE(tensors)) {
-        inlined = arguments[9] == Py_True ? tensors_encode(module, tensors) : Py_NewRef(Py_None);
-        is_left = inlined == NULL ? -1 : 0;
-        grad = inlined == NULL || inlined == Py_None ? Py_None : PyTuple_GET_ITEM(inlined, 1);
-    }
-    if (!is_left)
-        made = joined(&head, arguments + 2, payload,
-                      grad == Py_None || inlined == NULL ? NULL : PyTuple_GET_ITEM(inlined, 0));
-    if (made != NULL && made != Py_None)
-        made = Py_BuildValue("NO", made, grad);
-    Py_XDECREF(inlined);
+    bool requires_grad = false;
+    int is_left = PyList_GET_SIZE(arguments[6]) ? arguments[9] != Py_True || has_modes() : 0;
+    if (!is_left) {
+        PyObject *const parts[] = {arguments[2], arguments[3], arguments[4], payload};
+        made = new_frame(&head, parts, arguments[6], &requires_grad);
+    } else if (!PyErr_Occurred())
+        made = Py_NewRef(Py_None);
     Py_DECREF(payload);
-    return is_left > 0 ? Py_NewRef(Py_None) : made;
+    if (made == NULL || made == Py_None)
+        return made;
+    return Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
 
 /* decode_reply(control) -> the head of a REPLY, as messages.decode_reply returns it; None for one with

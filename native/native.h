@@ -19,8 +19,18 @@ typedef struct {
 
 extern library_parts library;
 
+static inline unsigned char *bytes_of(PyObject *made)
+{
+    return (unsigned char *)(PyBytes_Check(made) ? PyBytes_AS_STRING(made) : PyByteArray_AS_STRING(made));
+}
+
 int tensors_init(void);
 PyObject *tensors_set_dtype(PyObject *module, PyObject *arguments);
+/* Makes an object of bytes, as PyBytes_FromStringAndSize. */
+typedef PyObject *(*bytes_maker)(const char *, Py_ssize_t);
+/* Returns a new object with `front` bytes for the caller to write, and a list of tensors behind them;
+ * None for the plain twin. */
+PyObject *tensors_behind(PyObject *tensors, size_t front, bytes_maker make, bool *requires_grad);
 PyObject *tensors_encode(PyObject *module, PyObject *tensors);
 PyObject *tensors_decode(PyObject *module, PyObject *const *arguments, Py_ssize_t count);
 

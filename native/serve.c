@@ -72,38 +72,30 @@ PyObject *serve_decode_message(PyObject *module, PyObject *arguments)
 PyObject *serve_encode_result(PyObject *module, PyObject *arguments)
 {
     unsigned long long number, context_id;
-    PyObject *result, *by_name, *home_of, *inlined = NULL, *frame = NULL;
+    PyObject *result, *by_name, *home_of, *frame = NULL;
     Py_ssize_t most;
     if (!PyArg_ParseTuple(arguments, "KKOOnO", &number, &context_id, &result, &by_name, &most,
                           &home_of))
         return NULL;
     PyObject *tensors = PyList_New(0), *const parts[] = {result, tensors, by_name, home_of};
     PyObject *payload = tensors == NULL ? NULL : values_encode(module, parts, 4);
-    bool is_usual = payload != NULL && payload != Py_None && PyList_GET_SIZE(tensors) <= most;
-    if (is_usual && PyList_GET_SIZE(tensors)) {
-        inlined = tensors_encode(module, tensors);
-        is_usual = inlined != NULL && inlined != Py_None && PyTuple_GET_ITEM(inlined, 1) == Py_False;
-    }
     bool is_bare = result == Py_None || (PyObject *)Py_TYPE(result) == library.tensor_type;
+    bool is_usual = payload != NULL && payload != Py_None && PyList_GET_SIZE(tensors) <= most;
     size_t size = is_usual && !is_bare ? (size_t)PyBytes_GET_SIZE(payload) : 0;
-    if (is_usual && size <= PAYLOAD_LIMIT_BYTES) {
-        PyObject *bytes = inlined == NULL ? NULL : PyTuple_GET_ITEM(inlined, 0);
-        size_t tensor_bytes = bytes == NULL ? 0 : (size_t)PyBytes_GET_SIZE(bytes);
-        uint32_t control_bytes = (uint32_t)(sizeof(reply_head) + size + tensor_bytes);
-        uint32_t heads[10] = {REPLY, control_bytes, [9] = (uint32_t)size};
+    uint32_t heads[10] = {REPLY, [9] = (uint32_t)size};
+    bool requires_grad = false;
+    if (is_usual && size <= PAYLOAD_LIMIT_BYTES)
+        frame = tensors_behind(tensors, sizeof heads + size, PyBytes_FromStringAndSize, &requires_grad);
+    if (frame != NULL && frame != Py_None) {
+        heads[1] = (uint32_t)(PyBytes_GET_SIZE(frame) - FRAME_HEADER_BYTES);
         memcpy(heads + 2, &number, 8);
         memcpy(heads + 4, &context_id, 8);
-        buffer out;
-        buffer_init(&out);
-        if (!buffer_add(&out, heads, sizeof heads) &&
-            !buffer_add(&out, PyBytes_AS_STRING(payload), size) &&
-            (bytes == NULL || !buffer_add(&out, PyBytes_AS_STRING(bytes), tensor_bytes)))
-            frame = PyBytes_FromStringAndSize((char *)out.data, (Py_ssize_t)out.size);
-        buffer_free(&out);
-    } else if (!PyErr_Occurred())
-        frame = Py_NewRef(Py_None);
-    Py_XDECREF(inlined);
+        memcpy(bytes_of(frame), heads, sizeof heads);
+        memcpy(bytes_of(frame) + sizeof heads, PyBytes_AS_STRING(payload), size);
+    }
+    if (requires_grad)
+        Py_CLEAR(frame);
     Py_XDECREF(payload);
     Py_XDECREF(tensors);
-    return frame;
+    return frame == NULL && !PyErr_Occurred() ? Py_NewRef(Py_None) : frame;
 }

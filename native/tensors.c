@@ -20,7 +20,7 @@ enum {
     MOST_DIMENSIONS = 8,
     HEAD_BYTES = 7,
     /* The same limits as in inline.py. */
-    LIMIT_BYTES = 68 * 1024,
+    LIMIT_BYTES = 260 * 1024,
     FURTHER_BYTES = 8 * 1024,
     MESSAGE_LIMIT_BYTES = 2 << 20,
     /* An extent up to this size travels whole, whatever part of it a tensor uses. */
@@ -235,34 +235,38 @@ static bool some_overlap(const described *all, size_t count)
     return false;
 }
 
-/* encode_tensors(tensors) -> (bytes, some require grad), or None for the plain twin. */
-PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
+PyObject *tensors_behind(PyObject *tensors, size_t front, bytes_maker make, bool *requires_grad)
 {
     described all[MOST_TENSORS];
     uint8_t all_flags = 0;
-    size_t total = 0, place = 0;
-    PyObject *fast = PySequence_Fast(tensors, "tensors is no sequence"), *content = NULL;
-    if (fast == NULL)
-        return NULL;
-    size_t count = (size_t)PySequence_Fast_GET_SIZE(fast);
+    size_t count = (size_t)PyList_GET_SIZE(tensors), total = 0, place = 0;
     size_t limit = LIMIT_BYTES + (count ? count - 1 : 0) * FURTHER_BYTES;
     if (limit > MESSAGE_LIMIT_BYTES)
         limit = MESSAGE_LIMIT_BYTES;
     for (; place < count && count <= MOST_TENSORS && total <= limit; place++) {
-        if (describe(PySequence_Fast_GET_ITEM(fast, place), &all[place]))
-            break;
+        if (describe(PyList_GET_ITEM(tensors, place), &all[place]))
+            return left_to_plain();
         total += described_bytes(&all[place]);
         all_flags |= all[place].flags;
     }
-    if (place == count && total <= limit && !(count > 1 && some_overlap(all, count)))
-        content = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)total);
-    unsigned char *at = content == NULL ? NULL : (unsigned char *)PyBytes_AS_STRING(content);
+    if (place < count || total > limit || (count > 1 && some_overlap(all, count)))
+        Py_RETURN_NONE;
+    PyObject *made = make(NULL, (Py_ssize_t)(front + total));
+    unsigned char *at = made == NULL ? NULL : bytes_of(made) + front;
     for (place = 0; at != NULL && place < count; place++)
         at = write_tensor(at, &all[place]);
-    Py_DECREF(fast);
-    if (content == NULL)
-        return left_to_plain();
-    return Py_BuildValue("NO", content, all_flags & REQUIRES_GRAD ? Py_True : Py_False);
+    *requires_grad = all_flags & REQUIRES_GRAD;
+    return made;
+}
+
+/* encode_tensors(tensors) -> (bytes, some require grad), or None for the plain twin. */
+PyObject *tensors_encode(PyObject *Py_UNUSED(module), PyObject *tensors)
+{
+    bool requires_grad;
+    PyObject *list = PySequence_List(tensors);
+    PyObject *made = list == NULL ? NULL : tensors_behind(list, 0, PyBytes_FromStringAndSize, &requires_grad);
+    Py_XDECREF(list);
+    return made == NULL || made == Py_None ? made : Py_BuildValue("NO", made, requires_grad ? Py_True : Py_False);
 }
 
 /* ---------------------------------------------------------------------------------- Decoding */

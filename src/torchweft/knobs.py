@@ -386,11 +386,11 @@ CONTROL_LIMIT_BYTES = Constant("CONTROL_LIMIT_BYTES", 1 << 31)
 """Bytes that the control part of one message may have."""
 TENSOR_LIMIT = Constant("TENSOR_LIMIT", 65_535)
 """Tensors that one message may have."""
-INLINE_LIMIT_BYTES = Constant("INLINE_LIMIT_BYTES", 64 * 1024)
+INLINE_LIMIT_BYTES = Constant("INLINE_LIMIT_BYTES", 256 * 1024)
 """Bytes up to which a tensor travels inside the control write."""
 CMA_FROM_BYTES = Constant("CMA_FROM_BYTES", 1 << 20)
 """Bytes from which a tensor is pulled out of the sender's memory."""
-SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 1 << 17)
+SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 272 * 1024)
 """Bytes from which a tensor goes through shared memory."""
 SHARED_COPY_BYTES = Constant("SHARED_COPY_BYTES", 16 << 20)
 """Bytes from which two threads share the copying of a tensor."""

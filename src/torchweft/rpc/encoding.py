@@ -130,7 +130,7 @@ def plain_frame(
     main_by_name: bool,
     home_of: Callable[[Any], ReferenceId | None],
     inlines: bool,
-) -> tuple[bytearray, bool | None] | None:
+) -> tuple[bytearray, bool] | None:
     """Returns a call as a frame without its header and the numbers of its graph.
 
     Args:
@@ -146,18 +146,18 @@ def plain_frame(
         inlines: Whether tensors may stand in the frame.
 
     Returns:
-        The frame, and whether a tensor requires grad, None if the tensors do not stand in it. None
-        for values that go by pickle, and for tensors in torch's modes, where they cannot be read.
+        The frame, and whether a tensor requires grad. None for values that go by pickle, for tensors
+        that do not stand in the frame, and for those in torch's modes, where they cannot be read.
     """
     payload = encode(values, tensors, main_by_name, home_of)
     if payload is None:
         return None
     inlined: Inlined | None = NO_TENSORS
     if tensors:
-        if any(map(call, MODES)):
+        inlined = inline.encode(tensors) if inlines and not any(map(call, MODES)) else None
+        if inlined is None:
             return None
-        inlined = inline.encode(tensors) if inlines else None
-    content, requires_grad = (b"", None) if inlined is None else inlined
+    content, requires_grad = inlined
     head = timeout_s, creation, 0, 0, name, span, code
     return bytearray(HEADER_BYTES) + encode_call(*head, (), payload, content), requires_grad
 
@@ -279,7 +279,7 @@ class Encoder:
                     home_of = no_home  # The caller keeps its arguments, but not its function.
                 front = timeout_s, creation, b"", span, code
                 made = encode_whole(*front, sent, tensors, by_name, home_of, inlines)
-        if made is None or made[1] is None:
+        if made is None:
             head = timeout_s, creation, name or b"", span
             called = () if isinstance(function, bytes) or name is not None else (function,)
             return self._packed_request(

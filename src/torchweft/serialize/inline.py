@@ -46,8 +46,8 @@ from torchweft.serialize.table import (
     is_worth_a_union,
 )
 
-LIMIT_BYTES = 68 * 1024
-"""Bytes that one tensor may have, 64 KiB and its head; above it, channels are faster."""
+LIMIT_BYTES = 260 * 1024
+"""Bytes that one tensor may have, 256 KiB and its head; above it, channels are faster."""
 FURTHER_BYTES = 8 * 1024
 """Bytes more for each further tensor of a message: tables take as long as copying so much."""
 MESSAGE_LIMIT_BYTES = 2 << 20

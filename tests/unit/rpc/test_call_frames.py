@@ -46,7 +46,7 @@ def kinds_of_tensors() -> list[torch.Tensor]:
         torch.nn.Parameter(torch.ones(3), requires_grad=False),
         memory[:6],
         memory[::2],
-        torch.ones(30_000),
+        torch.ones(100_000),
         torch.empty(0),
         torch.tensor([1 + 2j]).conj(),
         torch.eye(3).to_sparse(),
@@ -82,9 +82,9 @@ def test_both_twins_make_the_same_frame(
     assert native is not None
     found, tensors = made(native.encode_call, *head, values, by_name, inlines)
     wanted, all_tensors = made(plain_frame, *head, values, by_name, inlines)
-    if found is not None and found[1] is None and wanted is not None and wanted[1] is not None:
-        assert inlines  # Tensors that overlap: the plain twin puts them behind the same front.
-        assert wanted[0].startswith(found[0])
+    if found is None and wanted is not None:  # The plain twin also takes tensors that overlap.
+        assert inlines
+        assert len(tensors) > 1
     else:
         assert found == wanted
     if wanted is not None:

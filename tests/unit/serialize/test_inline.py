@@ -227,7 +227,7 @@ REFUSED: dict[str, Callable[[], list[Tensor]]] = {
     "one that is too large": lambda: [torch.zeros(inline.LIMIT_BYTES)],
     "too large together": lambda: [torch.zeros(inline.LIMIT_BYTES // 6) for _ in range(2)],
     "many that are too large": lambda: [
-        torch.zeros(inline.FURTHER_BYTES * 2, dtype=torch.uint8) for _ in range(20)
+        torch.zeros(inline.FURTHER_BYTES * 4, dtype=torch.uint8) for _ in range(20)
     ],
     "too large with their heads": lambda: [
         torch.zeros(1, dtype=torch.uint8) for _ in range(inline.MESSAGE_LIMIT_BYTES // 16 + 1)
