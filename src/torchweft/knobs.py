@@ -390,7 +390,7 @@ INLINE_LIMIT_BYTES = Constant("INLINE_LIMIT_BYTES", 256 * 1024)
 """Bytes up to which a tensor travels inside the control write."""
 CMA_FROM_BYTES = Constant("CMA_FROM_BYTES", 1 << 20)
 """Bytes from which a tensor is pulled out of the sender's memory."""
-SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 272 * 1024)
+SHM_FROM_BYTES = Constant("SHM_FROM_BYTES", 1 << 17)
 """Bytes from which a tensor goes through shared memory."""
 SHARED_COPY_BYTES = Constant("SHARED_COPY_BYTES", 16 << 20)
 """Bytes from which two threads share the copying of a tensor."""

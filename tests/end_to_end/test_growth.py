@@ -28,7 +28,7 @@ def test_ten_thousand_tensors_leave_nothing() -> None:
     def measure() -> list[tuple[int, int]]:
         return [rpc.rpc_sync(name, shared_memory_internals.resources) for name in NAMES]
 
-    sent = tensor_of(knobs.SHM_FROM_BYTES.get())
+    sent = tensor_of(2 * knobs.INLINE_LIMIT_BYTES.get())
     for _ in range(500):
         rpc.rpc_sync(FIRST, functions.identity, args=(sent,))
     before, residents = measure(), [rpc.rpc_sync(n, statistics).resident_bytes for n in NAMES]

@@ -38,7 +38,7 @@ def _nothing_is_kept(group: Cluster) -> Iterator[None]:
 
 def test_tensors_of_one_host_go_through_shared_memory(group: Cluster) -> None:
     meet("worker0")
-    limits = knobs.SHM_FROM_BYTES.get()
+    limits = knobs.INLINE_LIMIT_BYTES.get() + 1
     assert way_of("worker0", limits) == "shm"
     assert way_of("worker0", limits - 1) != "shm"
     assert rpc.rpc_sync("worker0", way_of, args=("driver", limits)) == "shm"

@@ -299,7 +299,7 @@ def check_pair(pair: PairFacts) -> Iterator[Finding]:
 
 def _channels(pair: PairFacts) -> str:
     """Returns from which size on a tensor takes which channel, and where it goes without room."""
-    starts = sorted({pair.inline_bytes, *(each for _, each in pair.channels)})
+    starts = sorted({max(pair.inline_bytes, each) for each in (0, *dict(pair.channels).values())})
     taken = {"inline": 0}
     for start in starts:
         fitting = (name for name, least in pair.channels if start >= least)

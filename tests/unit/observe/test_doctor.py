@@ -184,6 +184,7 @@ def test_each_size_has_its_channel() -> None:
     assert channels(shm) == "inline, stream from 64 KiB, shm from 128 KiB"
     assert channels() == "inline, stream from 64 KiB"
     assert channels(("shm", 64 << 10)) == "inline, shm from 64 KiB"
+    assert channels(("shm", 32 << 10)) == "inline, shm from 64 KiB"
 
 
 def test_a_busy_worker_is_a_note_and_a_way_that_is_not_measured_has_no_rates() -> None:
