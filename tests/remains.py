@@ -14,7 +14,7 @@ from typing import Any
 from torchweft import rpc
 from torchweft.autograd.engine import current_engine
 from torchweft.rpc.collective import current_gatherings
-from torchweft.rpc.stream_sources import SOURCES
+from torchweft.rpc.streams import SOURCES
 from torchweft.rpc.worker import current_worker
 from torchweft.worker.current import current
 

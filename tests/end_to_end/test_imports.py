@@ -36,7 +36,7 @@ def test_modules_for_few_programs_are_not_imported_with_rpc() -> None:
     assert len(ours) <= MOST_MODULES, sorted(ours)
     parts = "checkpoint embedding hybrid launch mapreduce observe pipeline rl weights".split()
     later = [f"torchweft.{part}" for part in parts]
-    later += ["torchweft.rpc.batching"]
+    later += ["torchweft.rpc.batching", "torchweft.rpc.stacking"]
     later += ["torchweft.protocol.batching", "torchweft.protocol.observing.report"]
     assert not [name for name in ours if name.startswith(tuple(later))]
     heavy = {"asyncio", "multiprocessing.pool", "rich", "ssl", "torch._dynamo", "urllib.request"}
@@ -48,7 +48,7 @@ def test_modules_for_few_programs_are_not_imported_with_rpc() -> None:
     """
     from torchweft import *; from torchweft.rpc.functions import *; rpc_sync, optim, batched
     import torchweft; torchweft.rpc.functions.batched; torchweft.rpc_sync; torchweft.errors
-    import torchweft.rpc.batching.decorator; from torchweft.rpc import functions; functions.batched
+    import torchweft.rpc.batching; from torchweft.rpc import functions; functions.batched
     """.strip().splitlines(),
 )
 def test_names_are_imported_when_first_used(statement: str) -> None:

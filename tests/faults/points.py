@@ -23,7 +23,7 @@ from torchweft.channel.striping import ReceivingConnection, SendingConnection
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
 from torchweft.protocol.leaving import Send, Step
-from torchweft.rpc import bootstrap
+from torchweft.rpc import joining
 from torchweft.rpc.node import Leaving, Node
 from torchweft.rpc.serving import Call
 from torchweft.transport.handshake import Handshake
@@ -187,7 +187,7 @@ _WRAPPERS: dict[str, Callable[[], None]] = {
     "welcome": _around_greeting(Kind.WELCOME, is_sent=False),
     "gradients": _before(PassPart, "send_all", "gradients"),
     "discovered": _at_discovery,
-    "registering": _before(bootstrap, "join", "registering"),
+    "registering": _before(joining, "join", "registering"),
     "registered": _before(rendezvous, "_wait", "registered"),
     "joined": _after(Node, "start", "joined"),
     "probed": _before(Leaving, "_look", "probed"),

@@ -17,7 +17,7 @@ from torchweft.errors import (
 )
 from torchweft.observe.metrics.serving import reader_of
 from torchweft.protocol.joining import Admission, Steps
-from torchweft.rpc import bootstrap
+from torchweft.rpc import joining
 from torchweft.rpc.node import current_node
 
 pytestmark = pytest.mark.timeout(60)
@@ -32,7 +32,7 @@ def group(warm: OpenWorkers, tmp_path: Path) -> Iterator[Group]:
 
 def join_unasked(name: str, rank: int, method: str) -> None:
     """Joins as a hostile worker does: does not ask the worker whose name or rank it claims."""
-    honest = bootstrap.introduce
+    honest = joining.introduce
 
     def introduce(admission: Admission) -> Steps[None]:
         others = {
@@ -42,7 +42,7 @@ def join_unasked(name: str, rank: int, method: str) -> None:
         }
         return honest(admission._replace(earlier=others))
 
-    bootstrap.introduce = introduce
+    joining.introduce = introduce
     join(name, rank, None, method)
 
 

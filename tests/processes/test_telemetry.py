@@ -55,7 +55,7 @@ from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
-STREAMS = "torchweft.rpc.stream_sources."
+STREAMS = "torchweft.rpc.streams."
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from torchweft.embedding.wire import Wire, decode, encode
 from torchweft.errors import ConfigurationError, WorkerLost
 from torchweft.rpc import RRef, functions
 from torchweft.rpc.current_call import check_caller, check_types, serves_another_strictly
-from torchweft.rpc.telling import tell
+from torchweft.rpc.observed import tell
 from torchweft.serialize.registry import rebuilds_plain
 from torchweft.worker.current import current
 

@@ -39,7 +39,7 @@ from torchweft.embedding.wire import Wire
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_info
-from torchweft.rpc.telling import tell
+from torchweft.rpc.observed import tell
 from torchweft.worker.current import current
 
 B = TypeVar("B")

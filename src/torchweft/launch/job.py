@@ -265,9 +265,9 @@ def _prepare_to_serve(job: dict[str, Any]) -> RpcBackendOptions:
     sys.modules["__main__"] = types.ModuleType("__main__")
     options: RpcBackendOptions = pickle.loads(base64.b64decode(job["options"]))
     _refresh_after_fork(job)  # torch is loaded now, even if the nursery had not imported it
-    from torchweft.rpc.stack_report import answer_signal
+    from torchweft.rpc.observed import write_stacks_on_signal
 
-    answer_signal()
+    write_stacks_on_signal()
     _furnish(job)
     return options
 

@@ -86,7 +86,7 @@ def _doings(lacking: Lacking) -> dict[str, WorkerStacks | None]:
     A lacking worker that answers and serves no call only waits for another worker, so it is not
     to blame. If no lacking worker is to blame, all workers are asked.
     """
-    from torchweft.rpc.stack_report import ask_all
+    from torchweft.rpc.observed import ask_all
     from torchweft.rpc.worker import WORKER
     from torchweft.worker.current import current
 

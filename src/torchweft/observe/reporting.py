@@ -52,8 +52,8 @@ from torchweft.protocol.observing.report import (
 )
 from torchweft.protocol.served_calls import ServedCall as Served
 from torchweft.rpc.health import health_of
-from torchweft.rpc.serving import Call, key_of
-from torchweft.rpc.stack_report import (
+from torchweft.rpc.observed import (
+    TELLERS,
     function_of,
     inwards,
     is_own,
@@ -62,7 +62,7 @@ from torchweft.rpc.stack_report import (
     source_of,
     thread_frames,
 )
-from torchweft.rpc.telling import TELLERS
+from torchweft.rpc.serving import Call, key_of
 from torchweft.rpc.worker import Worker
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind

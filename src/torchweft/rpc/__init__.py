@@ -24,10 +24,10 @@ from torchweft.rpc.joining import (
     shutdown,
     traffic,
 )
+from torchweft.rpc.observed import CallStatus, ThreadStack, WorkerStacks, stacks
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.several import Actors, actors, as_completed, rpc_all
-from torchweft.rpc.stack_report import CallStatus, ThreadStack, WorkerStacks, stacks
 from torchweft.rpc.streams import Merged, Stream, merged, stream
 from torchweft.serialize.registry import expose, register
 

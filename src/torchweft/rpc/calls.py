@@ -1,13 +1,25 @@
-"""Makes calls of functions, and of the values behind references."""
+"""Makes calls of functions, and of the values behind references.
+
+Calls are events of PyTorch's profilers, named as PyTorch names them. An event belongs to the
+caller: only a profiler on the callee records what the callee does meanwhile. The event of
+``rpc_sync`` and ``rpc_async`` lasts until the call has ended; that of ``remote`` until the call was
+sent, since no answer is awaited. A class of references may watch the making of the value, and end
+the event then (``Handle.end_event``). A call looks at
+``torch.autograd.profiler._is_profiler_enabled``, which is True during a profile of this or any
+other thread: that is one look at a variable, and no function.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any
 
+import torch
 from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 from torchweft.arguments import kind_of, limit_of, wrong_type
 from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
@@ -17,8 +29,8 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.encoding import Request
 from torchweft.rpc.futures import Future
 from torchweft.rpc.handles import Handle
-from torchweft.rpc.profiler_events import RPCExecMode, begin, end, end_with_call
 from torchweft.rpc.worker import WORKER, Worker
+from torchweft.serialize.functions import text_of
 from torchweft.worker import current as of_process
 from torchweft.worker.agent import Agent
 from torchweft.worker.calls import PendingCall, current_call
@@ -153,7 +165,7 @@ def call_and_wait(
     """Calls ``peer``, waits for the answer, and returns the result. Blocks."""
     event = None
     if profiler._is_profiler_enabled:
-        event = begin(RPCExecMode.SYNC, worker.agent.info.name, peer, subject or function)
+        event = begin_event(RPCExecMode.SYNC, worker.agent.info.name, peer, subject or function)
     call, span = _new_call(worker, peer, subject or function, timeout)
     request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
@@ -169,7 +181,7 @@ def call_and_wait(
         raise
     finally:
         if event is not None:
-            end(event)
+            event.__exit__(None, None, None)
     try:
         return worker.result_of(call)
     except BaseException:
@@ -193,7 +205,7 @@ def start(
     """
     event = None
     if profiler._is_profiler_enabled:
-        event = begin(RPCExecMode.ASYNC, worker.agent.info.name, peer, subject or function)
+        event = begin_event(RPCExecMode.ASYNC, worker.agent.info.name, peer, subject or function)
     call, span = _new_call(worker, peer, subject or function, timeout)
     request = worker.encoder.request(peer, function, args, kwargs, call.timeout_s, span=span)
     try:
@@ -201,7 +213,7 @@ def start(
         call.kept = (*args, *kwargs.values()) if kwargs else tuple(args)
         future: Future[Any] = Future(worker, call)
         if event is not None:
-            end_with_call(event, call)
+            _end_with_call(event, call)
         worker.agent.calls.ask(peer, call, request)
     except BaseException as error:
         _take_back(call, request, error)
@@ -224,7 +236,7 @@ def create(
     """
     event = None
     if profiler._is_profiler_enabled:
-        event = begin(RPCExecMode.REMOTE, worker.agent.info.name, peer, subject or function)
+        event = begin_event(RPCExecMode.REMOTE, worker.agent.info.name, peer, subject or function)
     references = worker.references
     if timeout != UNSET_RPC_TIMEOUT:
         limit_of(timeout, math.inf)
@@ -279,3 +291,75 @@ _WAYS: dict[str, Callable[..., Any]] = {
     "async": start,
     "remote": create,
 }
+
+
+# Events of profilers
+
+TO_HERE = "to_here"
+"""The use of a reference that PyTorch names without a way of the call."""
+
+
+class RPCExecMode(enum.Enum):
+    """The ways to make a call."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+def build_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """Returns the name of a call's event."""
+    if func_name == TO_HERE:
+        return f"{TO_HERE}#({current_worker_name})->({dst_worker_name})"
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"
+
+
+def begin_event(mode: RPCExecMode, here: str, peer: Peer, function: Any) -> record_function | None:
+    """Begins the event of a call that worker ``here`` makes.
+
+    Args:
+        mode: The way of the call.
+        here: Name of this worker.
+        peer: The callee.
+        function: The function, its name, or the subject of the call. A function with the
+            attribute ``has_no_event`` is a step of another call, and gets no event.
+    """
+    if isinstance(function, tuple):
+        function = function[-1]
+    elif getattr(function, "has_no_event", False):
+        return None
+    event = record_function(build_key(mode, _event_name(function), here, peer.name))
+    event.__enter__()  # type: ignore[no-untyped-call]
+    return event
+
+
+def _end_with_call(event: record_function, call: PendingCall) -> None:
+    """Ends an event when a call ends, before its future is seen to be done."""
+    complete = call.on_done
+    assert complete is not None  # set by its future
+    ended: torch.futures.Future[None] = torch.futures.Future()
+    event._call_end_callbacks_on_future(ended)
+
+    def end_and_complete(call: PendingCall) -> None:
+        if not ended.done():
+            ended.set_result(None)
+        complete(call)
+
+    call.on_done = end_and_complete
+
+
+def _event_name(function: Any) -> str:
+    """Returns the name under which a profiler shows a function."""
+    if isinstance(function, bytes):
+        function = text_of(function).partition(":")[2]
+    if isinstance(function, str):
+        return function
+    builtin = torch.jit._builtins._find_builtin(function)  # type: ignore[no-untyped-call]
+    if builtin is not None:
+        return str(builtin)
+    if isinstance(function, torch.jit.ScriptFunction):
+        return str(torch._jit_internal._qualified_name(function))
+    return str(getattr(function, "__qualname__", repr(function)))

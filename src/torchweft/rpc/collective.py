@@ -7,257 +7,171 @@ sends the values to every worker. That takes two calls per worker, for any numbe
   So the same workers can gather repeatedly, also from several threads at once.
 * A failure ends the gathering: a worker is lost, a value cannot be serialized, or the leader gives
   up. All workers that have arrived or still arrive are told the reason.
-* The leader (``Led``) remembers a gathering until every worker has arrived or is lost. A follower
-  remembers it while it waits. A follower that is told of an unknown gathering has given up, and
-  ignores the message.
+* The leader remembers a gathering until every worker has arrived or is lost. A follower remembers
+  it while it waits. A follower that is told of an unknown gathering has given up, and ignores the
+  message.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import threading
+import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torchweft.arguments import limit_of
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
+from torchweft.protocol.observing.keys import GATHERING, Wait
 from torchweft.rpc.api import rpc_async, rpc_sync
 from torchweft.rpc.calls import Destination
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import check_types, detached, refuse, remaining_time, strict_caller
 from torchweft.rpc.futures import Future, ignore_errors
-from torchweft.rpc.gathering import Gathering, Key, Limits, Outcome, Ways
-from torchweft.serialize.registry import remotely_callable
+from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 from torchweft.serialize.tracebacks import without_own_frames
+from torchweft.threads import device_streams
+from torchweft.threads.device_streams import Mark
 from torchweft.threads.reports import OpenWait
 from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 
-
-def check_key(key: Any, agent: Agent, caller: Peer, name: str | None = None) -> None:
-    """Raises if a worker names a gathering in which it cannot take part.
-
-    ``name`` is what the caller claims in a message to the leader; None in one of the leader.
-    """
-    check_types(key=(key, Key))
-    check_types(workers=(key.workers, tuple), kind=(key.kind, str), number=(key.number, int))
-    workers: tuple[Any, ...] = key.workers
-    is_known = all(type(each) is int and each in agent.peers for each in workers)
-    leader = caller.id if name is None else agent.me.id
-    is_sound = is_known and workers == tuple(sorted(set(workers))) and workers[:1] == (leader,)
-    if not is_sound or not {caller.id, agent.me.id} <= set(workers):
-        refuse("take part in a gathering of others", "its workers and its leader do not fit")
-    if name is not None and name != caller.name:
-        refuse(f"take {caller.name!r} for {name!r}", "every worker comes to a gathering by itself")
-
-
-def failure(error: Exception, ways: Ways, worker: str) -> CallError:
-    """Returns an error for the other workers; the original may not be serializable."""
-    reason = f"{type(error).__name__}: {error}"
-    return CallError(
-        f"worker {worker!r} failed in {ways.name}: {reason}", worker=worker, call=ways.name
-    )
-
-
-class Led:
-    """The gatherings that this worker leads. Thread-safe."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._lock = threading.RLock()
-        self._open: dict[Key, Gathering] = {}
-        self._is_closed = False
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._open
-
-    def open(self, key: Key) -> None:
-        """Makes known a gathering in which this worker is about to arrive."""
-        with self._lock:
-            gathering, is_new = self._find(key)
-        if is_new and gathering.missing:
-            self._agent.reactor.submit(self._watch, key.workers)
-
-    def gather(self, key: Key, value: Any, ways: Ways, limits: Limits) -> Outcome:
-        """Brings this worker's value, waits for the others, then sends the values to them."""
-        gathering = self.brought(key, self._agent.me.name, value)
-        if not gathering.wait(self._agent, key, limits.all_s):
-            late = (
-                f"timed out in {ways.name} after {limits.all_s:.2f} seconds: these workers had not "
-                f"come: {self._missing(gathering)}"
-            )
-            self._fail(key, gathering, CallTimeout(late, call=ways.name, elapsed_s=limits.all_s))
-        values = gathering.values()
-        others = [
-            peer for peer in map(self._agent.peers.get, key.workers) if peer and not peer.is_self
-        ]
-        return Outcome(values, self._tell_all(key, others, values, ways, limits))
-
-    def _missing(self, gathering: Gathering) -> str:
-        with self._lock:
-            names = sorted(self._agent.peers[worker].name for worker in gathering.missing)
-        return ", ".join(map(repr, names))
-
-    def _tell_all(
-        self, key: Key, others: list[Peer], values: dict[str, Any], ways: Ways, limits: Limits
-    ) -> dict[str, Future[None]]:
-        calls = {}
-        problem: Exception | None = None
-        for peer in others:
-            try:
-                with detached():  # Sent even if the caller of the served call has given up.
-                    call = rpc_async(peer.info, ways.tell, (key, values), None, limits.call_s)
-            except Exception as error:
-                problem = problem or error
-                self._tell_failure(key, peer, failure(error, ways, self._agent.me.name))
-            else:
-                call.add_done_callback(self._noting(key, peer, ways))
-                calls[peer.name] = call
-        if problem is not None:
-            raise problem
-        return calls
-
-    def _noting(self, key: Key, peer: Peer, ways: Ways) -> Callable[[Any], None]:
-        """Returns a callback that tells a worker if it will not get the values."""
-
-        def note(call: Any) -> None:
-            try:
-                call.value()
-            except (CallTimeout, WorkerLost, NotInitialized):
-                return  # The values may still arrive; or there is no worker to tell.
-            except Exception as error:
-                self._tell_failure(key, peer, failure(error, ways, peer.name))
-
-        return note
-
-    def open_waits(self) -> list[OpenWait]:
-        """Returns the gatherings in which this worker has arrived, and others have not."""
-        with self._lock:
-            return [
-                OpenWait(key, gathering.began_s, partial(self._awaited, key, gathering))
-                for key, gathering in self._open.items()
-                if key.workers[0] not in gathering.missing
-            ]
-
-    def _awaited(self, key: Key, gathering: Gathering) -> str:
-        return f"in {key.kind} for {self._missing(gathering)}"
-
-    # Messages from the others
-
-    def brought(self, key: Key, name: str, value: Any) -> Gathering:
-        """Records that a worker has arrived, and its value."""
-        peer = self._agent.find(name)
-        with self._lock:
-            gathering, is_new = self._find(key)
-            if not gathering.has_ended:
-                gathering.gathered_objects[name] = value
-                gathering.note_work()
-            self._count(key, gathering, peer)
-        if gathering.error is not None:
-            self._tell_failure(key, peer, gathering.error)
-        elif is_new and gathering.missing:
-            self._agent.reactor.submit(self._watch, key.workers)
-        return gathering
-
-    def withdrawn(self, key: Key, name: str, error: Exception) -> None:
-        """Records that a worker brings no value; does nothing if it has brought one."""
-        peer = self._agent.find(name)
-        with self._lock:
-            gathering, _ = self._find(key)
-            if peer.id not in gathering.missing:
-                return
-        self._fail(key, gathering, error)
-        with self._lock:
-            self._count(key, gathering, peer)
-
-    def lost(self, peer: Peer) -> None:
-        """Fails the gatherings in which a lost worker has not arrived."""
-        with self._lock:
-            awaiting = [
-                (key, gathering)
-                for key, gathering in self._open.items()
-                if peer.id in gathering.missing
-            ]
-        for key, gathering in awaiting:
-            self._fail(key, gathering, peer.lost_error())
-            with self._lock:
-                self._count(key, gathering, peer)
-
-    def _find(self, key: Key) -> tuple[Gathering, bool]:
-        """Returns a gathering, and whether it is new."""
-        if self._is_closed:
-            raise NotInitialized(f"worker {self._agent.info.name!r} is shutting down")
-        gathering = self._open.get(key)
-        if gathering is not None:
-            return gathering, False
-        gathering = self._open[key] = Gathering(missing=key.workers)
-        for worker in key.workers:
-            peer = self._agent.peers[worker]
-            if peer.lost is not None:
-                gathering.fail(peer.lost_error())
-                gathering.missing.discard(worker)
-        return gathering, True
-
-    def _count(self, key: Key, gathering: Gathering, peer: Peer) -> None:
-        """Stops waiting for a worker."""
-        gathering.missing.discard(peer.id)
-        if not gathering.missing:
-            self._open.pop(key, None)
-            gathering.end(gathering.gathered_objects)
-
-    # Failure
-
-    def _fail(self, key: Key, gathering: Gathering, error: Exception) -> None:
-        """Fails a gathering: tells the workers that have arrived now, the others on arrival."""
-        with self._lock:
-            if gathering.has_ended:
-                return  # Race: all have just arrived, or the gathering has failed already.
-            gathering.fail(error)
-            come = [worker for worker in key.workers if worker not in gathering.missing]
-        for worker in come:
-            self._tell_failure(key, self._agent.peers[worker], error)
-
-    def _tell_failure(self, key: Key, peer: Peer, error: Exception) -> None:
-        if not peer.is_self and peer.lost is None:
-            with contextlib.suppress(WorkerLost, NotInitialized, CallTimeout), detached():
-                ignore_errors(rpc_async(peer.info, failed, args=(key, error)))
-
-    def _watch(self, workers: tuple[int, ...], _: object) -> None:
-        """Connects to the workers, so that the death of a missing one is noticed."""
-        with self._agent.reactor.idling():
-            self._agent.connect_all(self._agent.peers[worker] for worker in workers)
-
-    def close(self, error: NotInitialized) -> None:
-        """Fails all gatherings and refuses new ones, because this worker leaves."""
-        with self._lock:
-            self._is_closed = True
-            for gathering in self._open.values():
-                gathering.fail(error)
-            self._open.clear()
-
-
 T = TypeVar("T")
 
 
+@rebuilds_plain
+class Key(NamedTuple):
+    """Names a gathering.
+
+    Attributes:
+        workers: The ids of the participants, lowest first.
+        kind: The name of the operation; see ``Ways``.
+        number: How many gatherings of that kind the workers had before.
+    """
+
+    workers: tuple[int, ...]
+    kind: str
+    number: int
+
+
+class Ways(NamedTuple):
+    """The name of a gathering in messages, and the functions that it calls on other workers."""
+
+    name: str
+    bring: Callable[[Any, str, Any], None]
+    """Called on the leader with the key, the name of the caller and its value."""
+    tell: Callable[[Any, dict[str, Any]], None]
+    """Called on all other workers with the key and all values."""
+
+
+class Limits(NamedTuple):
+    """Limits in seconds: for each call (0 for no limit), and for all workers to arrive."""
+
+    call_s: float
+    all_s: float
+
+
+class Outcome(NamedTuple):
+    """The result of a gathering.
+
+    Attributes:
+        values: The values by worker name.
+        calls: The leader's calls that send the values, by worker name. Until they have ended, the
+            values must not be changed.
+    """
+
+    values: dict[str, Any]
+    calls: dict[str, Future[None]]
+
+
+class Gathering:
+    """One gathering, as one of its workers knows it.
+
+    Attributes:
+        gathered_objects: The values by worker name; on the leader, those that have arrived.
+        proceed_signal: Set when the gathering has ended.
+        error: The reason if the gathering has failed, else None.
+        missing: On the leader, ids of the workers that have not arrived and are not lost.
+        began_s: When this worker first knew of it, by ``time.monotonic``.
+    """
+
+    def __init__(self, missing: Iterable[int] = ()) -> None:
+        self.gathered_objects: dict[str, Any] = {}
+        self.proceed_signal = threading.Event()
+        self.error: Exception | None = None
+        self.missing = set(missing)
+        self.began_s = time.monotonic()
+        self._marks: list[Mark] = []
+        self._lock = threading.RLock()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all workers have arrived, or the gathering has failed."""
+        return self.proceed_signal.is_set()
+
+    def end(self, values: dict[str, Any]) -> None:
+        """Ends the gathering with all values; does nothing if it has ended."""
+        with self._lock:
+            if not self.has_ended:
+                self.gathered_objects = values
+                self.note_work()
+                self.proceed_signal.set()
+
+    def fail(self, error: Exception) -> None:
+        """Fails the gathering and drops its values; does nothing if it has ended."""
+        with self._lock:
+            if not self.has_ended:
+                self.error = error
+                self.gathered_objects = {}
+                self.proceed_signal.set()
+
+    def wait(self, agent: Agent, key: Key, limit_s: float) -> bool:
+        """Blocks until the gathering has ended, at most ``limit_s``; returns whether it has."""
+
+        def parts() -> list[Wait]:
+            names = tuple(agent.peers[each].name for each in key.workers)
+            text = f"{key.kind} {key.number} of {' '.join(names)}"
+            wait = Wait(GATHERING, text, time.monotonic() - self.began_s, key.kind, names)
+            return [] if self.has_ended else [wait]
+
+        with agent.reactor.waiting(parts):
+            return self.proceed_signal.wait(None if math.isinf(limit_s) else limit_s)
+
+    def values(self) -> dict[str, Any]:
+        """Returns the values of an ended gathering, or raises its error."""
+        if self.error is not None:
+            raise copy.copy(self.error)  # Several threads may raise it: keep tracebacks apart.
+        for mark in self._marks:
+            device_streams.use(mark, self.gathered_objects)
+        return self.gathered_objects
+
+    def note_work(self) -> None:
+        """Has the reader of the values wait for the GPU work of this thread, which made some."""
+        mark = device_streams.mark() if device_streams.HAS_CUDA else None
+        if mark is not None:
+            self._marks.append(mark)
+
+
 class Gatherings:
-    """All gatherings of one worker, as leader and as follower. Thread-safe."""
+    """The gatherings of one worker: those that it leads, and those in which it waits. Thread-safe.
+
+    A gathering that the worker leads misses a worker for as long as it is open; one that it follows
+    misses none.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._lock = threading.RLock()
         self._numbers: dict[tuple[tuple[int, ...], str], int] = {}
-        self._awaited: dict[Key, Gathering] = {}
+        self._open: dict[Key, Gathering] = {}
         self._is_closed = False
-        self.led = Led(agent)
 
     def __len__(self) -> int:
-        return len(self._awaited) + len(self.led)
+        return len(self._open)
 
     def gather(self, value: Any, workers: Iterable[Peer], ways: Ways, limits: Limits) -> Outcome:
         """Brings ``value`` and waits until all ``workers``, including this one, have brought one.
@@ -273,41 +187,180 @@ class Gatherings:
                 "the workers that take part may call it"
             )
         ids = tuple(sorted(peers))
+        leader = peers[ids[0]]
         with self._lock:
             number = self._numbers.get((ids, ways.name), 0)
             self._numbers[ids, ways.name] = number + 1
             key = Key(ids, ways.name, number)
-            if ids[0] == me.id:
-                self.led.open(key)
-        if ids[0] == me.id:
-            return self.led.gather(key, value, ways, limits)
-        return Outcome(self._follow(key, value, peers[ids[0]], ways, limits), {})
-
-    def _follow(
-        self, key: Key, value: Any, leader: Peer, ways: Ways, limits: Limits
-    ) -> dict[str, Any]:
-        gathering = Gathering()
-        with self._lock:
-            if self._is_closed:
-                raise _gone(self._agent)
-            self._awaited[key] = gathering
+            gathering = self._found(key, missing=ids if leader.is_self else ())
+        if leader.is_self:
+            return self._lead(key, value, ways, limits)
         try:
             self._bring(key, value, leader, ways, limits)
             # Race: the loss may have been reported before this gathering was registered.
             if leader.lost is not None:
                 gathering.fail(leader.lost_error())
             if not gathering.wait(self._agent, key, limits.all_s):
-                raise CallTimeout(
-                    f"timed out in {ways.name} after {limits.all_s:.2f} seconds: worker "
-                    f"{leader.name!r}, which leads it, has not said that all have come",
-                    worker=leader.name,
-                    call=ways.name,
-                    elapsed_s=limits.all_s,
-                )
+                unsaid = f"worker {leader.name!r}, which leads it, has not said that all have come"
+                raise _late(ways, limits.all_s, unsaid, leader.name)
         finally:
             with self._lock:
-                del self._awaited[key]
-        return gathering.values()
+                self._open.pop(key, None)
+        return Outcome(gathering.values(), {})
+
+    def _found(self, key: Key, missing: Iterable[int]) -> Gathering:
+        """Returns a gathering, which begins now if it is not open."""
+        if self._is_closed:
+            raise NotInitialized(f"worker {self._agent.info.name!r} has shut down")
+        gathering = self._open.get(key)
+        if gathering is None:
+            gathering = self._open[key] = Gathering(missing)
+            for worker in list(gathering.missing):
+                peer = self._agent.peers[worker]
+                if peer.lost is not None:
+                    gathering.fail(peer.lost_error())
+                    gathering.missing.discard(worker)
+            if gathering.missing:
+                self._agent.reactor.submit(self._watch, key.workers)
+        return gathering
+
+    def _watch(self, workers: tuple[int, ...], _: object) -> None:
+        """Connects to the workers, so that the death of a missing one is noticed."""
+        with self._agent.reactor.idling():
+            self._agent.connect_all(self._agent.peers[worker] for worker in workers)
+
+    def open_waits(self) -> list[OpenWait]:
+        """Returns the gatherings in which this worker has arrived, and waits for others."""
+        with self._lock:
+            return [
+                OpenWait(key, gathering.began_s, partial(self._awaited, key, gathering))
+                for key, gathering in self._open.items()
+                if self._agent.me.id not in gathering.missing
+            ]
+
+    def _awaited(self, key: Key, gathering: Gathering) -> str:
+        if gathering.missing:
+            return f"in {key.kind} for {self._missing(gathering)}"
+        leader = self._agent.peers[key.workers[0]].name
+        return f"in {key.kind} for worker {leader!r}, which has not said that all have come"
+
+    def _missing(self, gathering: Gathering) -> str:
+        with self._lock:
+            names = sorted(self._agent.peers[worker].name for worker in gathering.missing)
+        return ", ".join(map(repr, names))
+
+    def peer_lost(self, peer: Peer) -> None:
+        """Fails the gatherings that lack a lost worker, or are led by it."""
+        with self._lock:
+            for ids, kind in [each for each in self._numbers if peer.id in each[0]]:
+                del self._numbers[ids, kind]  # A life that is over takes part in no other.
+            awaiting = [(key, each) for key, each in self._open.items() if peer.id in each.missing]
+            headless = [each for key, each in self._open.items() if key.workers[0] == peer.id]
+        for key, gathering in awaiting:
+            self._fail(key, gathering, peer, peer.lost_error())
+        for gathering in headless:
+            gathering.fail(peer.lost_error())
+
+    def close(self) -> None:
+        """Fails all gatherings and refuses new ones, because this worker leaves."""
+        with self._lock:
+            self._is_closed = True
+            waiting = list(self._open.values())
+            self._open.clear()
+        for gathering in waiting:
+            gathering.fail(NotInitialized(f"worker {self._agent.info.name!r} has shut down"))
+
+    # The leader
+
+    def _lead(self, key: Key, value: Any, ways: Ways, limits: Limits) -> Outcome:
+        """Brings this worker's value, waits for the others, then sends the values to them."""
+        me = self._agent.me
+        gathering = self.brought(key, me.name, value)
+        if not gathering.wait(self._agent, key, limits.all_s):
+            missing = f"these workers had not come: {self._missing(gathering)}"
+            self._fail(key, gathering, None, _late(ways, limits.all_s, missing))
+        values = gathering.values()
+        calls = {}
+        problem: Exception | None = None
+        for peer in filter(None, map(self._agent.peers.get, key.workers[1:])):
+            try:
+                with detached():  # Sent even if the caller of the served call has given up.
+                    call = rpc_async(peer.info, ways.tell, (key, values), None, limits.call_s)
+            except Exception as error:
+                problem = problem or error
+                self._tell_failure(key, peer, failure(error, ways, me.name))
+            else:
+                call.add_done_callback(partial(self._told_or_not, key, peer, ways))
+                calls[peer.name] = call
+        if problem is not None:
+            raise problem
+        return Outcome(values, calls)
+
+    def _told_or_not(self, key: Key, peer: Peer, ways: Ways, call: Any) -> None:
+        """Tells a worker that it will not get the values, if so."""
+        try:
+            call.value()
+        except (CallTimeout, WorkerLost, NotInitialized):
+            pass  # The values may still arrive; or there is no worker to tell.
+        except Exception as error:
+            self._tell_failure(key, peer, failure(error, ways, peer.name))
+
+    def brought(self, key: Key, name: str, value: Any) -> Gathering:
+        """Records that a worker has arrived, and its value."""
+        peer = self._agent.find(name)
+        with self._lock:
+            gathering = self._found(key, missing=key.workers)
+            if not gathering.has_ended:
+                gathering.gathered_objects[name] = value
+                gathering.note_work()
+            self._count(key, gathering, peer)
+        if gathering.error is not None:
+            self._tell_failure(key, peer, gathering.error)
+        return gathering
+
+    def withdrawn(self, key: Key, name: str, error: Exception) -> None:
+        """Records that a worker brings no value, unless it has brought one."""
+        peer = self._agent.find(name)
+        with self._lock:
+            has_begun = key.number < self._numbers.get((key.workers, key.kind), 0)
+            if has_begun and key not in self._open:
+                return  # It has ended.
+            gathering = self._found(key, missing=key.workers)
+            if peer.id not in gathering.missing:
+                return
+        self._fail(key, gathering, peer, error)
+
+    def _count(self, key: Key, gathering: Gathering, peer: Peer) -> None:
+        """Stops waiting for a worker."""
+        gathering.missing.discard(peer.id)
+        if not gathering.missing:
+            self._open.pop(key, None)
+            gathering.end(gathering.gathered_objects)
+
+    def _fail(self, key: Key, gathering: Gathering, gone: Peer | None, error: Exception) -> None:
+        """Fails a gathering: tells the workers that have arrived now, the others on arrival.
+
+        Args:
+            key: Its name.
+            gathering: Its state.
+            gone: The worker that will not arrive, if one is known.
+            error: The reason.
+        """
+        with self._lock:
+            # Race: all have just arrived, or the gathering has failed already.
+            come = [] if gathering.has_ended else [*set(key.workers) - gathering.missing]
+            gathering.fail(error)
+            if gone is not None:
+                self._count(key, gathering, gone)
+        for worker in come:
+            self._tell_failure(key, self._agent.peers[worker], error)
+
+    def _tell_failure(self, key: Key, peer: Peer, error: Exception) -> None:
+        if not peer.is_self and peer.lost is None:
+            with contextlib.suppress(WorkerLost, NotInitialized, CallTimeout), detached():
+                ignore_errors(rpc_async(peer.info, failed, args=(key, error)))
+
+    # A follower
 
     def _bring(self, key: Key, value: Any, leader: Peer, ways: Ways, limits: Limits) -> None:
         name = self._agent.me.name
@@ -319,70 +372,36 @@ class Gatherings:
             # The leader does not begin a call whose time is up, and it may wait without a limit.
             reason = failure(error, ways, name)
             if isinstance(error, CallTimeout):
-                late = (
-                    f"timed out in {ways.name} after {limits.call_s:.2f} seconds: worker {name!r} "
-                    "could not bring its value in that time"
-                )
-                reason = CallTimeout(late, worker=name, call=ways.name, elapsed_s=limits.call_s)
+                unable = f"worker {name!r} could not bring its value in that time"
+                reason = _late(ways, limits.call_s, unable, name)
             with contextlib.suppress(WorkerLost, NotInitialized), detached():
                 ignore_errors(rpc_async(leader.info, withdrawn, (key, name, reason), None, 0))
             raise
 
-    def open_waits(self) -> list[OpenWait]:
-        """Returns the gatherings in which this worker waits for others."""
-        return self.led.open_waits() + [
-            OpenWait(key, gathering.began_s, partial(self._leader_awaited, key))
-            for key, gathering in self._awaited.copy().items()
-        ]
-
-    def _leader_awaited(self, key: Key) -> str:
-        leader = self._agent.peers[key.workers[0]].name
-        return f"in {key.kind} for worker {leader!r}, which has not said that all have come"
-
-    # Messages
-
-    def withdrawn(self, key: Key, name: str, error: Exception) -> None:
-        """Records that a worker brings no value, unless the gathering, led here, has ended."""
-        with self._lock:
-            has_begun = key.number < self._numbers.get((key.workers, key.kind), 0)
-        if not has_begun or key in self.led:
-            self.led.withdrawn(key, name, error)
-
     def told(self, key: Key, values: dict[str, Any]) -> None:
         """Records that all workers have arrived, and their values."""
-        gathering = self._awaited.get(key)
-        if gathering is not None:
+        gathering = self._open.get(key)
+        if gathering is not None and not gathering.missing:
             gathering.end(values)
 
     def failed(self, key: Key, error: Exception) -> None:
         """Records that not all workers can arrive."""
-        gathering = self._awaited.get(key)
-        if gathering is not None:
+        gathering = self._open.get(key)
+        if gathering is not None and not gathering.missing:
             gathering.fail(error)
 
-    def peer_lost(self, peer: Peer) -> None:
-        """Fails the gatherings that lack a lost worker."""
-        self.led.lost(peer)
-        with self._lock:
-            for ids, kind in [each for each in self._numbers if peer.id in each[0]]:
-                del self._numbers[ids, kind]  # A life that is over takes part in no other.
-            headless = [each for key, each in self._awaited.items() if key.workers[0] == peer.id]
-        for gathering in headless:
-            gathering.fail(peer.lost_error())
 
-    def close(self) -> None:
-        """Fails all gatherings, because this worker leaves."""
-        gone = _gone(self._agent)
-        self.led.close(gone)
-        with self._lock:
-            self._is_closed = True
-            waiting = list(self._awaited.values())
-        for gathering in waiting:
-            gathering.fail(gone)
+def failure(error: Exception, ways: Ways, worker: str) -> CallError:
+    """Returns an error for the other workers; the original may not be serializable."""
+    reason = f"{type(error).__name__}: {error}"
+    return CallError(
+        f"worker {worker!r} failed in {ways.name}: {reason}", worker=worker, call=ways.name
+    )
 
 
-def _gone(agent: Agent) -> NotInitialized:
-    return NotInitialized(f"worker {agent.info.name!r} has shut down")
+def _late(ways: Ways, limit_s: float, why: str, worker: str = "") -> CallTimeout:
+    text = f"timed out in {ways.name} after {limit_s:.2f} seconds: {why}"
+    return CallTimeout(text, worker=worker, call=ways.name, elapsed_s=limit_s)
 
 
 GATHERINGS: Slot[Gatherings] = Slot()
@@ -471,7 +490,7 @@ def _gather(
 def bring(key: Key, name: str, value: Any) -> None:
     """Records, on the leader, that another worker has arrived, and its value."""
     _check(key, name)
-    current_gatherings().led.brought(key, name, value)
+    current_gatherings().brought(key, name, value)
 
 
 @remotely_callable
@@ -496,11 +515,25 @@ def withdrawn(key: Key, name: str, error: Exception) -> None:
 
 
 def _check(key: Any, name: str | None = None, **typed: Any) -> None:
-    """Checks what another worker says of a gathering, if this worker is strict."""
+    """Checks what another worker says of a gathering, if this worker is strict.
+
+    ``name`` is what the caller claims in a message to the leader; None in one of the leader.
+    """
     caller = strict_caller()
-    if caller is not None:
-        check_key(key, current(), caller, name)
-        check_types(**typed)
+    if caller is None:
+        return
+    agent = current()
+    check_types(key=(key, Key))
+    check_types(workers=(key.workers, tuple), kind=(key.kind, str), number=(key.number, int))
+    workers: tuple[Any, ...] = key.workers
+    is_known = all(type(each) is int and each in agent.peers for each in workers)
+    leader = caller.id if name is None else agent.me.id
+    is_sound = is_known and workers == tuple(sorted(set(workers))) and workers[:1] == (leader,)
+    if not is_sound or not {caller.id, agent.me.id} <= set(workers):
+        refuse("take part in a gathering of others", "its workers and its leader do not fit")
+    if name is not None and name != caller.name:
+        refuse(f"take {caller.name!r} for {name!r}", "every worker comes to a gathering by itself")
+    check_types(**typed)
 
 
 _BARRIER = Ways("barrier", bring, tell)

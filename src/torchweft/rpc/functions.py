@@ -11,8 +11,7 @@ import torch
 from torchweft.deferred import import_name
 
 if TYPE_CHECKING:
-    from torchweft.rpc.batching.decorator import batch_statistics, batched, expect_calls
-    from torchweft.rpc.batching.queue import BatchStatistics
+    from torchweft.rpc.batching import BatchStatistics, batch_statistics, batched, expect_calls
 
 __all__ = ["BatchStatistics", "async_execution", "batch_statistics", "batched", "expect_calls"]
 
@@ -21,19 +20,14 @@ T = TypeVar("T")
 ASYNC_MARK = "_wrapped_async_rpc_function"
 """The attribute by which a function is known that ``async_execution`` has marked."""
 
-_HOMES = {
-    "BatchStatistics": "torchweft.rpc.batching.queue",
-    "batch_statistics": "torchweft.rpc.batching.decorator",
-    "batched": "torchweft.rpc.batching.decorator",
-    "expect_calls": "torchweft.rpc.batching.decorator",
-}
+_OF_BATCHES = frozenset(__all__) - {"async_execution"}
 """Imported by programs that batch calls."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _OF_BATCHES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_name(__name__, name, _HOMES[name])
+    return import_name(__name__, name, "torchweft.rpc.batching")
 
 
 def __dir__() -> list[str]:

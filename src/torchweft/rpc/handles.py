@@ -13,7 +13,6 @@ from torch.autograd.profiler import record_function
 
 from torchweft.errors import NotInitialized, ReferenceGone
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.rpc.profiler_events import end
 from torchweft.serialize.objects import register_external
 from torchweft.serialize.registry import has_callable_methods
 from torchweft.worker.agent import Agent
@@ -93,7 +92,7 @@ class Handle:
 
     def end_event(self, event: record_function) -> None:
         """Ends the profiler's event of the call that makes the value."""
-        end(event)
+        event.__exit__(None, None, None)
 
     check_travels = agent
     """Called before the reference is handed on; a subclass may refuse that by raising."""

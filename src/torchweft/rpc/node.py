@@ -39,13 +39,13 @@ from torchweft.protocol.leaving import (
 from torchweft.protocol.observing.keys import SHUTDOWN, Wait
 from torchweft.protocol.registration import LEADER
 from torchweft.protocol.served_calls import has_awaited
-from torchweft.rpc import serving, stack_report
+from torchweft.rpc import serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
-from torchweft.rpc.observed import OBSERVED, Observed, answer_signal
+from torchweft.rpc.observed import OBSERVED, Observed, write_report_on_signal
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.rpc.ports import PORTS, Ports
 from torchweft.rpc.serving import key_of
-from torchweft.rpc.stream_sources import SOURCES, Sources
+from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader
 from torchweft.threads import reports
@@ -373,7 +373,6 @@ class Node:
         serving.install(self.worker)
         self.observed = Observed(self.worker, group)
         self.clock_id = clock_id()
-        stack_report.install(self.worker)
         self.gatherings = Gatherings(agent)
         self.waits.add(self.worker.engine.open_waits)
         self.waits.add(self.gatherings.open_waits)
@@ -401,7 +400,7 @@ class Node:
         # a process of ``multiprocessing`` ends; after exit handlers of the program, which may
         # include the shutdown.
         self._finalize = Finalize(None, self._end_unasked, exitpriority=0)
-        answer_signal()
+        write_report_on_signal()
         self._interrupts.begin()
         reports.set_origin(self._origin)
         self.agent.answer_observers(self.observed.answer)

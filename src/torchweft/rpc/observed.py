@@ -1,27 +1,322 @@
-"""What a worker tells of itself, made when somebody first asks.
+"""What a worker tells of itself: the stacks of its threads, its calls, and all that observers ask.
 
-Most workers are never observed, so ``torchweft.rpc`` does not import the modules for it. A thread
-that may wait imports them: not the reader of a connection, and not a signal handler.
+Most workers are never observed, so ``torchweft.rpc`` does not import the modules for observers. A
+thread that may wait imports them: not the reader of a connection, and not a signal handler.
+
+A thread that reads connections answers a request for stacks, outside of the slots for user
+functions. So it answers while all slots are taken, as long as the interpreter runs Python. If C
+code holds the interpreter lock, a signal still works: its handler walks the stacks without it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import hashlib
 import importlib
+import json
+import linecache
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchweft import knobs
-from torchweft.errors import NotInitialized
-from torchweft.rpc.worker import Worker
-from torchweft.wire.frames import Frame
+from torchweft.errors import (
+    CallTimeout,
+    ConfigurationError,
+    NotInitialized,
+    ProtocolError,
+    WorkerLost,
+)
+from torchweft.free_threading import shared_count
+from torchweft.ids import WorkerInfo
+from torchweft.protocol.calls import SimpleRequest, function_name
+from torchweft.protocol.served_calls import ServedCall
+from torchweft.rpc.decoding import decode_call
+from torchweft.rpc.worker import WORKER, Worker
+from torchweft.threads.interrupts import all_stacks
+from torchweft.threads.reactor import Reactor
+from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import Kind
 from torchweft.worker import current as current_agent
 from torchweft.worker.agent import Slot
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
+from torchweft.worker.tensor_messages import LocalMessage
+
+if TYPE_CHECKING:
+    from torchweft.protocol.observing.report import NumberTable
+
+_MOST_FRAMES = 100
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_OWN = (_PACKAGE, threading.__file__, "<string>")
+"""Files whose frames lead to the program's frames, in a thread of Weft."""
+_IDLE = {vars(Reactor)["_serve"].__code__}
+
+
+class ThreadFrames(NamedTuple):
+    """The stack of one thread.
+
+    Attributes:
+        ident: The thread's number.
+        name: Its name.
+        is_main: Whether it is the main thread.
+        stack: All its frames, innermost last.
+        frames: The frames from the first one that is not Weft's; empty for an idle thread of Weft.
+    """
+
+    ident: int
+    name: str
+    is_main: bool
+    stack: list[FrameType]
+    frames: list[FrameType]
+
+
+def thread_frames() -> list[ThreadFrames]:
+    """Returns the stack of each thread of Python but the calling one."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    found = []
+    for ident, stack in all_stacks().items():
+        if ident != threading.get_ident():
+            frames = [] if stack[-1].f_code in _IDLE else inwards(stack)
+            name = names.get(ident, f"thread {ident}")
+            found.append(ThreadFrames(ident, name, ident == main, stack, frames))
+    return found
+
+
+def inwards(stack: Sequence[FrameType]) -> list[FrameType]:
+    """Returns the frames of a stack from the first one that is not Weft's."""
+    start = 0
+    while start < len(stack) - 1 and stack[start].f_code.co_filename.startswith(_OWN):
+        start += 1
+    return list(stack[start:])
+
+
+def is_own(frame: FrameType) -> bool:
+    """Whether a frame is of Weft, not of the program."""
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def lines(frames: Sequence[FrameType], has_source: bool) -> tuple[str, ...]:
+    """Returns the last frames as in a traceback, with the lines of their files if wanted."""
+    told = []
+    for frame in frames[-_MOST_FRAMES:]:
+        path, number = frame.f_code.co_filename, frame.f_lineno
+        text = f'  File "{path}", line {number}, in {frame.f_code.co_name}'
+        source = source_of(frame) if has_source else ""
+        told.append(f"{text}\n    {source}" if source else text)
+    return tuple(told)
+
+
+def source_of(frame: FrameType) -> str:
+    """Returns the line of a file that a frame is at; empty if there is no such file."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+
+
+NAME = "torchweft.rpc.stacks"
+_STANDARD_ERROR = 2
+
+
+@dataclass(frozen=True)
+class CallStatus:
+    """A call of another worker that has not been answered.
+
+    Attributes:
+        function: The called function, as ``module.name``.
+        caller: Name of the worker that called.
+        age_s: Seconds since the call arrived.
+        has_begun: Whether the call is running; if not, it is queued.
+    """
+
+    function: str
+    caller: str
+    age_s: float
+    has_begun: bool
+
+    def __str__(self) -> str:
+        state = "since" if self.has_begun else "waiting in line for"
+        return f"{self.function}, called by {self.caller!r}, {state} {self.age_s:.1f} s"
+
+
+@dataclass(frozen=True)
+class ThreadStack:
+    """The stack of one thread, or of one coroutine.
+
+    Attributes:
+        name: The thread's name.
+        frames: Its frames, innermost last, as in a traceback, without Weft's frames that lead to
+            the program's; empty for a thread of Weft that waits for work.
+    """
+
+    name: str
+    frames: tuple[str, ...]
+
+    def __str__(self) -> str:
+        if not self.frames:
+            return f"{self.name}: idle"
+        return "\n".join([f"{self.name}:", *self.frames])
+
+
+@dataclass(frozen=True)
+class WorkerStacks:
+    """The calls and stacks of a worker when it was asked.
+
+    Attributes:
+        worker: The worker's name.
+        pid: Its process id.
+        calls: The calls that it serves, oldest first.
+        threads: Its threads and coroutines; idle threads come last.
+    """
+
+    worker: str
+    pid: int
+    calls: tuple[CallStatus, ...]
+    threads: tuple[ThreadStack, ...]
+
+    def __str__(self) -> str:
+        calls = [f"  {call}" for call in self.calls] or ["  none"]
+        return "\n".join(
+            [f"worker {self.worker!r} (pid {self.pid}) serves these calls:", *calls]
+            + [str(thread) for thread in self.threads]
+        )
+
+
+def stacks(worker: str | int | WorkerInfo | None = None, timeout: float = 10.0) -> WorkerStacks:
+    """Returns the calls that a worker serves, and its threads' stacks. Blocks.
+
+    The worker answers even while user functions run on all threads that serve calls, but not while
+    C code holds the interpreter lock. Then ``kill -USR1 PID`` makes the worker write its stacks to
+    its standard error (``WEFT_STACKS_SIGNAL``). ``str`` formats the result for printing::
+
+        for info in rpc.get_worker_infos():
+            print(rpc.stacks(info))
+
+    Args:
+        worker: Its name, rank or ``WorkerInfo``; None for this worker.
+        timeout: Seconds to wait for the answer.
+
+    Raises:
+        UnknownWorker: There is no such worker.
+        CallTimeout: The worker has not answered in time.
+        WorkerLost: The worker was lost.
+    """
+    agent = current()
+    peer = agent.me if worker is None else agent.find(worker)
+    return ask(agent.slots[WORKER], peer, timeout)
+
+
+def ask(worker: Worker, peer: Peer, timeout_s: float) -> WorkerStacks:
+    """Returns the report of a worker; raises as ``stacks``."""
+    if peer.is_self:
+        return _here(worker)
+    call = PendingCall(peer.id, peer.name, NAME, timeout_s)
+    try:
+        worker.agent.calls.ask_and_wait(peer, call, SimpleRequest(_request))
+        return _decode(worker.result_of(call))
+    except CallTimeout:
+        raise CallTimeout(
+            f"worker {peer.name!r} has not said within {timeout_s:.1f} s what it is doing: code in "
+            "C keeps its interpreter busy, or it is stopped; if it runs, kill -USR1 PID has it "
+            "write its stacks to its standard error",
+            worker=peer.name,
+            call=NAME,
+            elapsed_s=call.elapsed_s,
+        ) from None
+
+
+def ask_all(
+    worker: Worker, peers: Iterable[Peer], timeout_s: float
+) -> dict[str, WorkerStacks | None]:
+    """Returns the reports of workers by name; None for a worker that does not answer."""
+    told: dict[str, WorkerStacks | None] = {}
+    calls: list[PendingCall] = []
+    for peer in peers:
+        told[peer.name] = _here(worker) if peer.is_self else None
+        call = PendingCall(peer.id, peer.name, NAME, timeout_s)
+        with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
+            if not peer.is_self:
+                worker.agent.calls.ask(peer, call, SimpleRequest(_request))
+                calls.append(call)
+    for call in calls:
+        worker.agent.calls.wait(call)
+        with contextlib.suppress(CallTimeout, WorkerLost, NotInitialized):
+            told[call.worker_name] = _decode(worker.result_of(call))
+    return told
+
+
+def _request(number: int) -> list[Buffer]:
+    return encode_frame(Kind.STACKS, 0, number, b"")
+
+
+# The report
+
+
+def _here(worker: Worker) -> WorkerStacks:
+    agent = worker.agent
+    has_source = not agent.me.registration.is_strict
+    threads = [ThreadStack(each.name, lines(each.frames, has_source)) for each in thread_frames()]
+    for name, frames in worker.coroutines.frames():
+        threads.append(ThreadStack(name, lines(frames, has_source)))
+    threads.sort(key=lambda thread: not thread.frames)
+    return WorkerStacks(agent.info.name, os.getpid(), tuple(calls_of(worker)), tuple(threads))
+
+
+def calls_of(worker: Worker) -> list[CallStatus]:
+    """Returns the calls of others that a worker serves now, oldest first."""
+    now_s = time.monotonic()
+    return [
+        CallStatus(function_of(call), call.peer.name, now_s - call.arrived_s, call.frame is None)
+        for call in served_by(worker)
+    ]
+
+
+def served_by(worker: Worker) -> list[ServedCall]:
+    """Returns the calls that a worker serves now, oldest first."""
+    served = [
+        call for peer in list(worker.agent.peers.values()) for call in peer.served.copy().values()
+    ]
+    calls = dict.fromkeys([*served, *worker.unfinished.copy()])
+    return sorted((call for call in calls if not call.has_ended), key=lambda call: call.arrived_s)
+
+
+def function_of(call: ServedCall) -> str:
+    """Returns the name of the function of a served call, even if it was not decoded yet."""
+    function, frame = call.function, call.frame
+    if frame is not None:
+        function, _ = named_in(frame)
+    if isinstance(function, bytes):
+        return function.decode(errors="replace").replace(":", ".") or "a function sent by value"
+    return function_name(function)
+
+
+def named_in(frame: Frame) -> tuple[bytes, bytes]:
+    """Returns the function and the span that a request names which was not decoded yet."""
+    try:
+        control = frame.control
+        head = control.head if isinstance(control, LocalMessage) else decode_call(control)
+        return head[2], head[3]
+    except ProtocolError:
+        return b"what no worker asks for", b""
+
+
+def _decode(text: str) -> WorkerStacks:
+    told = json.loads(text)
+    return WorkerStacks(
+        told["worker"],
+        told["pid"],
+        tuple(CallStatus(**call) for call in told["calls"]),
+        tuple(ThreadStack(each["name"], tuple(each["frames"])) for each in told["threads"]),
+    )
+
+
+# Observers
 
 _GROUP_DIGITS = 8
 
@@ -44,7 +339,10 @@ class Observed:
         self._group = group
         self._lock = threading.RLock()
         self._reports: tuple[Any, Any] | None = None
-        worker.agent.receiver.on(Kind.DUMP, self._on_dump, inline=True)
+        receiver = worker.agent.receiver
+        receiver.on(Kind.DUMP, self._on_dump, inline=True)
+        receiver.on(Kind.STACKS, self._on_stacks, inline=True)
+        write_stacks_on_signal()
         if knobs.COUNTERS.get() or knobs.DUMP_AFTER_S.get():
             self._reporting()  # It has work before anybody asks.
 
@@ -73,6 +371,18 @@ class Observed:
     def _dump(self, reason: str, is_wanted: bool) -> None:
         self._reporting()[1].try_to_write(reason, is_wanted)
 
+    def _on_stacks(self, peer: Peer, frame: Frame) -> None:
+        # An urgent task, so that it runs at any load; not here, as sending may block.
+        self._worker.agent.reactor.submit(self._tell_stacks, peer, frame)
+
+    def _tell_stacks(self, peer: Peer, frame: Frame) -> None:
+        try:
+            told = json.dumps(asdict(_here(self._worker)))
+        except Exception as error:
+            self._worker.reply_error(peer, frame.id, error)
+        else:
+            self._worker.reply(peer, frame.id, told, 0)
+
     def _on_dump(self, peer: Peer, _: Frame) -> None:
         self.dump_soon(f"worker {peer.name!r} waits for long")
 
@@ -80,10 +390,94 @@ class Observed:
 OBSERVED: Slot[Observed] = Slot()
 
 
-# The signal
+Teller = Callable[[], "NumberTable"]
 
 
-def answer_signal() -> None:
+class Tellers:
+    """The components of one worker that tell numbers; they compute nothing before. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._tellers: dict[int, Teller] = {}
+        self._numbers = shared_count()
+
+    def add(self, teller: Teller) -> Callable[[], None]:
+        """Adds a component; returns a function that removes it."""
+        number = next(self._numbers)
+        self._tellers[number] = teller
+
+        def remove() -> None:
+            self._tellers.pop(number, None)
+
+        return remove
+
+    def told(self) -> Iterator[NumberTable]:
+        """Yields what all tell, tables of one title joined."""
+        from torchweft.protocol.observing.report import NumberRow, NumberTable  # as above
+
+        tables: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        for teller in list(self._tellers.values()):
+            try:
+                table = teller()
+            except Exception as error:  # A report must not fail because of a part of it.
+                row = NumberRow((f"{type(error).__name__}: {error}",), {}, {})
+                table = NumberTable("numbers that could not be told", ("error",), (row,))
+            tables.setdefault((table.title, table.labels), []).extend(table.rows)
+        for (title, labels), rows in tables.items():
+            yield NumberTable(title, labels, tuple(rows))
+
+
+TELLERS: Slot[Tellers] = Slot(Tellers)
+
+
+def tell(teller: Teller) -> Callable[[], None]:
+    """Has observers of this worker, such as ``torchweft top``, shown a table of numbers.
+
+    Args:
+        teller: Returns the table. It is called for each report, on some thread of the worker. It
+            neither blocks nor takes long.
+
+    Returns:
+        A function that ends it.
+    """
+    return current().slots[TELLERS].add(teller)
+
+
+# The signals
+
+_answered: int | None = None
+
+
+def write_stacks_on_signal() -> None:
+    """Makes this process write its threads' stacks to standard error on ``WEFT_STACKS_SIGNAL``.
+
+    A handler that the program has set stays. Idempotent. Weft's handler stays until the process
+    ends, because leaving a group may be the step that takes long.
+
+    Raises:
+        ConfigurationError: There is no such signal.
+    """
+    global _answered
+    number = _chosen_signal()
+    is_free = number is not None and signal.getsignal(number) is signal.SIG_DFL
+    if number is not None and is_free and _answered is None:
+        faulthandler.register(number, file=_STANDARD_ERROR, all_threads=True, chain=False)
+        _answered = number
+
+
+def _chosen_signal() -> int | None:
+    name = knobs.STACKS_SIGNAL.get()
+    if not name:
+        return None
+    try:
+        return signal.Signals[name]
+    except KeyError:
+        raise ConfigurationError(
+            f"environment variable {knobs.STACKS_SIGNAL.variable} is {name!r}, which is no signal; "
+            f"set it like {knobs.STACKS_SIGNAL.variable}=SIGUSR2, or empty for none"
+        ) from None
+
+
+def write_report_on_signal() -> None:
     """Makes the worker of this process write what it does on ``SIGQUIT``; idempotent.
 
     A handler that the program has set stays. A shell that starts a job in the background has it

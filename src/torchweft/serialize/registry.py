@@ -97,7 +97,7 @@ remotely_callable = Mark(
     "torchweft.rpc.collective",
     "torchweft.observe.examining",
     "torchweft.rpc.serving",
-    "torchweft.rpc.stream_sources",
+    "torchweft.rpc.streams",
     "torchweft.observe.tracing.recorder",
 )
 """Workers of Weft call these functions on one another, on strict workers as well. They must check
@@ -132,8 +132,8 @@ rebuilds_plain = Mark(
     "torchweft.rl.policies",
     "torchweft.rl.replay",
     "torchweft.rl.trajectories",
-    "torchweft.rpc.batching.queue",
-    "torchweft.rpc.gathering",
+    "torchweft.rpc.batching",
+    "torchweft.rpc.collective",
     "torchweft.serialize.reducers",
     "torchweft.weights.layout",
     "torchweft.weights.publisher",

@@ -10,7 +10,7 @@ from torch.autograd.profiler import record_function
 
 import torchweft.rpc
 from torchweft.compat.rpc.references import RRef, end_with
-from torchweft.rpc.profiler_events import RPCExecMode, build_key
+from torchweft.rpc.calls import RPCExecMode, build_key
 
 _ask_type = RRef._ask_type
 

@@ -345,7 +345,7 @@ class Grammar:
             ),
             "serving:fetch": lambda: self._address(chance.randrange(_VALUES)),
             "serving:has_joined": lambda: (),
-            "stream_sources:begin": lambda: chance.choice(
+            "streams:begin": lambda: chance.choice(
                 (
                     (chance.randrange(4), self._function(), (self.value(1),), {}),
                     (
@@ -354,8 +354,8 @@ class Grammar:
                     ),
                 )
             ),
-            "stream_sources:pull": lambda: (chance.randrange(4), chance.randrange(4)),
-            "stream_sources:end": lambda: (chance.randrange(4),),
+            "streams:pull": lambda: (chance.randrange(4), chance.randrange(4)),
+            "streams:end": lambda: (chance.randrange(4),),
         }
         return fitting[short]()
 
@@ -407,7 +407,7 @@ class Grammar:
             ((ME, SENDER), (SENDER, OTHER), (ME, SENDER, OTHER), (ME,), ())
         )
         kind = self.chance.choice(("barrier", "all_gather"))
-        return Made("torchweft.rpc.gathering:Key", (workers, kind, self._small() % 3))
+        return Made("torchweft.rpc.collective:Key", (workers, kind, self._small() % 3))
 
     def _map_payload(self) -> bytes:
         encoder = FreeEncoder()

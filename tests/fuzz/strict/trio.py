@@ -29,7 +29,7 @@ from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, remote, rpc_sync, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.node import Leaving
-from torchweft.rpc.stream_sources import SOURCES, Sources
+from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader
 from torchweft.threads.reactor import Reactor

@@ -27,7 +27,7 @@ from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings
 from torchweft.rpc.encoding import Request
-from torchweft.rpc.stream_sources import SOURCES, Sources
+from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader
 from torchweft.serialize.registry import remotely_callable

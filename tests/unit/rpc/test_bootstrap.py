@@ -9,8 +9,8 @@ from torch.distributed import HashStore
 
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.registration import Registration
-from torchweft.rpc import bootstrap
-from torchweft.rpc.bootstrap import _Versions, _where_to_listen
+from torchweft.rpc import joining
+from torchweft.rpc.joining import _Versions, _where_to_listen
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.secret import Secret
 from torchweft.worker.peers import Members
@@ -81,6 +81,6 @@ def use(
     monkeypatch: pytest.MonkeyPatch, listen: str, secret: Secret | None, store_host: str
 ) -> Any:
     ways = {"10.0.0.1": "10.0.0.2", "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr(bootstrap, "host_of", lambda store: store_host)
-    monkeypatch.setattr(bootstrap, "own_address_towards", lambda host: ways.get(host, ""))
+    monkeypatch.setattr(joining, "host_of", lambda store: store_host)
+    monkeypatch.setattr(joining, "own_address_towards", lambda host: ways.get(host, ""))
     return RpcBackendOptions(listen=listen, secret=secret)

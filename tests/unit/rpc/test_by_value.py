@@ -23,7 +23,7 @@ from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from tests.unit.worker.group import wait_until
 from torchweft import knobs
 from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
-from torchweft.rpc import calls, stack_report
+from torchweft.rpc import calls, observed
 from torchweft.rpc.functions import async_execution
 from torchweft.serialize import value_pickling
 from torchweft.serialize.functions import Code, take_apart
@@ -448,7 +448,7 @@ def test_a_report_names_calls_that_wait(local: Pair) -> None:
     wait_until(lambda: len(local.callee.agent.reactor.tasks) == 0)
     late = local.start(made("late"))
     wait_until(lambda: len(local.callee.agent.reactor.tasks) == 1)
-    names = {status.function for status in stack_report.calls_of(local.callee)}
+    names = {status.function for status in observed.calls_of(local.callee)}
     assert "a function sent by value" in names
     gate.set()
     for future in (*held, late):

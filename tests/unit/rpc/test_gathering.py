@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import CallError, CallTimeout, WorkerLost
-from torchweft.rpc.collective import failure
-from torchweft.rpc.gathering import Gathering, Ways
+from torchweft.rpc.collective import Gathering, Ways, failure
 
 
 def test_it_ends_with_the_values() -> None:

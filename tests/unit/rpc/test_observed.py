@@ -6,7 +6,7 @@ from types import FrameType
 
 import pytest
 
-from torchweft.rpc.observed import answer_signal
+from torchweft.rpc.observed import write_report_on_signal
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def test_a_handler_of_the_program_stays() -> None:
         pass
 
     signal.signal(signal.SIGQUIT, of_the_program)
-    answer_signal()
+    write_report_on_signal()
     assert signal.getsignal(signal.SIGQUIT) is of_the_program
 
 
@@ -30,8 +30,8 @@ def test_a_handler_of_the_program_stays() -> None:
 @pytest.mark.parametrize("former", [signal.SIG_DFL, signal.SIG_IGN])
 def test_a_signal_that_nobody_handles_is_answered(former: signal.Handlers) -> None:
     signal.signal(signal.SIGQUIT, former)
-    answer_signal()
+    write_report_on_signal()
     ours = signal.getsignal(signal.SIGQUIT)
     assert callable(ours)
-    answer_signal()
+    write_report_on_signal()
     assert signal.getsignal(signal.SIGQUIT) is ours

@@ -7,21 +7,21 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from torchweft.compat.rpc.references import end_with
-from torchweft.rpc import profiler_events
+from torchweft.rpc import calls
 
 
 def test_names_of_functions() -> None:
     scripted = torch.jit.CompilationUnit("def same(x):\n    return x\n").same
-    assert profiler_events.name_of(torch.add) == "aten::add"
-    assert profiler_events.name_of(scripted).endswith("same")
-    assert profiler_events.name_of(test_names_of_functions) == "test_names_of_functions"
-    assert profiler_events.name_of(b"torchweft.rpc.serving:fetch") == "fetch"
-    assert profiler_events.name_of("to_here") == "to_here"
-    assert profiler_events.name_of(functools.partial(len)).startswith("functools.partial(")
+    assert calls._event_name(torch.add) == "aten::add"
+    assert calls._event_name(scripted).endswith("same")
+    assert calls._event_name(test_names_of_functions) == "test_names_of_functions"
+    assert calls._event_name(b"torchweft.rpc.serving:fetch") == "fetch"
+    assert calls._event_name("to_here") == "to_here"
+    assert calls._event_name(functools.partial(len)).startswith("functools.partial(")
 
 
 def test_keys_name_the_call_and_its_ends() -> None:
-    key = profiler_events.build_key(profiler_events.RPCExecMode.ASYNC, "f", "here", "there")
+    key = calls.build_key(calls.RPCExecMode.ASYNC, "f", "here", "there")
     assert key == "rpc_async#f(here -> there)"
 
 

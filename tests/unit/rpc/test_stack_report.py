@@ -8,29 +8,29 @@ import pytest
 
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
-from torchweft.rpc import stack_report
-from torchweft.rpc.stack_report import answer_signal, inwards, lines
+from torchweft.rpc import observed
+from torchweft.rpc.observed import inwards, lines, write_stacks_on_signal
 
 
 @pytest.fixture(autouse=True)
 def answered_signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the signals that would be answered, instead of answering them."""
     answered: list[int] = []
-    monkeypatch.setattr(stack_report, "_answered", None)
+    monkeypatch.setattr(observed, "_answered", None)
     monkeypatch.setattr(faulthandler, "register", lambda number, **_: answered.append(number))
     return answered
 
 
 def test_the_signal_can_be_chosen(answered_signals: list[int]) -> None:
     with knobs.STACKS_SIGNAL.override("SIGUSR2"):
-        answer_signal()
-        answer_signal()
+        write_stacks_on_signal()
+        write_stacks_on_signal()
     assert answered_signals == [signal.SIGUSR2]
 
 
 def test_no_signal_is_one_as_well(answered_signals: list[int]) -> None:
     with knobs.STACKS_SIGNAL.override(""):
-        answer_signal()
+        write_stacks_on_signal()
     assert answered_signals == []
 
 
@@ -38,7 +38,7 @@ def test_a_handler_of_the_program_stays(answered_signals: list[int]) -> None:
     former = signal.signal(signal.SIGUSR2, lambda number, frame: None)
     try:
         with knobs.STACKS_SIGNAL.override("SIGUSR2"):
-            answer_signal()
+            write_stacks_on_signal()
     finally:
         signal.signal(signal.SIGUSR2, former)
     assert answered_signals == []
@@ -49,7 +49,7 @@ def test_what_is_no_signal_is_refused() -> None:
         knobs.STACKS_SIGNAL.override("USR1"),
         pytest.raises(ConfigurationError, match="WEFT_STACKS_SIGNAL is 'USR1', which is no signal"),
     ):
-        answer_signal()
+        write_stacks_on_signal()
 
 
 def test_a_strict_worker_tells_no_source_code() -> None:

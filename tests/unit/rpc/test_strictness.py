@@ -31,7 +31,7 @@ from torchweft.optim.groups import GroupPart
 from torchweft.optim.local import Saved
 from torchweft.rpc import RRef, collective
 from torchweft.rpc.calls import CALL_METHOD
-from torchweft.rpc.gathering import Key
+from torchweft.rpc.collective import Key
 from torchweft.serialize.inline import encode
 from torchweft.serialize.objects import pack_plain
 from torchweft.serialize.tensors import as_memory, describe

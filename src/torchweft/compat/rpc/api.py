@@ -39,9 +39,8 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.collective import current_gatherings, members
+from torchweft.rpc.collective import Gathering, Limits, Ways, current_gatherings, members
 from torchweft.rpc.futures import Future, fail
-from torchweft.rpc.gathering import Gathering, Limits, Ways
 from torchweft.serialize.registry import remotely_callable_unless_strict
 from torchweft.worker import current as current_agent
 
@@ -307,7 +306,7 @@ def _gather_to_leader(
     sequence_id: Any, worker_name: str, obj: Any, worker_names: Any = None
 ) -> None:
     """Records on the leader that a worker has arrived, and its value."""
-    current_gatherings().led.brought(sequence_id, worker_name, obj)
+    current_gatherings().brought(sequence_id, worker_name, obj)
 
 
 @remotely_callable_unless_strict

@@ -20,9 +20,9 @@ from torch.futures import Future
 
 from torchweft.autograd.contexts import current_id
 from torchweft.errors import CallCancelled, NotAllowed, ProtocolError, SerializationError
+from torchweft.rpc.calls import RPCExecMode
+from torchweft.rpc.calls import build_key as _build_rpc_profiling_key
 from torchweft.rpc.functions import ASYNC_MARK, async_execution
-from torchweft.rpc.profiler_events import RPCExecMode
-from torchweft.rpc.profiler_events import build_key as _build_rpc_profiling_key
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize.objects import pack, pack_with, unpack
 from torchweft.serialize.reducers import register_reducer

@@ -37,7 +37,7 @@ from torchweft.observe.counting import name_of
 from torchweft.observe.tracing.notes import operations_due
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.served_calls import AnsweredCall
-from torchweft.rpc.stack_report import named_in
+from torchweft.rpc.observed import named_in
 from torchweft.rpc.worker import Carrier
 from torchweft.version import VERSION
 from torchweft.wire.frames import Buffer

@@ -367,7 +367,7 @@ class NumberRow:
 
 @dataclass(frozen=True, slots=True)
 class NumberTable:
-    """Numbers that a component of a worker tells of itself; see ``rpc.telling``.
+    """Numbers that a component of a worker tells of itself; see ``rpc.observed``.
 
     Attributes:
         title: What they are of.

@@ -8,7 +8,7 @@ import pytest
 
 from torchweft.compat.rpc import constants
 from torchweft.compat.rpc.api import _limits
-from torchweft.rpc.gathering import Limits
+from torchweft.rpc.collective import Limits
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from torch import Tensor, nn
 
 from torchweft.autograd.records import make_placeholders
 from torchweft.errors import AutogradError
-from torchweft.rpc.batching.decorator import batched
-from torchweft.rpc.batching.queue import LocalCall
-from torchweft.rpc.batching.running import Entry, Options, Runner
-from torchweft.rpc.batching.stacking import take_apart
+from torchweft.rpc.batching import LocalCall, batched
+from torchweft.rpc.stacking import Entry, Options, Runner, take_apart
 from torchweft.wire.messages import NO_GRAD
 
 

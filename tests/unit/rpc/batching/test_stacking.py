@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from torchweft.errors import BatchError
-from torchweft.rpc.batching.stacking import (
+from torchweft.rpc.stacking import (
     are_alike,
     check_rows,
     differs,
     kind_of,
-    majority,
     put_together,
     rows_of,
     stack,
     take_apart,
+    usual,
 )
 
 
@@ -122,9 +122,9 @@ def test_with_padding_only_the_number_of_dimensions_counts() -> None:
 
 
 def test_the_most_frequent_kind_wins_then_the_former_then_the_first() -> None:
-    assert majority(["a", "b", "b"], "a") == "b"
-    assert majority(["a", "b"], "b") == "b"
-    assert majority(["a", "b"], "c") == "a"
+    assert usual({"a": [0], "b": [1, 2]}, "a") == "b"
+    assert usual({"a": [0], "b": [1]}, "b") == "b"
+    assert usual({"a": [0], "b": [1]}, "c") == "a"
 
 
 def test_the_error_of_a_call_that_differs_names_caller_and_shapes() -> None:

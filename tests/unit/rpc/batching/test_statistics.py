@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.rpc.batching.queue import BatchStatistics, Counts
+from torchweft.rpc.batching import BatchStatistics, Counts
 
 
 def counted(*batches: list[float]) -> BatchStatistics:
