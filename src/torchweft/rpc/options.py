@@ -48,6 +48,13 @@ def _tls_from_environment() -> TlsOptions | None:
     return TlsOptions.from_environment()
 
 
+_CHOICES = {
+    "lost_gradients": ("raise", "warn"),
+    "unmapped_devices": ("same", "refuse"),
+    "other_versions": ("refuse", "warn"),
+}
+
+
 @dataclass
 class RpcBackendOptions:
     """Options of one worker.
@@ -156,23 +163,16 @@ class RpcBackendOptions:
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):
                 raise wrong_type(name, text, "pass a str")
-        if self.lost_gradients not in ("raise", "warn"):
-            raise ConfigurationError(
-                f"lost_gradients is {self.lost_gradients!r}; it must be 'raise' or 'warn'"
-            )
+        for name, (one, other) in _CHOICES.items():
+            if getattr(self, name) not in (one, other):
+                raise ConfigurationError(
+                    f"{name} is {getattr(self, name)!r}; it must be {one!r} or {other!r}"
+                )
         self._check_protection()
         if self.store is not None and self.init_method is not None:
             raise ConfigurationError("give init_method or store, not both")
         self._check_callables()
         self._check_modules()
-        if self.unmapped_devices not in ("same", "refuse"):
-            raise ConfigurationError(
-                f"unmapped_devices is {self.unmapped_devices!r}; it must be 'same' or 'refuse'"
-            )
-        if self.other_versions not in ("refuse", "warn"):
-            raise ConfigurationError(
-                f"other_versions is {self.other_versions!r}; it must be 'refuse' or 'warn'"
-            )
         self._named_devices()
 
     def device_settings(self) -> Devices:
@@ -261,10 +261,6 @@ class RpcBackendOptions:
             if not isinstance(self.tls, TlsOptions):
                 raise wrong_type("tls", self.tls, "pass torchweft.TlsOptions(...)")
             self.tls.check()
-        if not isinstance(self.listen, str):
-            raise ConfigurationError(
-                f"listen is {self.listen!r}; pass an address of this machine like '10.0.0.1'"
-            )
         if self.secret is None and self.listen and not is_loopback(self.listen):
             raise ConfigurationError(
                 f"this worker is to listen on {self.listen!r}, where other machines reach it, but "

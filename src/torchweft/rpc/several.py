@@ -22,10 +22,9 @@ from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten
-from torchweft.worker import current as current_agent
+from torchweft.worker import current as of_process
 from torchweft.worker.agent import Agent
 from torchweft.worker.calls import PendingCall
-from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 
 T = TypeVar("T")
@@ -107,8 +106,8 @@ def next_done(
     with contextlib.suppress(queue.Empty):
         return done.get_nowait()
     waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if current_agent.is_set():
-        waiting = current_agent.current().reactor.waiting(calls, needs_any=True)
+    if of_process.is_set():
+        waiting = of_process.current().reactor.waiting(calls, needs_any=True)
     left_s = deadline_s - time.monotonic()
     with waiting, contextlib.suppress(queue.Empty):
         return done.get(timeout=None if math.isinf(left_s) else max(left_s, 0.0))
@@ -212,37 +211,41 @@ def rpc_all(
         names = ["trainer0", "trainer1"]
         losses = rpc.rpc_all(names, train, args=(epoch,))
     """
-    agent = current_agent.current()
-    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
-        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
-    peers = [agent.find(to) for to in workers]
+    agent = of_process.current()
+    peers = _peers_of(agent, workers)
     call = checked_call(func, args, kwargs)
-    try:
-        return _results(agent, peers, call, timeout, return_exceptions)
-    except Exception as error:
-        shorten(error)
-        raise
-
-
-def _results(
-    agent: Agent,
-    peers: Iterable[Peer],
-    call: tuple[Any, Any, Any],
-    timeout: float,
-    return_exceptions: bool,
-) -> list[Any]:
     futures: list[torch.futures.Future[Any]] = []
     try:
         for peer in peers:
             futures.append(_started(agent, peer, call, timeout))
-        if not return_exceptions:
-            for future in as_completed(futures):
-                future.wait()
-        return [_outcome(future) for future in futures]
+        if return_exceptions:
+            return [_outcome(future) for future in futures]
+        return _results(futures)
+    except Exception as error:
+        shorten(error)
+        raise
     finally:
-        for future in futures:
-            if isinstance(future, Future):
-                future.cancel()  # Does nothing to one that has ended.
+        _cancel(futures)
+
+
+def _peers_of(agent: Agent, workers: Iterable[Destination]) -> list[Peer]:
+    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
+        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
+    return [agent.find(to) for to in workers]
+
+
+def _results(futures: Sequence[torch.futures.Future[T]]) -> list[T]:
+    """Returns the results of all calls, or raises the first failure, as soon as it is known."""
+    for future in as_completed(futures):
+        future.wait()
+    return [future.wait() for future in futures]
+
+
+def _cancel(futures: Iterable[torch.futures.Future[Any]]) -> None:
+    """Cancels the calls that have not ended."""
+    for future in futures:
+        if isinstance(future, Future):
+            future.cancel()
 
 
 def _started(
@@ -372,16 +375,9 @@ class Actors(Generic[V]):
         """
         futures = self.rpc_async(method, *args, **kwargs)
         try:
-            for future in as_completed(futures):
-                future.wait()
-            return [future.wait() for future in futures]
+            return _results(futures)
         finally:
-            _cancel(futures)  # Does nothing to those that have ended.
-
-
-def _cancel(futures: Iterable[Future[Any]]) -> None:
-    for future in futures:
-        future.cancel()
+            _cancel(futures)
 
 
 def actors(
@@ -407,12 +403,9 @@ def actors(
         for future in rpc.as_completed(samplers.rpc_async(Sampler.sample, 128)):
             learn(future.wait())
     """
-    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
-        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
+    peers = _peers_of(of_process.current(), workers)
     if not callable(kind):
         raise wrong_type("kind", kind, "pass the class, and the arguments of its constructor")
-    agent = current()
-    peers = [agent.find(to) for to in workers]
     made: Actors[V] = Actors(kind, args, kwargs)
     for peer in peers:
         made.add(peer.info)
