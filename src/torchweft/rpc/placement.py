@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torchweft.errors import ConfigurationError
@@ -139,6 +139,8 @@ class Meeting:
     port: str = ""
     sources: tuple[str, ...] = ()
     method: str = ""
+    missing: str = ""
+    """Why the place is unknown, and how to give it; for errors."""
 
     @property
     def place(self) -> str:
@@ -152,46 +154,44 @@ class Meeting:
         return self.method or (f"tcp://{self.place}" if self.host else "")
 
 
-def derived(launcher: Launcher, size: int, variables: Variables) -> tuple[Meeting, str]:
-    """Returns where the workers of a launcher without ``MASTER_ADDR`` meet, or why not."""
-    host, missing, sources = _first_host(launcher, size, variables)
+def derived(launcher: Launcher, size: int, variables: Variables) -> Meeting:
+    """Returns where the workers of a launcher meet that may not set ``MASTER_ADDR``."""
+    found = _first_host(launcher, size, variables)
     if "MASTER_ADDR" in variables:
-        host, missing, sources = variables["MASTER_ADDR"], "", ("MASTER_ADDR",)
-    if missing:
-        return Meeting(), missing
+        found = Meeting(variables["MASTER_ADDR"], sources=("MASTER_ADDR",))
+    if found.missing:
+        return found
     if "MASTER_PORT" in variables:
-        port = number(variables, "MASTER_PORT")
-        return Meeting(host, str(port), (*sources, "MASTER_PORT")), ""
-    port, read = _derived_port(launcher, variables)
-    if not port:
-        return Meeting(), f"{launcher.name} sets no variable that names its job; set MASTER_PORT"
-    return Meeting(host, str(port), (*sources, *read)), ""
+        port, read = number(variables, "MASTER_PORT"), MASTER[1:]
+    else:
+        port, read = _derived_port(launcher, variables)
+    if not read:
+        missing = f"{launcher.name} sets no variable that names its job; set MASTER_PORT"
+        return Meeting(missing=missing)
+    return Meeting(found.host, str(port), (*found.sources, *read))
 
 
-def _first_host(
-    launcher: Launcher, size: int, variables: Variables
-) -> tuple[str, str, tuple[str, ...]]:
-    """Returns the host of rank 0, or why it is unknown, and the variables that were read."""
+def _first_host(launcher: Launcher, size: int, variables: Variables) -> Meeting:
+    """Returns the host of rank 0, without a port."""
     if launcher is SRUN:
         nodes, distribution = "SLURM_STEP_NODELIST", variables.get("SLURM_DISTRIBUTION", "")
         if variables.get("SLURM_STEP_NUM_NODES") == "1":
-            return _LOOPBACK, "", ("SLURM_STEP_NUM_NODES",)
+            return Meeting(_LOOPBACK, sources=("SLURM_STEP_NUM_NODES",))
         if nodes not in variables or distribution.startswith("arbitrary"):
-            return "", f"{nodes} does not tell which node has rank 0; set MASTER_ADDR to it", ()
-        return expand(variables[nodes])[0], "", (nodes,)
+            missing = f"{nodes} does not tell which node has rank 0; set MASTER_ADDR to it"
+            return Meeting(missing=missing)
+        return Meeting(expand(variables[nodes])[0], sources=(nodes,))
     if launcher is SKYPILOT:
         if size == 1:
-            return _LOOPBACK, "", ()
-        return variables["SKYPILOT_NODE_IPS"].split()[0], "", ("SKYPILOT_NODE_IPS",)
+            return Meeting(_LOOPBACK)
+        return Meeting(variables["SKYPILOT_NODE_IPS"].split()[0], sources=("SKYPILOT_NODE_IPS",))
     local = launcher.local_size
     if size == 1 or variables.get(local) == str(size):
-        return _LOOPBACK, "", (local,) if local in variables else ()
-    return (
-        "",
-        f"{launcher.name} has started workers on several hosts, and its variables do not tell "
-        "which host has rank 0; set MASTER_ADDR to that host, the same for all workers (mpirun of "
-        "Open MPI: -x MASTER_ADDR=HOST, mpiexec: -genv MASTER_ADDR HOST)",
-        (),
+        return Meeting(_LOOPBACK, sources=(local,) if local in variables else ())
+    return Meeting(
+        missing=f"{launcher.name} has started workers on several hosts, and its variables do not "
+        "tell which host has rank 0; set MASTER_ADDR to that host, the same for all workers "
+        "(mpirun of Open MPI: -x MASTER_ADDR=HOST, mpiexec: -genv MASTER_ADDR HOST)"
     )
 
 
@@ -339,27 +339,28 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
     if launcher.rank != "RANK" and "WORLD_SIZE" in variables:
         _check_size(launcher, size, variables)
     sources = [launcher.rank, *([launcher.size] if size is not None else [])]
-    meeting, missing = Meeting(), ""
+    meeting = Meeting()
     if all(name in variables for name in MASTER):
         # PyTorch reads more variables for this method, such as those of torchrun.
         meeting = Meeting(variables["MASTER_ADDR"], variables["MASTER_PORT"], MASTER, "env://")
     elif launcher.rank != "RANK":
-        meeting, missing = derived(launcher, size or 1, variables)
+        meeting = derived(launcher, size or 1, variables)
     local_rank, local_size = (
         number(variables, name) if name in variables else None
         for name in (launcher.local_rank, launcher.local_size)
     )
-    return Placement(
-        name_of(launcher, variables),
-        rank,
-        size,
-        local_rank,
-        local_size,
-        meeting.init_method,
-        meeting.place,
-        missing,
-        (*sources, *meeting.sources),
-    )
+    numbers = rank, size, local_rank, local_size
+    return _placement(name_of(launcher, variables), numbers, sources, meeting)
+
+
+def _placement(
+    launcher: str,
+    numbers: tuple[int, int | None, int | None, int | None],
+    sources: Sequence[str],
+    meeting: Meeting,
+) -> Placement:
+    read = *sources, *meeting.sources
+    return Placement(launcher, *numbers, meeting.init_method, meeting.place, meeting.missing, read)
 
 
 def _are_equal(one: Launcher, other: Launcher, variables: Variables) -> bool:
@@ -473,19 +474,10 @@ def _of_container(variables: Variables) -> Placement:
     _check_range("PET_NODE_RANK", rank, "PET_NNODES", size)
     read = [f"PET_{name}" if f"PET_{name}" in variables else name for name in MASTER]
     host, port = (variables.get(name, "") for name in read)
-    meeting = Meeting(host, port, tuple(read)) if host and port else Meeting()
-    missing = "" if meeting.host else f"set {' and '.join(read)}, where rank 0 is reached"
-    return Placement(
-        "Kubeflow",
-        rank,
-        size,
-        0,
-        1,
-        meeting.init_method,
-        meeting.place,
-        missing,
-        (*sources, *meeting.sources),
-    )
+    meeting = Meeting(host, port, tuple(read))
+    if not (host and port):
+        meeting = Meeting(missing=f"set {' and '.join(read)}, where rank 0 is reached")
+    return _placement("Kubeflow", (rank, size, 0, 1), sources, meeting)
 
 
 def _hint(variables: Variables) -> str:

@@ -69,7 +69,7 @@ def test_no_signal_is_one_as_well(answered_signals: list[int]) -> None:
     assert answered_signals == []
 
 
-def test_a_handler_of_the_program_stays_at_the_signal_for_stacks(
+def test_a_handler_of_the_signal_for_stacks_stays(
     answered_signals: list[int],
 ) -> None:
     former = signal.signal(signal.SIGUSR2, lambda number, frame: None)
