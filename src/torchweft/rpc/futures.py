@@ -283,10 +283,18 @@ def is_shown(value: Any, devices: Sequence[int]) -> bool:
     return all(is_shown(each, devices) for each in found)
 
 
-def fail(future: torch.futures.Future[Any], error: BaseException) -> None:
-    """Completes any future with an error; each waiter raises a copy of the error."""
+def fail(
+    future: torch.futures.Future[Any], error: BaseException, guard: Guard | None = None
+) -> None:
+    """Completes any future with an error; each waiter raises a copy of the error.
+
+    Args:
+        future: The future.
+        error: The error.
+        guard: Is told when the value of the future is read.
+    """
     drop_frames(error)
-    future._set_unwrap_func(partial(_raise_copy, None))
+    future._set_unwrap_func(partial(_raise_copy, guard))
     future.set_result(error)
 
 
@@ -353,18 +361,11 @@ class Future(OrderedFuture[T]):
             variables.run(self.set_result, result)
 
     def _fail(self, error: BaseException) -> None:
-        guard = None
-        if not self.is_watched:
-            guard = self._worker.unseen.guard(error, self._call)
-        if guard is None:
-            fail(self, error)
-            return
-        drop_frames(error)
+        guard = None if self.is_watched else self._worker.unseen.guard(error, self._call)
         self._guard = guard
-        if self.is_watched:  # just now, before there was a guard
+        if guard is not None and self.is_watched:  # just now, before there was a guard
             guard.was_seen = True
-        self._set_unwrap_func(partial(_raise_copy, guard))
-        self.set_result(error)  # type: ignore[arg-type]
+        fail(self, error, guard)
 
     def _watch(self) -> None:
         """Notes that an error of the call needs no report."""

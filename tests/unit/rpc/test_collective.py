@@ -1,11 +1,14 @@
-"""A gathering ends once, with the values or with an error."""
+"""A gathering ends once, with the values or with an error, and is forgotten then."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from torchweft.errors import CallError, CallTimeout, WorkerLost
-from torchweft.rpc.collective import Gathering, Ways, failure
+from torchweft.errors import CallError, CallTimeout, NotInitialized, WorkerLost
+from torchweft.rpc.collective import Gathering, Gatherings, Key, Ways, failure
 
 
 def test_it_ends_with_the_values() -> None:
@@ -41,3 +44,83 @@ def test_what_others_are_told_can_travel() -> None:
     assert type(error) is CallError
     assert str(error) == "worker 'b' failed in all_gather: Local: why"
     assert (error.worker, error.call) == ("b", "all_gather")
+
+
+KEY = Key((0, 1, 2), "barrier", 0)
+
+
+def member(number: int, me: int = 0) -> Any:
+    lost = WorkerLost("gone", worker=f"worker{number}")
+    name = f"worker{number}"
+    return SimpleNamespace(
+        id=number, name=name, is_self=number == me, lost=None, info=name, lost_error=lambda: lost
+    )
+
+
+def gatherings_of(me: int) -> tuple[Gatherings, list[Any]]:
+    """Returns the gatherings of one of three workers; messages to the others go nowhere."""
+    peers = [member(number, me) for number in range(3)]
+    agent: Any = SimpleNamespace(
+        me=peers[me],
+        info=SimpleNamespace(name=peers[me].name),
+        peers=dict(enumerate(peers)),
+        find=lambda name: next(peer for peer in peers if peer.name == name),
+        reactor=SimpleNamespace(submit=lambda *_: None),
+    )
+    return Gatherings(agent), peers
+
+
+def test_the_leader_forgets_a_gathering_when_all_have_arrived() -> None:
+    gatherings, _ = gatherings_of(0)
+    for name in ("worker2", "worker0", "worker1"):
+        gathering = gatherings.brought(KEY, name, name)
+    assert gathering.values() == {name: name for name in ("worker2", "worker0", "worker1")}
+    assert len(gatherings) == 0
+
+
+@pytest.mark.parametrize("has_arrived", [False, True])
+def test_a_value_that_comes_too_late_ends_the_gathering_unless_it_came_nevertheless(
+    has_arrived: bool,
+) -> None:
+    gatherings, _ = gatherings_of(0)
+    gathering = gatherings.brought(KEY, "worker2" if has_arrived else "worker1", 1)
+    gatherings.withdrawn(KEY, "worker2", CallTimeout("too late"))
+    assert gathering.has_ended is not has_arrived
+
+
+def test_a_value_that_comes_too_late_for_a_gathering_that_has_ended_begins_none() -> None:
+    gatherings, _ = gatherings_of(0)
+    gatherings._numbers[KEY.workers, KEY.kind] = 1
+    gatherings.withdrawn(KEY, "worker2", CallTimeout("too late"))
+    assert len(gatherings) == 0
+    gatherings.withdrawn(KEY._replace(number=1), "worker2", CallTimeout("too late"))
+    assert len(gatherings) == 1  # The others have not come yet, and will be told.
+
+
+def test_a_failed_gathering_is_kept_until_all_have_arrived_or_are_lost() -> None:
+    gatherings, peers = gatherings_of(0)
+    gathering = gatherings.brought(KEY, "worker0", 0)
+    gatherings.peer_lost(peers[1])
+    with pytest.raises(WorkerLost, match="gone"):
+        gathering.values()
+    assert len(gatherings) == 1
+    gatherings.brought(KEY, "worker2", 2)
+    assert len(gatherings) == 0
+
+
+def test_what_a_follower_would_be_told_does_not_end_a_gathering_of_the_leader() -> None:
+    gatherings, _ = gatherings_of(0)
+    gathering = gatherings.brought(KEY, "worker1", 1)
+    gatherings.told(KEY, {})
+    gatherings.failed(KEY, CallTimeout("too late"))
+    assert not gathering.has_ended
+
+
+def test_nothing_begins_after_the_end() -> None:
+    gatherings, _ = gatherings_of(0)
+    gathering = gatherings.brought(KEY, "worker1", 1)
+    gatherings.close()
+    with pytest.raises(NotInitialized, match="'worker0' has shut down"):
+        gathering.values()
+    with pytest.raises(NotInitialized, match="'worker0' has shut down"):
+        gatherings.brought(KEY, "worker2", 2)
