@@ -290,13 +290,13 @@ class Gatherings:
                 problem = problem or error
                 self._tell_failure(key, peer, failure(error, ways, me.name))
             else:
-                call.add_done_callback(partial(self._told_or_not, key, peer, ways))
+                call.add_done_callback(partial(self._tell_if_undelivered, key, peer, ways))
                 calls[peer.name] = call
         if problem is not None:
             raise problem
         return Outcome(values, calls)
 
-    def _told_or_not(self, key: Key, peer: Peer, ways: Ways, call: Any) -> None:
+    def _tell_if_undelivered(self, key: Key, peer: Peer, ways: Ways, call: Any) -> None:
         """Tells a worker that it will not get the values, if so."""
         try:
             call.value()
