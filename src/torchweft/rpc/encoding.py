@@ -33,11 +33,7 @@ from torchweft.serialize.reducers import is_dense
 from torchweft.serialize.tensors import NO_MEMORY, too_many
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.threads.interrupts import call, is_of_handler
-from torchweft.threads.thread_modes import (
-    MODES,
-    check_untraced,
-    plain_operations,
-)
+from torchweft.threads.thread_modes import MODES, check_untraced, plain_operations
 from torchweft.wire.frames import HEADER, HEADER_BYTES
 from torchweft.wire.messages import (
     NAMED,

@@ -37,14 +37,7 @@ from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
 from torchweft.protocol.devices import check_devices
 from torchweft.protocol.greetings import HOST, NETWORK
-from torchweft.protocol.joining import (
-    Admission,
-    Forget,
-    Introduce,
-    NoteLeft,
-    Request,
-    introduce,
-)
+from torchweft.protocol.joining import Admission, Forget, Introduce, NoteLeft, Request, introduce
 from torchweft.protocol.registration import (
     HAS_SECRET,
     IS_FAR,

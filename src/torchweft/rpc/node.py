@@ -49,13 +49,7 @@ from torchweft.rpc.streams import SOURCES, Sources
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.reading import make_reader
 from torchweft.threads import reports
-from torchweft.threads.reports import (
-    Following,
-    Lacking,
-    LongWaits,
-    log_exception,
-    names_of,
-)
+from torchweft.threads.reports import Following, Lacking, LongWaits, log_exception, names_of
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind, decode_step, encode_texts
 from torchweft.worker import current as current_agent

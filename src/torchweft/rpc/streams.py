@@ -54,11 +54,7 @@ from torchweft.threads import device_streams
 from torchweft.threads.device_streams import arguments_of
 from torchweft.threads.reports import log_exception
 from torchweft.threads.served_streams import Attached, ServedStreams
-from torchweft.threads.thread_modes import (
-    has_dispatch_modes,
-    has_function_modes,
-    plain_operations,
-)
+from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
 from torchweft.wire.messages import NO_GRAD
 from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import PendingCall, current_call

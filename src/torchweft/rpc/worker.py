@@ -39,13 +39,7 @@ from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.serialize.values import no_home
 from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Buffer, encode_frame
-from torchweft.wire.messages import (
-    ERROR_REPLY,
-    NO_CONTEXTS,
-    HandedReference,
-    Kind,
-    encode_reply,
-)
+from torchweft.wire.messages import ERROR_REPLY, NO_CONTEXTS, HandedReference, Kind, encode_reply
 from torchweft.worker.agent import Agent, Slot
 from torchweft.worker.calls import PendingCall
 from torchweft.worker.current import current
