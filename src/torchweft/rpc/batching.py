@@ -736,9 +736,15 @@ class BatchQueue:
             self._carry_out(request)
 
     def _run_batch(self, batch: list[Entry], now_s: float) -> None:
-        entries = [entry for entry in batch if not entry.call.is_unwanted(now_s)]
-        if len(entries) < len(batch):
-            self._end_all_left(batch, entries)
+        entries: list[Entry] = []
+        left: list[Entry] = []
+        for entry in batch:
+            (left if entry.call.is_unwanted(now_s) else entries).append(entry)
+        if left:
+            with self._lock:
+                self._counts.left += len(left)
+            for entry in left:
+                _end_left(entry, None)
         if not entries:
             return
         if self._is_slow:
@@ -750,15 +756,6 @@ class BatchQueue:
         self._counts.add_run(run_s, sum(error is not None for _, error in outcomes))
         for entry, (result, error) in zip(entries, outcomes, strict=True):
             entry.call(result, error)
-
-    def _end_all_left(self, batch: list[Entry], wanted: list[Entry]) -> None:
-        """Ends the calls of a batch for whose results nobody waits."""
-        numbers = set(map(id, wanted))
-        left = [entry for entry in batch if id(entry) not in numbers]
-        with self._lock:
-            self._counts.left += len(left)
-        for entry in left:
-            _end_left(entry, None)
 
 
 def _end_left(entry: Entry, _: object) -> None:

@@ -474,10 +474,6 @@ class Source:
             self._is_stopped = True
             self._changed.notify()
 
-    def start(self) -> None:
-        """Starts the thread."""
-        self.thread.start()
-
     def _run(self) -> None:
         try:
             while self._await_pull():
@@ -570,9 +566,9 @@ class Sources:
         start: Has a source answer its calls, by default in its own thread.
     """
 
-    def __init__(self, agent: Agent, start: Callable[[Source], None] = Source.start) -> None:
+    def __init__(self, agent: Agent, start: Callable[[Source], None] | None = None) -> None:
         self._agent = agent
-        self._start = start
+        self._start = start or (lambda source: source.thread.start())
         self._sources: dict[tuple[int, int], Source] = {}
         self._given_up: deque[tuple[int, int]] = deque(maxlen=_MOST_GIVEN_UP)
         self._lock = threading.RLock()

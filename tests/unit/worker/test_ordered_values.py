@@ -136,7 +136,7 @@ def test_a_generator_comes_after_its_arguments_and_before_later_tasks(cuda: Fake
         yield cuda.compute()
 
     source = elsewhere(cuda, lambda: Source("test", values(cuda.compute()), streams))
-    source.start()
+    source.thread.start()
     first, second = Call(), Call()
     source.pull(0, first)
     source.pull(1, second)
