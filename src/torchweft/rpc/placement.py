@@ -161,6 +161,7 @@ def derived(launcher: Launcher, size: int, variables: Variables) -> Meeting:
         found = Meeting(variables["MASTER_ADDR"], sources=("MASTER_ADDR",))
     if found.missing:
         return found
+    read: tuple[str, ...]
     if "MASTER_PORT" in variables:
         port, read = number(variables, "MASTER_PORT"), MASTER[1:]
     else:
