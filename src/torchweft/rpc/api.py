@@ -27,7 +27,7 @@ from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.futures import Future
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
-from torchweft.serialize.tracebacks import shorten
+from torchweft.serialize.tracebacks import shorten, without_own_frames
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -369,6 +369,7 @@ def on(to: RRef[V], timeout: float = ...) -> OnValue[V]: ...
 def on(to: Destination, timeout: float = ...) -> OnWorker: ...
 
 
+@without_own_frames
 def on(to: Any, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
     """Returns an object that calls functions on a worker, or methods of a referenced value.
 
@@ -389,15 +390,11 @@ def on(to: Any, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         model = rpc.on("ps").remote(Model, 512, bias=False)  # an RRef[Model]
         future = rpc.on(model).rpc_async(Model.loss, batch)  # a Future of what loss returns
     """
-    try:
-        if isinstance(to, RRef):
-            to.agent()
-            return OnValue(to, timeout)
-        reach(to)
-        return OnWorker(to, timeout)
-    except Exception as error:
-        shorten(error)
-        raise
+    if isinstance(to, RRef):
+        to.agent()
+        return OnValue(to, timeout)
+    reach(to)
+    return OnWorker(to, timeout)
 
 
 class OnWorker:

@@ -25,7 +25,7 @@ from torchweft.rpc.serving import run_backward
 from torchweft.rpc.worker import WORKER, current_worker
 from torchweft.serialize.exceptions import fresh_copy
 from torchweft.serialize.registry import has_callable_methods
-from torchweft.serialize.tracebacks import shorten
+from torchweft.serialize.tracebacks import shorten, without_own_frames
 from torchweft.threads import device_streams
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class RRef(Handle, Generic[T]):
 
     # The value
 
+    @without_own_frames
     def local_value(self) -> T:
         """Returns the value itself; only on its owner. Waits, for a limited time, until it is made.
 
@@ -62,16 +63,12 @@ class RRef(Handle, Generic[T]):
             NotOwner: Another worker owns it; use ``to_here``.
             Exception: The error of the function that was to make the value.
         """
-        try:
-            if not self.is_owner():
-                raise NotOwner(
-                    "local_value() works on the owner only, which is worker "
-                    f"{self.owner_name()!r}; use to_here() for a copy"
-                )
-            return self._wait_for_value(self.agent().default_timeout_s)
-        except Exception as error:
-            shorten(error)
-            raise
+        if not self.is_owner():
+            raise NotOwner(
+                "local_value() works on the owner only, which is worker "
+                f"{self.owner_name()!r}; use to_here() for a copy"
+            )
+        return self._wait_for_value(self.agent().default_timeout_s)
 
     def _wait_for_value(self, timeout_s: float) -> T:
         owned = self._keeper.value_of(self.id)

@@ -21,7 +21,7 @@ from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.rref import RRef
 from torchweft.rpc.worker import WORKER
-from torchweft.serialize.tracebacks import shorten
+from torchweft.serialize.tracebacks import without_own_frames
 from torchweft.worker import current as of_process
 from torchweft.worker.agent import Agent
 from torchweft.worker.calls import PendingCall
@@ -174,6 +174,7 @@ def rpc_all(
 ) -> list[T | Exception]: ...
 
 
+@without_own_frames
 def rpc_all(
     workers: Iterable[Destination],
     func: Callable[..., Any],
@@ -221,9 +222,6 @@ def rpc_all(
         if return_exceptions:
             return [_outcome(future) for future in futures]
         return _results(futures)
-    except Exception as error:
-        shorten(error)
-        raise
     finally:
         _cancel(futures)
 

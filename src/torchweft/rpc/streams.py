@@ -49,7 +49,7 @@ from torchweft.rpc.several import as_completed, next_done
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable
-from torchweft.serialize.tracebacks import shorten
+from torchweft.serialize.tracebacks import without_own_frames
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import arguments_of
 from torchweft.threads.reports import log_exception
@@ -209,6 +209,7 @@ def _subject_of(name: str) -> str:
     return f"a value of the stream of {name}"
 
 
+@without_own_frames
 def stream(
     to: Destination | RRef[Any],
     func: Callable[..., Iterable[T]],
@@ -249,31 +250,27 @@ def stream(
     """
     if type(ahead) is not int or not 1 <= ahead <= MOST_AHEAD:
         raise ConfigurationError(f"ahead={ahead!r}: pass a number from 1 to {MOST_AHEAD}")
+    agent = current()
+    worker = agent.slots[WORKER]
+    limit_s = limit_of(timeout, agent.default_timeout_s)
+    if isinstance(to, RRef):
+        to.agent()
+        peer = agent.peers[to.id.owner]
+        name = method_name(func)
+        check_method(to, name)
+        named: Any = name
+    else:
+        peer, named = agent.find(to), func
+        name = getattr(func, "__qualname__", repr(func))
+    _, args, kwargs = checked_call(func, args, kwargs)
+    number = next(_numbers)
+    begun = (number, named, tuple(args), kwargs, to if isinstance(to, RRef) else None)
     try:
-        agent = current()
-        worker = agent.slots[WORKER]
-        limit_s = limit_of(timeout, agent.default_timeout_s)
-        if isinstance(to, RRef):
-            to.agent()
-            peer = agent.peers[to.id.owner]
-            name = method_name(func)
-            check_method(to, name)
-            named: Any = name
-        else:
-            peer, named = agent.find(to), func
-            name = getattr(func, "__qualname__", repr(func))
-        _, args, kwargs = checked_call(func, args, kwargs)
-        number = next(_numbers)
-        begun = (number, named, tuple(args), kwargs, to if isinstance(to, RRef) else None)
-        try:
-            call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, _subject_of(name))
-            limit_s = 0.0 if math.isinf(limit_s) else limit_s
-            return Stream(worker, peer, number, name, ahead, limit_s)
-        except BaseException:
-            _give_up(worker, peer, number)  # It may have begun, or still do so.
-            raise
-    except Exception as error:
-        shorten(error)
+        call_and_wait(worker, peer, _BEGIN, begun, {}, timeout, _subject_of(name))
+        limit_s = 0.0 if math.isinf(limit_s) else limit_s
+        return Stream(worker, peer, number, name, ahead, limit_s)
+    except BaseException:
+        _give_up(worker, peer, number)  # It may have begun, or still do so.
         raise
 
 
