@@ -142,8 +142,9 @@ def plain_frame(
         inlines: Whether tensors may stand in the frame.
 
     Returns:
-        The frame, and whether a tensor requires grad. None for values that go by pickle, for tensors
-        that do not stand in the frame, and for those in torch's modes, where they cannot be read.
+        The frame, and whether a tensor requires grad. None for values that go by pickle, for
+        tensors that do not stand in the frame, and for those in torch's modes, where they cannot
+        be read.
     """
     payload = encode(values, tensors, main_by_name, home_of)
     if payload is None:
