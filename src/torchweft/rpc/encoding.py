@@ -152,8 +152,8 @@ def plain_frame(
     inlined: Inlined | None = NO_TENSORS
     if tensors:
         inlined = inline.encode(tensors) if inlines and not any(map(call, MODES)) else None
-        if inlined is None:
-            return None
+    if inlined is None:
+        return None
     content, requires_grad = inlined
     head = timeout_s, creation, 0, 0, name, span, code
     return bytearray(HEADER_BYTES) + encode_call(*head, (), payload, content), requires_grad
