@@ -9,14 +9,13 @@ and 64-bit integers. In ``Failed`` two byte strings follow, whose lengths are am
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from torchweft.autograd.contexts import Contexts
-from torchweft.autograd.gradients import Gradient
+from torchweft.autograd.contexts import Contexts, Gradient, ReceiveRecord, SendRecord
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.errors import ProtocolError
 from torchweft.protocol.backward import (
@@ -34,11 +33,7 @@ from torchweft.serialize import inline, values
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
 from torchweft.serialize.reading import Reader
-from torchweft.threads.thread_modes import (
-    has_dispatch_modes,
-    has_function_modes,
-    plain_operations,
-)
+from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import TABLES, Kind, decode_ints, encode_ints
 from torchweft.worker.agent import Agent
@@ -282,12 +277,19 @@ def decode(pass_id: int, flags: int, data: Buffer) -> tuple[PassName, Message]:
     if len(words) % 8:
         raise ProtocolError(f"a message of a backward pass has {len(words)} bytes")
     integers = struct.unpack(f"<{len(words) // 8}q", words)
-    reader = _READERS.get(tag)
     is_short = len(integers) < _HEAD_INTEGERS
-    if reader is None or is_short or min(integers[:_HEAD_INTEGERS]) < 0 or pass_id >> 63:
+    if tag not in _TAGS.values() or is_short or min(integers[:_HEAD_INTEGERS]) < 0 or pass_id >> 63:
         raise ProtocolError(f"{len(data)} bytes with tag {tag} are no message of a backward pass")
     name = PassName(integers[1], pass_id, integers[2], mode_of(flags))
-    return name, reader(integers[_HEAD_INTEGERS:], data)
+    rest = integers[_HEAD_INTEGERS:]
+    if tag == _REPORT:
+        return name, _read_report(rest)
+    if tag == _DISCOVER:
+        message_ids, parts = _without_parts(rest)
+        return name, Discover(tuple(message_ids), parts)
+    if tag == _FAILED:
+        return name, _read_failed(rest, data)
+    return name, Settled() if tag == _SETTLED else Abort()
 
 
 def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
@@ -302,12 +304,7 @@ def _read_failed(integers: tuple[int, ...], data: Buffer) -> Failed:
     return Failed(worker, operation, texts[operation_bytes:])
 
 
-def _read_discover(integers: tuple[int, ...]) -> Discover:
-    message_ids, parts = _without_parts(integers)
-    return Discover(tuple(message_ids), parts)
-
-
-def _read_report(integers: tuple[int, ...], _: Buffer) -> Report:
+def _read_report(integers: tuple[int, ...]) -> Report:
     if len(integers) < _PROGRESS_INTEGERS:
         raise ProtocolError("the report of a backward pass is too short")
     counts, ids = integers[:_PROGRESS_INTEGERS], integers[_PROGRESS_INTEGERS:]
@@ -323,13 +320,6 @@ _TAGS: dict[type, int] = {
     Report: _REPORT,
     Failed: _FAILED,
     Abort: _ABORT,
-}
-_READERS: dict[int, Callable[[tuple[int, ...], Buffer], Message]] = {
-    _DISCOVER: lambda integers, _: _read_discover(integers),
-    _SETTLED: lambda integers, _: Settled(),
-    _REPORT: _read_report,
-    _FAILED: _read_failed,
-    _ABORT: lambda integers, _: Abort(),
 }
 
 
@@ -402,7 +392,7 @@ class Envelopes:
             tensors = []
             payload = values.encode(tuple(gradients), tensors, main_by_name=True)
         maps = peer.device_maps
-        is_back = maps.is_any and self._goes_back(name, message.message_id)
+        is_back = maps.is_any and self._is_back(name, message.message_id)
         inlined = None if payload is None else inline.encode(tensors)
         if inlined is None:
             is_strict = peer.registration.is_strict
@@ -410,7 +400,10 @@ class Envelopes:
             payload, tensors = packed.payload, packed.tensors
             inlined = inline.encode(tensors)
         assert payload is not None
-        recorded_id = self._record(name, tensors, peer, is_back) if name.mode.create_graph else 0
+        recorded_id = 0
+        if name.mode.create_graph:
+            context = self._contexts.get_or_create(name.context_id, peer.id)
+            recorded_id = context.record_send(tensors, peer.id, is_back)
         front = encode_head(name, message, recorded_id, len(payload)) + payload
         if inlined is None or (maps.is_any and tensors and maps.moves_host(is_back)):
             place = maps.back if is_back else maps.forward
@@ -425,23 +418,17 @@ class Envelopes:
             )
         return encode_frame(Kind.GRADIENTS, flags, name.pass_id, front + inlined[0])
 
-    def _goes_back(self, name: PassName, message_id: int) -> bool:
-        """Returns whether gradients of a received message are placed as tensors of an answer."""
-        context = self._contexts.find(name.context_id)
-        receive = None if context is None else context.receive(message_id)
-        was_back = self._outside.is_back(message_id) if receive is None else receive.is_back
-        return not was_back
+    def _is_back(self, name: PassName, message_id: int) -> bool:
+        """Returns whether the gradients of a message are placed as tensors of an answer.
 
-    def _was_back(self, name: PassName, message_id: int) -> bool:
-        """Returns whether tensors that this worker sent were placed as those of an answer."""
+        They are if its tensors were not: gradients go the other way.
+        """
         context = self._contexts.find(name.context_id)
-        send = None if context is None else context.send(message_id)
-        send = send or self._outside.send(message_id)
-        return send is not None and send.is_back
-
-    def _record(self, name: PassName, tensors: Sequence[Tensor], peer: Peer, is_back: bool) -> int:
-        context = self._contexts.get_or_create(name.context_id, peer.id)
-        return context.record_send(tensors, peer.id, is_back)
+        record: SendRecord | ReceiveRecord | None = None
+        if context is not None:
+            record = context.receive(message_id) or context.send(message_id)
+        record = record or self._outside.send(message_id)
+        return not (self._outside.is_back(message_id) if record is None else record.is_back)
 
     def open(self, peer: Peer, frame: Frame) -> tuple[PassName, Message]:
         """Returns the pass and message of a frame. May block to fetch large gradients.
@@ -462,7 +449,7 @@ class Envelopes:
             tensors, tensor_flags = inline.decode(control, end)
         if recorded_id and tensor_flags:
             context = self._contexts.get_or_create(name.context_id, peer.id)
-            is_back = not self._was_back(name, message.message_id)
+            is_back = self._is_back(name, message.message_id)
             tensors = context.record_receive(
                 recorded_id, peer.id, tensors, tensor_flags, is_back=is_back
             )

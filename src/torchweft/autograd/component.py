@@ -1,40 +1,58 @@
-"""Runs the graph behind live sends, once their gradients have arrived.
+"""Runs the graph behind live sends in torch's engine, once their gradients have arrived.
 
 ``run_alone`` is for the usual and fastest case, a send that shares no node with another send.
 ``Component`` runs sends that share nodes, when all their gradients are there. ``GatedRun`` runs
 components that wait for themselves. The rules and their proofs are in
 ``docs/protocols/autograd.md``.
 
-A component *waits for itself* if it sent a message, and has to send gradients of a later one before
-it gets those of the first. It runs in one call of torch's engine, with gates, in the thread that
-works on the pass. Gradients of received messages leave the run as soon as they are complete; a gate
-has the thread send them, and take messages, until its own gradients have come. All such components
-of this worker run in one call, since one may wait for what another answers.
+The problem: in ``h = remote(b) + b`` the gradient of ``b`` is a sum. One part comes out of the
+graph of this worker, the other one in a message that is sent only after this worker has run the
+graph behind ``h``: the component *waits for itself*. Two runs of the engine would run the graph
+behind ``b`` on parts of its gradients, or once for each part.
+
+The idea: one run, in which a gate takes the place of the missing gradient. A gate is the node of
+an alias of a sent tensor, made when the message was sent. A run that has to wait starts at the gate
+too, with zeros that take no memory. A hook of the gate then waits, and puts the gradients that have
+come in the place of the zeros. Gradients of received messages leave the run as soon as they are
+complete; the thread in a gate sends them, and takes messages. The engine runs ready nodes in
+descending order of their sequence numbers. Gates have the lowest, those of earlier messages lower
+ones. So all that is ready has run when a gate waits, and it waits for the latest message, which no
+other one that is missing can wait for. All such components of this worker run in one call, since
+one may wait for what another answers.
+
+Rules of the file: in a run with gates the engine must run all nodes in the calling thread, in one
+queue. A node may run in several runs at once, of a graph that is retained; each run knows its gates
+by their zeros.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from _thread import get_ident
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from torchweft.autograd import hooks
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.gradients import UNDEFINED, Gradient, Sink
-from torchweft.autograd.local_engine import (
-    Opening,
-    Probe,
-    gradients_at,
-    probed_by,
-    put_last,
-    run_from,
+from torchweft.autograd.contexts import (
+    TAKE,
+    UNDEFINED,
+    Gradient,
+    ReceiveRecord,
+    SendRecord,
+    Sink,
+    edges_at,
+    hooks_at,
 )
-from torchweft.autograd.records import ReceiveRecord
-from torchweft.autograd.walk import (
+from torchweft.autograd.graph import (
     Answer,
     End,
     Leaf,
@@ -42,15 +60,258 @@ from torchweft.autograd.walk import (
     Stop,
     answers_of,
     has_hooks,
-    mark_used,
     note_reached,
-    pairs_of,
+    places_in,
     receives_behind,
-    targets_of,
 )
-from torchweft.errors import ProtocolError
+from torchweft.errors import ProtocolError, WeftError
+from torchweft.ids import WORKER_SHIFT
 from torchweft.protocol.backward import Progress
 from torchweft.threads import device_streams
+
+# torch.autograd.grad checks shapes with torch.fx's symbolic shapes. Their first import takes 0.3 s,
+# and the check takes half the time of a small call. Here the shapes are known to be right.
+_engine: Any = torch.autograd.Variable._execution_engine
+
+
+def gradients_at(
+    inputs: Sequence[GradientEdge],
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    mode: PassMode,
+) -> Sequence[Tensor | None]:
+    """Runs a graph from edges with gradients to requested edges.
+
+    Args:
+        inputs: Edges whose gradients are wanted; nothing behind them runs.
+        edges: Edges at which the run starts.
+        gradients: The gradients there, of the right shapes.
+        mode: Whether the saved tensors of the nodes survive, and whether the run is recorded.
+
+    Returns:
+        A gradient for each of ``inputs``, or None if none arrives.
+    """
+    if not inputs or not edges:
+        return [None] * len(inputs)
+    retain, create = mode.retain_graph, mode.create_graph
+    captured: tuple[Tensor | None, ...] = _engine.run_backward(
+        tuple(edges), tuple(gradients), retain, create, tuple(inputs), True, accumulate_grad=False
+    )
+    return captured
+
+
+def accumulate(
+    tensors: tuple[Any, ...], gradients: tuple[Tensor, ...], leaves: tuple[Tensor, ...] = ()
+) -> None:
+    """Runs the graph behind tensors, and adds to ``.grad`` of its leaves. The graph is freed.
+
+    Runs the hooks of the leaves and of the accumulating nodes; the latter wait for collectives.
+
+    Args:
+        tensors: Tensors or edges at which the run starts; a leaf gets its gradient itself.
+        gradients: The gradients there, of the right shapes.
+        leaves: The leaves that get a gradient; all if empty.
+    """
+    _engine.run_backward(tensors, gradients, False, False, leaves, True, accumulate_grad=True)
+
+
+OF_TORCH = "an operation of torch"
+"""The operation of an error if it is no function of the user."""
+
+
+def operation_of(error: BaseException) -> str:
+    """Returns the name of the user's function whose backward raised ``error``.
+
+    torch does not report which of its own operations failed; its message usually does.
+    """
+    is_weft = isinstance(error, WeftError)
+    name = "exchanging gradients" if is_weft else OF_TORCH
+    step: TracebackType | None = error.__traceback__
+    while step is not None:
+        for value in list(step.tb_frame.f_locals.values()):
+            if isinstance(value, torch._C._FunctionBase):
+                name = type(value).__name__.removesuffix("Backward") + ".backward"
+        step = step.tb_next
+    return name
+
+
+# Runs that wait
+
+
+class _Probing(threading.local):
+    """The run of the engine in a thread whose probes are to take gradients, if any."""
+
+    run: object = None
+
+
+probing = _Probing()
+
+
+@contextlib.contextmanager
+def probed_by(run: object) -> Iterator[None]:
+    """Has only the probes of a run take gradients in this thread, within a ``with`` block.
+
+    A hook may begin another pass through the same graph; None stands for such a pass.
+    """
+    before, probing.run = probing.run, run
+    try:
+        yield
+    finally:
+        probing.run = before
+
+
+_registering = threading.Lock()
+"""Held while hooks of a gate are registered: two threads that are the first to do so would give the
+gate two tables of hooks, the second one while a run of the first thread may be looking at them."""
+
+
+class Start(contextlib.ExitStack):
+    """Where one run of the engine starts; a ``with`` block around the run.
+
+    Attributes:
+        edges: Edges and gates at which it starts.
+        gradients: The gradients there; at a gate, zeros.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.edges: list[GradientEdge] = []
+        self.gradients: list[Tensor] = []
+        self._is_in_one_thread = False
+
+    def open(self, gate: Any, take: Callable[[], Tensor | None]) -> None:
+        """Has the run start at a gate too.
+
+        Args:
+            gate: The gate.
+            take: Returns its gradient, or None for an undefined one; may block.
+        """
+        self._run_in_one_thread()
+        meta = gate._input_metadata[0]
+        zeros = torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
+        self.edges.append(GradientEdge(gate, 0))
+        self.gradients.append(zeros)
+        if isinstance(gate, torch._C._FunctionBase):
+            setattr(zeros, TAKE, take)
+        else:
+            with _registering:
+                handle = gate.register_prehook(partial(_replace, zeros, take))
+            self.callback(handle.remove)
+
+    def cut(self, nodes: Iterable[Node]) -> None:
+        """Has nodes get no gradient in runs of this thread.
+
+        The engine runs a node if any target lies behind it, also if it has captured the gradient
+        there.
+        """
+        thread = get_ident()
+
+        def take_away(incoming: tuple[Any, ...]) -> tuple[None, ...] | None:
+            return (None,) * len(incoming) if get_ident() == thread else None
+
+        for node in nodes:
+            self._run_in_one_thread()
+            self.callback(node.register_prehook(take_away).remove)
+
+    def probe(self, node: Node, take: Callable[[Tensor | None], None], run: object) -> None:
+        """Tells of the gradient of a received tensor, after all hooks of the tensor.
+
+        Unlike a hook of the node, it is called also if the engine ends there.
+
+        Args:
+            node: The placeholder of the tensor.
+            take: Called with the gradient, or None for an undefined one.
+            run: The run. In others of the same node, ``take`` is not called; see ``probed_by``.
+        """
+
+        def see(gradient: Tensor | None) -> None:
+            if probing.run is run:
+                take(gradient)
+
+        table = hooks_at(node)
+        table[see] = see
+        self.callback(table.pop, see, None)
+
+    def _run_in_one_thread(self) -> None:
+        # Otherwise nodes of other devices run in a thread for each device, which all passes share.
+        if not self._is_in_one_thread:
+            self._is_in_one_thread = True
+            self.enter_context(torch.autograd.set_multithreading_enabled(False))
+
+
+def _replace(
+    zeros: Tensor, take: Callable[[], Tensor | None], incoming: tuple[Tensor | None, ...]
+) -> tuple[Tensor | None] | None:
+    """Puts the gradient of a gate in the place of the zeros of its run."""
+    if incoming[0] is not zeros:
+        return None
+    gradient = take()
+    if gradient is not None and gradient.layout is not torch.strided:
+        gradient = gradient.to_dense()  # A hook may not change the layout.
+    return (gradient,)
+
+
+# Order
+
+_ORDINARY = 1 << 60
+"""Added to the sequence numbers of ordinary nodes."""
+_COUNTER = (1 << WORKER_SHIFT) - 1
+
+
+def put_last(gates: Iterable[tuple[int, Node]], others: Iterable[Any]) -> None:
+    """Has the engine run gates only if no other node is ready, the latest message's first.
+
+    The numbers are the same in each run of a gate or a node, since runs may take place at once.
+
+    Args:
+        gates: The gates, with the numbers of their messages. A worker counts its messages.
+        others: All other nodes of the run. Each thread numbers its nodes by itself, so one of
+            them may have any number; their order among each other stays.
+    """
+    for message_id, gate in gates:
+        gate._set_sequence_nr(message_id & _COUNTER)  # type: ignore[attr-defined]
+    for node in others:
+        number = node._sequence_nr()
+        if number < _ORDINARY:
+            node._set_sequence_nr(number + _ORDINARY)
+
+
+# Components
+
+
+def run(
+    reached: Reached,
+    edges: Sequence[GradientEdge],
+    gradients: Sequence[Tensor],
+    mode: PassMode,
+    sink: Sink,
+) -> Sequence[Tensor | None]:
+    """Runs the graph behind sends once; gives the gradients of its leaves to ``sink``.
+
+    Args:
+        reached: What the sends reach.
+        edges: Edges at which the run starts.
+        gradients: The gradients there.
+        mode: How the pass is run.
+        sink: Takes the gradients of leaves.
+
+    Returns:
+        The gradients of received tensors, None if there is none.
+    """
+    leaves = reached.leaves
+    if reached.passed or Stop in map(type, leaves.values()):
+        targets, variables = places_in(reached)
+    else:
+        targets, variables = edges_at([*leaves, *reached.receives]), [*leaves.values()]
+    captured = gradients_at(targets, edges, gradients, mode)
+    count = len(variables)
+    if count:
+        pairs = []
+        for variable, gradient in zip(variables, captured, strict=False):
+            if gradient is not None:
+                pairs.append((variable, gradient))
+        sink(pairs, [*gradients, *captured[count:]])
+    return captured[count:]
 
 
 class Component:
@@ -79,25 +340,28 @@ class Component:
         self.reached = reached
         """The sends, and the leaves and receives that they reach together."""
         self.mode = mode
-        self._sends = sends = reached.sends
         self._ends = ends
         self._sink = sink
         self._answers_all = answers_all
-        self._place_of = {send.message_id: place for place, send in enumerate(sends)}
-        self._whole = [(1 << len(send.edges)) - 1 for send in sends]
+        self._send_of = {send.message_id: send for send in reached.sends}
         self._live: dict[int, int] = {}
-        """By place, the live tensors of each live send, as bits."""
-        self._given: dict[int, list[Gradient]] = {}
+        """By message, the live tensors of each live send, as bits."""
+        self.given: dict[int, list[Gradient]] = {}
+        """By message, the gradients that have come."""
         self._marks: dict[int, Any] = {}
         self._news: list[tuple[int, int]] = []
         self._noted_in_part: set[int] = set()
         self._visited: set[Node] = set()
         self.live_receives: dict[Node, ReceiveRecord] = {}
-        """Received messages by the placeholders that live tensors reach; valid after ``note``."""
+        """Received messages by the placeholders that live tensors reach; set by ``advance``."""
         self.is_finished = False
         """Whether everything has run."""
         self.is_in_gates = False
         """Whether a ``GatedRun`` runs it."""
+
+    def _whole(self, message_id: int) -> int:
+        """Returns all tensors of a send, as bits."""
+        return (1 << len(self._send_of[message_id].edges)) - 1
 
     def announce(self, message_id: int, tensors: int | None = None) -> None:
         """Notes that a send is live.
@@ -109,21 +373,20 @@ class Component:
         Raises:
             ProtocolError: If it has fewer tensors.
         """
-        place = self._place_of[message_id]
-        whole = self._whole[place]
+        whole = self._whole(message_id)
         if tensors is None:
             tensors = whole
         elif tensors & ~whole:
             raise ProtocolError(f"message {message_id} has fewer tensors than were announced")
-        elif place not in self._live:
-            self._noted_in_part.add(place)
-        self._announce(place, tensors)
+        elif message_id not in self._live:
+            self._noted_in_part.add(message_id)
+        self._announce(message_id, tensors)
 
-    def _announce(self, place: int, tensors: int) -> None:
-        earlier = self._live.get(place)
+    def _announce(self, message_id: int, tensors: int) -> None:
+        earlier = self._live.get(message_id)
         if earlier is None or tensors & ~earlier:
-            self._live[place] = tensors | (earlier or 0)
-            self._news.append((place, tensors & ~(earlier or 0)))
+            self._live[message_id] = tensors | (earlier or 0)
+            self._news.append((message_id, tensors & ~(earlier or 0)))
 
     def arrive(self, message_id: int, gradients: Iterable[Gradient]) -> None:
         """Takes the gradients of one send, which is live.
@@ -131,64 +394,20 @@ class Component:
         Raises:
             ProtocolError: If they came before.
         """
-        place = self._place_of[message_id]
-        if place in self._given:
+        if message_id in self.given:
             raise not_due(message_id)
-        given = self._given[place] = list(gradients)
+        given = self.given[message_id] = list(gradients)
         if device_streams.HAS_CUDA:
-            self._marks[place] = device_streams.mark()
+            self._marks[message_id] = device_streams.mark()
         bits = sum([1 << at for at, gradient in enumerate(given) if gradient is not None])
-        if place in self._noted_in_part:
-            self._news.append((place, 0))  # It is complete now.
-        self._announce(place, bits)
-
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether gradients of some send have come."""
-        return bool(self._given)
+        if message_id in self._noted_in_part:
+            self._news.append((message_id, 0))  # It is complete now.
+        self._announce(message_id, bits)
 
     @property
     def has_more_to_run(self) -> bool:
         """Whether gradients of some send have come, or are being awaited in a run."""
-        return not self.is_finished and (self.is_in_gates or bool(self._given))
-
-    def note(self, progress: Progress) -> dict[Node, ReceiveRecord]:
-        """Notes the sends walked from since the last call; returns the placeholders they reach."""
-        news, self._news = self._news, []
-        if not news:
-            return {}
-        parts: dict[int, int] = {}
-        for place, _ in news:
-            number = self._sends[place].message_id
-            progress.walked.append(number)
-            if place in self._noted_in_part:
-                is_complete = place in self._given
-                parts[number] = self._whole[place] if is_complete else self._live[place]
-        if parts:
-            progress.add_parts(parts, {})
-        found = self._newly_reached(news)
-        self.live_receives.update(found)
-        return found
-
-    def _newly_reached(self, news: Sequence[tuple[int, int]]) -> dict[Node, ReceiveRecord]:
-        receives = self.reached.receives
-        if not receives:
-            return {}
-        if not self._visited and self._is_all_live():
-            return receives
-        edges = [
-            edge
-            for place, tensors in news
-            for at, edge in enumerate(self._sends[place].edges)
-            if tensors >> at & 1
-        ]
-        return receives_behind(edges, self._ends, self._visited)
-
-    def _is_all_live(self) -> bool:
-        live = self._live
-        return len(live) == len(self._sends) and all(
-            live[place] == whole for place, whole in enumerate(self._whole)
-        )
+        return not self.is_finished and (self.is_in_gates or bool(self.given))
 
     def advance(self, is_settled: bool, progress: Progress) -> list[Answer]:
         """Runs everything, once all gradients of live sends are there and it is known.
@@ -199,33 +418,54 @@ class Component:
         """
         if self.is_finished:
             return []
-        found = self.note(progress)
+        found = self._note_walks(progress)
         if self.is_in_gates:
             return []
         answers: list[Answer] = []
-        count = len(self._given)
-        if count == len(self._sends) or (is_settled and count == len(self._live)):
+        count = len(self.given)
+        if count == len(self._send_of) or (is_settled and count == len(self._live)):
             answers = self._run()
             self.finish(progress)
-        self.note_reached(progress, found, answers)
-        return answers
-
-    def note_reached(
-        self, progress: Progress, found: Mapping[Node, ReceiveRecord], answers: Iterable[Answer]
-    ) -> None:
-        """Notes the messages that have been reached, unless ``answers`` has their gradients."""
         if found:
             answered = {receive.message_id for receive, _ in answers}
             note_reached(progress, found, answered, self._answers_all)
+        return answers
+
+    def _note_walks(self, progress: Progress) -> dict[Node, ReceiveRecord]:
+        """Notes the sends walked from since the last call; returns the placeholders they reach."""
+        news, self._news = self._news, []
+        parts: dict[int, int] = {}
+        for message_id, _ in news:
+            progress.walked.append(message_id)
+            if message_id in self._noted_in_part:
+                is_complete = message_id in self.given
+                parts[message_id] = (
+                    self._whole(message_id) if is_complete else self._live[message_id]
+                )
+        if parts:
+            progress.add_parts(parts, {})
+        found = self._newly_reached(news) if news else {}
+        self.live_receives.update(found)
+        return found
+
+    def _newly_reached(self, news: Sequence[tuple[int, int]]) -> dict[Node, ReceiveRecord]:
+        receives, live = self.reached.receives, self._live
+        if not receives:
+            return {}
+        if not self._visited and all(live.get(each) == self._whole(each) for each in self._send_of):
+            return receives
+        edges = [
+            edge
+            for message_id, tensors in news
+            for at, edge in enumerate(self._send_of[message_id].edges)
+            if tensors >> at & 1
+        ]
+        return receives_behind(edges, self._ends, self._visited)
 
     def finish(self, progress: Progress) -> None:
         """Notes that everything has run."""
         self.is_finished = True
-        progress.executed += self.live_sends()
-
-    def live_sends(self) -> list[int]:
-        """Returns the numbers of the live sends that are known."""
-        return [self._sends[place].message_id for place in sorted(self._live)]
+        progress.executed += [each for each in self._send_of if each in self._live]
 
     def waits_for_itself(self, place_of: Mapping[int, int]) -> bool:
         """Returns whether a missing gradient may depend on a message that this component answers.
@@ -239,97 +479,60 @@ class Component:
                 latest = len(place_of)
                 break
             latest = max(latest, receive.sends_before)
-        return any(
-            place_of.get(self._sends[place].message_id, -1) < latest
-            for place in self._live
-            if place not in self._given
-        )
+        missing = self._live.keys() - self.given.keys()
+        return any(place_of.get(message_id, -1) < latest for message_id in missing)
 
     # Running
 
     def _run(self) -> list[Answer]:
-        edges, gradients, openings = self.roots()
         # Received messages that no live send reaches are not awaited.
         live = {record.message_id for record in self.live_receives.values()}
-        receives = {
-            node: record
-            for node, record in self.reached.receives.items()
-            if record.message_id in live
-        }
-        targets, variables = targets_of(self.reached.leaves, receives, self.reached.passed)
-        try:
-            captured = run_from(
-                targets,
-                edges,
-                gradients,
-                openings,
-                self.reached.cuts,
-                retain_graph=self.mode.retain_graph,
-                create_graph=self.mode.create_graph,
-            )
-        finally:
-            for opening in openings:
-                opening.close()
-        for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
-        borrowed = [*gradients, *[each for each in for_messages if each is not None]]
-        self._sink(pairs_of(variables, for_leaves), borrowed)
-        answers, without = answers_of(receives, for_messages, self.mode.create_graph)
-        if without:
-            mark_used(answers, without, receives, self.live_receives)
-        return list(answers.values())
+        found = self.reached.receives.items()
+        receives = {node: record for node, record in found if record.message_id in live}
+        with Start() as start:
+            self.add_to(start)
+            start.cut(self.reached.cuts)
+            reached = self.reached._replace(receives=receives)
+            captured = run(reached, start.edges, start.gradients, self.mode, self._sink)
+        return answers_of(receives, captured, self.mode.create_graph, self.live_receives)
 
-    def roots(self) -> tuple[list[GradientEdge], list[Tensor], list[Opening]]:
-        """Returns the edges of the gradients that are there, and these; gates for undefined ones.
+    def add_to(self, start: Start) -> None:
+        """Has a run start at the gradients that are there, and at gates for undefined ones.
 
         The engine cannot start at a node without a gradient.
         """
-        edges: list[GradientEdge] = []
-        gradients: list[Tensor] = []
-        openings: list[Opening] = []
-        for place, given in self._given.items():
-            send = self._sends[place]
+        for message_id, given in self.given.items():
+            send = self._send_of[message_id]
             if device_streams.HAS_CUDA:  # Another thread may have received some.
-                device_streams.use(self._marks[place], given)
+                device_streams.use(self._marks[message_id], given)
             for at, gradient in enumerate(given):
                 if isinstance(gradient, Tensor):
-                    edges.append(send.edges[at])
-                    gradients.append(gradient)
+                    start.edges.append(send.edges[at])
+                    start.gradients.append(gradient)
                 elif gradient is UNDEFINED:
-                    openings.append(Opening(send.gates[at], _nothing))  # type: ignore[union-attr]
-        return edges, gradients, openings
+                    start.open(send.gates[at], _nothing)
 
-    def number_of(self, place: int) -> int:
-        """Returns the number of the send at a place."""
-        return self._sends[place].message_id
+    def missing(self) -> Iterator[tuple[SendRecord, int]]:
+        """Yields the live tensors whose gradients have not come: their sends, and places there."""
+        for message_id in [each for each in self._live if each not in self.given]:
+            send = self._send_of[message_id]
+            for at in range(len(send.edges)):
+                if self._live[message_id] >> at & 1:
+                    yield send, at
 
-    def missing(self) -> list[int]:
-        """Returns the places of the live sends whose gradients have not come."""
-        return [place for place in self._live if place not in self._given]
-
-    def gates_of(self, place: int) -> list[tuple[int, Node]]:
-        """Returns the gates of the live tensors of a send, with their places in the message."""
-        live, send = self._live[place], self._sends[place]
-        return [(at, gate) for at, gate in enumerate(send.gates) if live >> at & 1]  # type: ignore[union-attr]
-
-    def plain_leaf_at(self, place: int, at: int) -> Tensor | None:
-        """Returns a tensor of a send if it is a leaf without hooks, which may have any layout."""
-        node = self._sends[place].edges[at].node
-        leaf = self.reached.leaves.get(node)
-        return leaf if isinstance(leaf, Tensor) and not has_hooks(leaf, node) else None
-
-    def take_gradient(self, place: int, at: int) -> Gradient:
+    def take_gradient(self, message_id: int, at: int) -> Gradient:
         """Takes out the gradient of a tensor of a send; None if none of the send has come."""
-        given = self._given.get(place)
+        given = self.given.get(message_id)
         if given is None:
             return None
         gradient = given[at]
         if gradient is None:
-            number = self._sends[place].message_id
             raise ProtocolError(
-                f"no gradient came for tensor {at} of message {number}, which had been announced"
+                f"no gradient came for tensor {at} of message {message_id}, which had been "
+                "announced"
             )
         if device_streams.HAS_CUDA:
-            device_streams.use(self._marks[place], given)
+            device_streams.use(self._marks[message_id], given)
         given[at] = UNDEFINED  # Not kept until the end of the run.
         return gradient
 
@@ -362,9 +565,12 @@ def run_alone(
         sink: Takes the gradients of leaves.
         mode: How the pass is run.
     """
-    (send,), leaves, receives, passed, _ = reached
+    (send,), leaves, receives, *_ = reached
     edges = send.edges
-    given = tuple([gradient for gradient in gradients if isinstance(gradient, Tensor)])
+    given: list[Tensor] = []
+    for gradient in gradients:
+        if isinstance(gradient, Tensor):
+            given.append(gradient)
     is_whole = len(given) == len(edges)
     if not is_whole:
         if any(gradient is UNDEFINED for gradient in gradients):
@@ -379,22 +585,11 @@ def run_alone(
         if pairs is not None:
             sink(pairs, given)
             return ()
-    targets, variables = targets_of(leaves, receives, passed)
-    captured: Sequence[Tensor | None] = [None] * len(targets)
-    if given and targets:
-        retain, create = mode.retain_graph, mode.create_graph
-        captured = gradients_at(targets, edges, given, retain_graph=retain, create_graph=create)
-    if variables:
-        for_leaves, captured = captured[: len(variables)], captured[len(variables) :]
-        borrowed = [*given, *[gradient for gradient in captured if gradient is not None]]
-        sink(pairs_of(variables, for_leaves), borrowed)
+    captured = run(reached, edges, given, mode, sink)
     if not receives:
         return ()
-    answers, without = answers_of(receives, captured, mode.create_graph)
-    if without:
-        used = receives if is_whole else receives_behind(edges, ends, set())
-        mark_used(answers, without, receives, used)
-    return answers.values()
+    used = receives if is_whole else receives_behind(edges, ends, set())
+    return answers_of(receives, captured, mode.create_graph, used)
 
 
 _FEW_LEAVES = 8
@@ -460,7 +655,7 @@ class GatedRun:
         self._missing: Counter[int] = Counter()
         self._gradients: dict[int, list[Gradient]] = {}
         self._answers: list[Answer] = []
-        self._at_leaves: list[tuple[Component, int, int, int, Tensor]] = []
+        self._at_leaves: list[tuple[Component, SendRecord, int, Tensor]] = []
 
     def take_answers(self) -> list[Answer]:
         """Removes and returns the messages whose gradients have become complete."""
@@ -469,90 +664,57 @@ class GatedRun:
 
     def run(self) -> list[Answer]:
         """Runs everything; returns the messages that have not been answered before."""
-        edges: list[GradientEdge] = []
-        gradients: list[Tensor] = []
-        openings: list[Opening] = []
-        probes: list[Probe] = []
         leaves: dict[Node, Leaf] = {}
-        try:
+        with Start() as start, probed_by(self):
             for component in self._components:
-                some_edges, some_gradients, some_openings = component.roots()
-                edges += some_edges
-                gradients += some_gradients
-                openings += some_openings
+                component.add_to(start)
                 leaves.update(component.reached.leaves)
                 self._receives.update(component.live_receives)
-            openings += self._gates()
-            probes += self._probes()
-            reached = self._components[0].reached
-            targets, variables = targets_of(leaves, self._receives, reached.passed)
-            with probed_by(self):
-                captured = run_from(
-                    targets,
-                    edges,
-                    gradients,
-                    openings,
-                    reached.cuts,
-                    retain_graph=self._mode.retain_graph,
-                    create_graph=self._mode.create_graph,
-                )
-        finally:
-            for opening in openings:
-                opening.close()
-            for probe in probes:
-                probe.close()
-        for_leaves, for_messages = captured[: len(variables)], captured[len(variables) :]
-        borrowed = [*gradients, *[each for each in for_messages if each is not None]]
-        self._sink(pairs_of(variables, for_leaves), borrowed)
-        self._add_at_leaves()
-        return self.take_answers()
-
-    def _add_at_leaves(self) -> None:
-        """Takes the gradients of leaves that were themselves sent, which need no gate."""
-        for component, number, place, at, leaf in self._at_leaves:
-            gradient = self._gradient_of(component, number, place, at)
+            self._add_gates(start)
+            self._add_probes(start)
+            first = self._components[0].reached
+            start.cut(first.cuts)
+            reached = Reached([], leaves, self._receives, first.passed)
+            run(reached, start.edges, start.gradients, self._mode, self._sink)
+        for component, send, at, leaf in self._at_leaves:
+            gradient = self._gradient_of(component, send.message_id, at)
             if gradient is not None:
                 self._sink([(leaf, gradient.to(leaf.dtype))], [gradient])
+        return self.take_answers()
 
-    def _gates(self) -> list[Opening]:
-        """Returns the gates of the missing sends, and puts them in their order."""
+    def _add_gates(self, start: Start) -> None:
+        """Has the run start at the gates of the missing sends, and puts them in their order."""
         gates: list[tuple[int, Node]] = []
-        openings: list[Opening] = []
         for component in self._components:
-            for place in component.missing():
-                number = component.number_of(place)
-                for at, gate in component.gates_of(place):
-                    leaf = component.plain_leaf_at(place, at)
-                    if leaf is not None:
-                        self._at_leaves.append((component, number, place, at, leaf))
-                        continue
-                    gates.append((number, gate))
-                    take = partial(self._gradient_of, component, number, place, at)
-                    openings.append(Opening(gate, take))
+            for send, at in component.missing():
+                node = send.edges[at].node
+                leaf = component.reached.leaves.get(node)
+                if isinstance(leaf, Tensor) and not has_hooks(leaf, node):  # Of any layout.
+                    self._at_leaves.append((component, send, at, leaf))
+                    continue
+                gates.append((send.message_id, send.gates[at]))
+                take = partial(self._gradient_of, component, send.message_id, at)
+                start.open(send.gates[at], take)
         put_last(gates, self._nodes)
-        return openings
 
-    def _gradient_of(self, component: Component, number: int, place: int, at: int) -> Tensor | None:
-        while (gradient := component.take_gradient(place, at)) is None:
-            self._wait(number)
+    def _gradient_of(self, component: Component, message_id: int, at: int) -> Tensor | None:
+        while (gradient := component.take_gradient(message_id, at)) is None:
+            self._wait(message_id)
         return gradient if isinstance(gradient, Tensor) else None
 
-    def _probes(self) -> list[Probe]:
-        """Returns the probes at received tensors, which notice when their gradients are there."""
+    def _add_probes(self, start: Start) -> None:
+        """Adds probes at received tensors, which notice when their gradients are there."""
         self._missing.update([receive.message_id for receive in self._receives.values()])
-        probes: list[Probe] = []
         for node, receive in self._receives.items():
-            at = 0 if len(receive.nodes) == 1 else receive.nodes.index(node)
-            probes.append(Probe(node, partial(self._take, node, receive, at), self))
-        return probes
+            take = partial(self._take, node, receive, receive.nodes.index(node))
+            start.probe(node, take, self)
 
     def _take(self, node: Node, receive: ReceiveRecord, at: int, gradient: Tensor | None) -> None:
         number = receive.message_id
         found = self._gradients.setdefault(number, [None] * len(receive.nodes))
-        create_graph = self._mode.create_graph
-        found[at] = (
-            UNDEFINED if gradient is None else hooks.at_received(node, gradient, create_graph)
-        )
+        if gradient is not None and hooks.has_node_hooks:
+            gradient = hooks.at_received(node, gradient, self._mode.create_graph)
+        found[at] = UNDEFINED if gradient is None else gradient
         self._missing[number] -= 1
         if not self._missing[number]:
             self._answers.append((receive, self._gradients.pop(number)))

@@ -40,9 +40,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from torchweft import knobs
-from torchweft.autograd.gradients import Gradients, Sink, is_private, sum_of
-from torchweft.autograd.local_engine import accumulate
-from torchweft.autograd.walk import Reached
+from torchweft.autograd.component import accumulate
+from torchweft.autograd.contexts import Gradients, Sink, is_private, sum_of
+from torchweft.autograd.graph import Reached
 from torchweft.errors import AutogradError, BackwardTimeout
 from torchweft.protocol.backward import Progress
 from torchweft.threads.device_streams import Guard, new_guard
@@ -58,7 +58,8 @@ _lock = threading.Lock()
 _watching: RemovableHandle | None = None
 # In order of construction, which is the same on all ranks since construction is collective.
 _guard_of: weakref.WeakKeyDictionary[Any, Guard] = weakref.WeakKeyDictionary()
-_has_known = False
+has_known = False
+"""Whether there has been a module under DDP."""
 
 
 def watch() -> None:
@@ -74,11 +75,6 @@ def watch() -> None:
         for found in gc.get_objects():
             if issubclass(type(found), DistributedDataParallel):
                 _note(found)
-
-
-def is_any_known() -> bool:
-    """Returns whether there has been a module under DDP."""
-    return _has_known
 
 
 def known_modules() -> list[tuple[Any, Guard]]:
@@ -97,8 +93,8 @@ def _on_registration(module: Module, _: str, __: object) -> None:
 
 
 def _note(module: DistributedDataParallel) -> None:
-    global _has_known
-    _has_known = True
+    global has_known
+    has_known = True
     release_groups()
     with _lock:
         if module not in _guard_of:
@@ -134,23 +130,37 @@ class Replica:
     Args:
         module: The ``DistributedDataParallel``.
         guard: The module's lock: held while using its reducer and its ``.grad``.
+        components: The components of this worker's sends.
 
     Attributes:
         parameters: All parameters that DDP may average.
+        open: For each component that may still yield gradients of these, its messages.
+        message_ids: Messages, live or not, that lead to some of the parameters.
     """
 
-    def __init__(self, module: Any, guard: Guard) -> None:
+    def __init__(self, module: Any, guard: Guard, components: Iterable[Reached]) -> None:
         self._module = module
         self._guard = guard
         self._is_first_of_static_graph = False
         self.parameters: frozenset[Tensor] = frozenset(module._module_parameters)
+        self.open = [
+            frozenset([send.message_id for send in reached.sends])
+            for reached in components
+            if not self.parameters.isdisjoint(reached.leaves.values())
+        ]
+        self.message_ids = frozenset().union(*self.open)
+
+    def close_components(self, executed: set[int], is_settled: bool, live: Collection[int]) -> None:
+        """Closes components that have run, and once settled, those without a live message."""
+        self.open = [
+            message_ids
+            for message_ids in self.open
+            if message_ids.isdisjoint(executed)
+            and not (is_settled and message_ids.isdisjoint(live))
+        ]
 
     def check_use(self) -> None:
-        """Checks that the module uses only supported features of DDP.
-
-        Raises:
-            AutogradError: It uses an unsupported feature.
-        """
+        """Raises AutogradError if the module uses a feature of DDP that is not supported."""
         if reason := _unsupported_use(self._module):
             raise AutogradError(f"DistributedDataParallel in an autograd context: {reason}")
 
@@ -348,7 +358,7 @@ def find_averaging(
         return None
     components = list({id(reached): reached for reached in components}.values())
     # The module that was constructed last usually has all its gradients first.
-    turns = [_Turn(Replica(module, lock), components) for module, lock in reversed(known)]
+    turns = [Replica(module, guard, components) for module, guard in reversed(known)]
     turns = [turn for turn in turns if turn.open]
     return Averaging(gradients, sink or gradients.add_all, turns) if turns else None
 
@@ -365,19 +375,19 @@ class Averaging:
         AutogradError: DDP is used in a way that is not supported.
     """
 
-    def __init__(self, gradients: Gradients, sink: Sink, turns: Sequence[_Turn]) -> None:
+    def __init__(self, gradients: Gradients, sink: Sink, turns: Sequence[Replica]) -> None:
         self._gradients = gradients
         self._sink = sink
         self._turns = turns
-        self._replicated = _all_parameters([turn.replica for turn in turns])
+        self._replicated = _all_parameters(turns)
         self._sums = Gradients()
         self._held: list[int] = []
         for turn in turns:
-            turn.replica.check_use()
+            turn.check_use()
         for turn in turns:
-            turn.replica.prepare()
+            turn.prepare()
 
-    def add_all(self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+    def add_all(self, pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> None:
         """Receives the gradients of leaves in place of the context; keeps those to average."""
         pairs, borrowed = list(pairs), list(borrowed)
         kept = [pair for pair in pairs if pair[0] in self._replicated]
@@ -421,7 +431,7 @@ class Averaging:
             RuntimeError: The collective failed.
         """
         while self.is_due:
-            self._turns[0].replica.average(self._sums, self._gradients)
+            self._turns[0].average(self._sums, self._gradients)
             self._turns = self._turns[1:]
         if not self._turns:
             self._sums.clear()
@@ -430,36 +440,8 @@ class Averaging:
     def close(self) -> None:
         """Gives up modules that have not been averaged."""
         for turn in self._turns:
-            turn.replica.give_up()
+            turn.give_up()
         self._turns = ()
-
-
-class _Turn:
-    """One module in one pass.
-
-    Attributes:
-        replica: The module.
-        message_ids: Messages, live or not, that lead to some of its parameters.
-        open: The same by component, for components that may still yield gradients.
-    """
-
-    def __init__(self, replica: Replica, components: Iterable[Reached]) -> None:
-        self.replica = replica
-        self.open = [
-            frozenset([send.message_id for send in reached.sends])
-            for reached in components
-            if not replica.parameters.isdisjoint(reached.leaves.values())
-        ]
-        self.message_ids = frozenset().union(*self.open)
-
-    def close_components(self, executed: set[int], is_settled: bool, live: Collection[int]) -> None:
-        """Closes components that have run, and once settled, those without a live message."""
-        self.open = [
-            message_ids
-            for message_ids in self.open
-            if message_ids.isdisjoint(executed)
-            and not (is_settled and message_ids.isdisjoint(live))
-        ]
 
 
 def _all_parameters(replicas: Sequence[Replica]) -> frozenset[Tensor]:
@@ -487,8 +469,6 @@ def check_unsharded(reached_of: Mapping[int, Reached]) -> None:
     Raises:
         AutogradError: Names the module, and the way to train it beside Weft.
     """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return
     gathered = {id(parameter): module for module, parameter in _gathered()}
     for reached in reached_of.values():
         for leaf in reached.leaves.values():

@@ -7,25 +7,19 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from torchweft import knobs
 from torchweft.autograd import data_parallel, refusals
-from torchweft.autograd.codec import (
-    Envelopes,
-    PassMode,
-    decode,
-    numbers_of_gradients,
-)
-from torchweft.autograd.contexts import Contexts, current_id, set_current_id
-from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.led_pass import LedPass
+from torchweft.autograd.codec import Envelopes, PassMode, decode, numbers_of_gradients
+from torchweft.autograd.contexts import Contexts, Gradients, current_id, set_current_id
+from torchweft.autograd.graph import InputGradients, Roots
 from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.pass_arguments import InputGradients, Roots
-from torchweft.autograd.passes import LOST, Passes, Unreachable
+from torchweft.autograd.passes import LOST, LedPass, Passes, Unreachable
+from torchweft.ids import worker_of
 from torchweft.protocol.entitlement import check_gradients, check_pass_message
 from torchweft.serialize.reading import TRUSTING, Reader
 from torchweft.threads import device_streams
@@ -95,7 +89,7 @@ class Engine:
         input_gradients: InputGradients | None = None,
         retains_here: bool = False,
     ) -> None:
-        """Runs a backward pass, and blocks until it is over everywhere.
+        """Runs a backward pass, and the passes that continue where it ended. Blocks until done.
 
         Args:
             context_id: The context.
@@ -105,17 +99,22 @@ class Engine:
             input_gradients: Collects the gradients of certain tensors.
             retains_here: Whether this worker's graphs must survive, even if others' need not.
         """
-        context = self.contexts.get(context_id)
+        starts: Iterable[Roots | Sequence[Tensor]] = (roots,)
+        if input_gradients is not None and input_gradients.goes_on:
+            mode = mode._replace(retain_graph=True)  # Several passes may run the same nodes.
+            starts = itertools.chain(starts, input_gradients.further_roots())
         here = mode._replace(retain_graph=True) if retains_here else mode
-        local = LocalPass(context, here, gradients, input_gradients, self.outside)
-        led = LedPass(self.passes, context, mode, local)
-        if not self.passes.watchers:
-            led.run(roots)
-            return
-        with contextlib.ExitStack() as watched:
-            for each in self.passes.watchers:
-                watched.enter_context(each.pass_runs(context_id))
-            led.run(roots)
+        context = self.contexts.get(context_id)
+        for start in starts:
+            local = LocalPass(context, here, gradients, input_gradients, self.outside)
+            led = LedPass(self.passes, context, mode, local)
+            if not self.passes.watchers:
+                led.run(start)
+                continue
+            with contextlib.ExitStack() as watched:
+                for each in self.passes.watchers:
+                    watched.enter_context(each.pass_runs(context_id))
+                led.run(start)
 
     def run_into_grad(self, roots: Roots | Sequence[Tensor], mode: PassMode) -> None:
         """Runs a pass outside of contexts that adds to ``.grad`` of leaves on all workers."""
@@ -139,30 +138,8 @@ class Engine:
         """
         refusals.check_inside(self, roots.edges, inputs)
         input_gradients = InputGradients(self.contexts.get(context_id), inputs)
-        self.run_all(context_id, roots, mode, input_gradients)
+        self.run(context_id, roots, mode, input_gradients=input_gradients)
         return input_gradients.results()
-
-    def run_all(
-        self,
-        context_id: int,
-        roots: Roots,
-        mode: PassMode,
-        input_gradients: InputGradients,
-        gradients: Gradients | None = None,
-        retains_here: bool = False,
-    ) -> None:
-        """Runs a pass from roots, and the passes that continue where it ended; see ``run``."""
-        if input_gradients.goes_on:  # Several passes may run the same nodes.
-            mode = mode._replace(retain_graph=True)
-        for start in itertools.chain([roots], input_gradients.further_roots()):
-            self.run(
-                context_id,
-                start,
-                mode,
-                gradients=gradients,
-                input_gradients=input_gradients,
-                retains_here=retains_here,
-            )
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Releases a context here, and tells the other workers that know it, except ``told_by``."""
@@ -242,7 +219,9 @@ class Engine:
 
     def tick(self, now_s: float) -> float:
         """Tells senders which of their messages are unreachable here; a job of the timers."""
-        if self._release_due_s > now_s and not (self._release_due_s == math.inf and self._has_due):
+        # A finalizer that asks for a release may be interrupted before it has set the time.
+        is_unscheduled = self._release_due_s == math.inf and (self.outside.ended or self._left)
+        if self._release_due_s > now_s and not is_unscheduled:
             return self._release_due_s
         # Reset first: a message that becomes unreachable concurrently must schedule another tick.
         self._release_due_s = math.inf
@@ -250,16 +229,8 @@ class Engine:
             self._post(worker, Kind.RELEASE_MESSAGES, *message_ids)
         while self._left:
             # A task, since freeing a graph may run any code and take long.
-            self._agent.reactor.submit_task(self._release_left, self._left.popleft())
+            self._agent.reactor.submit_task(self.release, self._left.popleft())
         return self._release_due_s
-
-    @property
-    def _has_due(self) -> bool:
-        """Whether there is something for ``tick``: a finalizer that asks may be interrupted."""
-        return bool(self.outside.has_ended or self._left)
-
-    def _release_left(self, context_id: int, _: object) -> None:
-        self.release(context_id)
 
     def _on_release_messages(self, peer: Peer, frame: Frame) -> None:
         message_ids = decode_ints(frame.control)
@@ -290,8 +261,9 @@ class Engine:
                 self._agent.reactor.submit_task(part.work_off_all)
         self._forget(self.outside.worker_lost(peer.id))  # Freeing a graph may run any code.
         # Nobody else would release them. The tasks follow those of the passes that it took part in.
-        for context_id in self.contexts.opened_by(peer.id):
-            self._agent.reactor.submit_task(self._release_left, context_id)
+        for context_id in self.contexts.ids():
+            if worker_of(context_id) == peer.id:
+                self._agent.reactor.submit_task(self.release, context_id)
 
 
 class OpenContext:

@@ -25,6 +25,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
@@ -34,7 +35,7 @@ from torch.autograd import graph
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from torchweft.autograd.gradients import Sink
+from torchweft.autograd.contexts import Sink
 from torchweft.errors import AutogradError
 
 # Replacing functions of torch
@@ -60,13 +61,14 @@ Hook = Callable[..., Any]
 
 _owner: Any = torch.autograd.function._HookMixin
 _register: Callable[[Any, Hook], Any] = _owner._register_hook
-_has_any = RemovableHandle.next_id > 0
+has_node_hooks = RemovableHandle.next_id > 0
+"""Whether the program may have registered hooks at nodes; else there is nothing to look for."""
 
 
 def _register_and_note(hooks: Any, hook: Hook) -> Any:
-    global _has_any
+    global has_node_hooks
     if not _is_own(hook):
-        _has_any = True
+        has_node_hooks = True
     return _register(hooks, hook)
 
 
@@ -104,25 +106,23 @@ def _after_prehooks(node: Node, gradient: Tensor) -> Tensor:
 # Leaves
 
 
-def has_leaf_hooks(node: Node) -> bool:
-    """Returns whether to call hooks of ``node``, which accumulates the gradient of a leaf."""
-    return _has_any and bool(_hooks_of(node.register_hook) or _hooks_of(node.register_prehook))
+def are_at_leaf(node: Node) -> bool:
+    """Returns whether the program has hooks at ``node``, which accumulates a leaf's gradient."""
+    return bool(_hooks_of(node.register_hook) or _hooks_of(node.register_prehook))
 
 
 def with_leaf_hooks(
     sink: Sink, nodes_of_leaves: Callable[[], Mapping[int, Node]], create_graph: bool
 ) -> Sink:
-    """Returns ``sink``, extended by calling the hooks of accumulating nodes if there are any.
+    """Returns ``sink``, extended by calling the hooks of accumulating nodes.
 
     Args:
         sink: Takes the gradients of leaves.
         nodes_of_leaves: Returns known accumulating nodes, by the ``id`` of their leaf.
         create_graph: Whether the pass is recorded.
     """
-    if not _has_any:
-        return sink
 
-    def add_and_call(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+    def add_and_call(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> None:
         nodes = nodes_of_leaves()
         placed = [
             (nodes.get(id(leaf)) or _accumulating(leaf), leaf, gradient) for leaf, gradient in pairs
@@ -172,8 +172,6 @@ def at_received(node: Node, gradient: Tensor, create_graph: bool) -> Tensor:
     Raises:
         AutogradError: There are hooks that see what the node has computed, which is elsewhere.
     """
-    if not _has_any:
-        return gradient
     if _hooks_of(node.register_hook):
         raise AutogradError(
             "grad_fn.register_hook was called for a tensor that came from another worker, where "
@@ -189,16 +187,17 @@ def at_received(node: Node, gradient: Tensor, create_graph: bool) -> Tensor:
 _native: Any = torch._C
 _KEY = "torchweft pass"
 _register_multi: Callable[..., Any] = graph.register_multi_grad_hook
-_is_any_registered = False
+has_hooks_of_several = False
+"""Whether the program has registered a hook of several tensors in this process."""
 
 
+@dataclass(eq=False)
 class _Hook:
     """A function that the program registered for the gradients of several tensors."""
 
-    def __init__(self, function: Callable[[Any], object], nodes: Sequence[Node], mode: str) -> None:
-        self.function = function
-        self.nodes = nodes
-        self.mode = mode
+    function: Callable[[Any], object]
+    nodes: Sequence[Node]
+    mode: str
 
 
 class Gathering:
@@ -250,13 +249,12 @@ def _in_order(hook: _Hook, found: dict[int, Tensor]) -> list[Tensor | None]:
 def _register_for_passes(
     tensors: Sequence[Tensor], fn: Callable[[Any], object], *, mode: Any = "all"
 ) -> Any:
-    global _is_any_registered
+    global has_hooks_of_several
     handles = _register_multi(tensors, fn, mode=mode)
-    _is_any_registered = True
-    own = handles.handles
+    has_hooks_of_several = True
     nodes = [graph.get_gradient_edge(each).node for each in tensors if each.requires_grad]
     hook = _Hook(fn, nodes, mode)
-    for place, handle in enumerate(own):
+    for place, handle in enumerate(handles.handles):
         hooks = handle.hooks_dict_ref()
         hooks[handle.id] = partial(_take, hook, place, hooks[handle.id])
     return handles
@@ -271,11 +269,6 @@ def _take(hook: _Hook, place: int, of_torch: Callable[[Tensor], None], gradient:
 
 
 replace(_register_multi, _register_for_passes, "register_multi_grad_hook")
-
-
-def are_registered() -> bool:
-    """Returns whether the program has registered such a hook in this process."""
-    return _is_any_registered
 
 
 def _current() -> Gathering | None:

@@ -8,39 +8,50 @@ calls ``exchange`` from within: the shell then sends, waits, and delivers what i
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from operator import attrgetter
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from torchweft.autograd import data_parallel, hooks
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.component import Component, GatedRun, PassEnded, not_due, run_alone
-from torchweft.autograd.contexts import Context, enter
-from torchweft.autograd.data_parallel import (
-    Averaging,
-    check_unsharded,
-    find_averaging,
-    is_any_known,
+from torchweft.autograd.component import (
+    Component,
+    GatedRun,
+    PassEnded,
+    not_due,
+    probed_by,
+    probing,
+    run_alone,
 )
-from torchweft.autograd.gradients import UNDEFINED, Gradient, Gradients, add_to_grad
-from torchweft.autograd.hooks import Gathering, are_registered, gathered_by, with_leaf_hooks
-from torchweft.autograd.local_engine import probed_by, probing
-from torchweft.autograd.outside import Ends, OutsideRecords
-from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
-from torchweft.autograd.records import TensorMeta, is_without_memory
-from torchweft.autograd.walk import (
+from torchweft.autograd.contexts import (
+    UNDEFINED,
+    Context,
+    Gradient,
+    Gradients,
+    SendRecord,
+    Sink,
+    TensorMeta,
+    add_to_grad,
+    enter,
+    is_without_memory,
+)
+from torchweft.autograd.graph import (
     Answer,
     End,
-    Live,
+    InputGradients,
     Place,
     Reached,
-    Sent,
+    Roots,
     SentGraph,
     note_reached,
+    roots_of,
     writes_to_views,
 )
+from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.errors import AutogradError, ProtocolError
 from torchweft.protocol.backward import NO_PARTS, ROOTS, Parts, Progress
 
@@ -61,6 +72,7 @@ class LocalPass:
         outside: This worker's records outside of contexts.
 
     Attributes:
+        context_id: The autograd context of the pass.
         pass_id: The number of the pass in the group; 0 until the engine has set it.
         exchange: Set by the shell. Takes the number of a message that this worker sent, and what
             ``work`` returns. Sends it, and delivers messages; blocks until there are some. It is
@@ -68,17 +80,16 @@ class LocalPass:
     """
 
     pass_id = 0
-    _progress: Progress
     exchange: Callable[[int, list[Outgoing], Progress], object]
     _graph: SentGraph | None = None
-    _gathering: Gathering | None = None
+    _gathering: hooks.Gathering | None = None
     _gated: GatedRun | None = None
     _passed: Sequence[Place] = ()
     _cuts: Collection[Node] = ()
     _skipped = 0
     _roots: Roots | None = None
     _is_settled = False
-    _averaging: Averaging | None = None
+    _averaging: data_parallel.Averaging | None = None
     _node_of_leaf: Mapping[int, Node] | None = None
 
     def __init__(
@@ -90,23 +101,26 @@ class LocalPass:
         outside: OutsideRecords | None = None,
     ) -> None:
         self._context = context
+        self.context_id = context.id
         self._outside = outside
         self._mode = mode
         self._ends: Mapping[Node, End] = context.receive_of
-        if outside is not None and input_gradients is None:
-            self._ends = outside.ends_beside(context.receive_of, context.add_known_worker)
+        if outside is not None and outside.received and input_gradients is None:
+            self._ends = Ends(outside, context.receive_of, context.add_known_worker)
         self._wanted: Container[Node] | None = () if mode.for_inputs else None
         self._gradients = context.gradients if gradients is None else gradients
-        sink = add_to_grad if mode.into_grad else self._gradients.add_all
-        self._sink = with_leaf_hooks(sink, self._nodes_of_leaves, mode.create_graph)
+        sink: Sink = add_to_grad if mode.into_grad else self._gradients.add_all
+        if hooks.has_node_hooks:
+            sink = hooks.with_leaf_hooks(sink, self._nodes_of_leaves, mode.create_graph)
         if input_gradients is not None:
             self._ends = input_gradients.ends
             self._passed, self._cuts = input_gradients.passed, input_gradients.cuts
             if mode.for_inputs:
                 self._wanted = input_gradients.stops
                 self._skipped = input_gradients.first_send
-                self._sink = _nowhere
-            self._sink = input_gradients.sink_beside(self._sink)
+                sink = _nowhere
+            sink = input_gradients.sink_beside(sink)
+        self._sink = sink
         self._answers_all = _sends_zeros and not mode.for_inputs
         self._is_of_higher_order = context.is_differentiated_twice
         if mode.create_graph:
@@ -117,6 +131,7 @@ class LocalPass:
         self._due: list[tuple[int, Reached, Sequence[Gradient] | None, bool]] = []
         """Those with news: the gradients, if they came, and whether the send is live only now."""
         self._outgoing: list[Outgoing] = []
+        self._progress = Progress()
         self._component_of: dict[int, Component] = {}
         self._touched: dict[int, Component] = {}
         self._unfinished: dict[int, Component] = {}
@@ -133,14 +148,10 @@ class LocalPass:
         """
         self._roots = roots = roots if isinstance(roots, Roots) else roots_of(roots)
         reached = self._reached_by(ROOTS)
-        if self._mode.create_graph:
-            with _recorded_in(self._context.id):
-                self._arrived(ROOTS, reached, roots.gradients)
-        else:
-            gradients: Sequence[Tensor] = roots.gradients
-            if any(map(_REQUIRES_GRAD, gradients)):
-                gradients = [each.detach() for each in gradients]
-            self._arrived(ROOTS, reached, gradients)
+        gradients: Sequence[Tensor] = roots.gradients
+        if not self._mode.create_graph and any(map(_REQUIRES_GRAD, gradients)):
+            gradients = [each.detach() for each in gradients]
+        self._arrived(ROOTS, reached, gradients)
 
     def announce(self, message_ids: Iterable[int], parts: Parts = NO_PARTS) -> None:
         """Notes that messages sent by this worker are live.
@@ -173,11 +184,7 @@ class LocalPass:
             ProtocolError: If they do not belong to a message that this worker sent.
         """
         reached = self._reached_by(message_id)
-        if self._mode.create_graph:
-            with _recorded_in(self._context.id):
-                self._arrived(message_id, reached, self._placed(message_id, gradients))
-        else:
-            self._arrived(message_id, reached, self._placed(message_id, gradients))
+        self._arrived(message_id, reached, self._placed(message_id, gradients))
 
     def _arrived(self, message_id: int, reached: Reached, gradients: Sequence[Gradient]) -> None:
         if len(reached.sends) > 1 or reached.cuts or message_id in self._component_of:
@@ -232,11 +239,6 @@ class LocalPass:
         self._is_settled = True
         self._touched.update(self._unfinished)
 
-    @property
-    def context_id(self) -> int:
-        """The autograd context of the pass."""
-        return self._context.id
-
     def work(self) -> tuple[list[Outgoing], Progress]:
         """Runs the ready nodes.
 
@@ -244,29 +246,32 @@ class LocalPass:
             Gradients to send to the senders of messages received here, and the progress of
             messages since the last call.
         """
-        self._progress, self._outgoing = Progress(), []
-        if are_registered() or self._mode.create_graph or probing.run is not None:
+        if hooks.has_hooks_of_several or self._mode.create_graph or probing.run is not None:
             self._run_with_hooks()
         else:
             self._run()
+        return self._take_results()
+
+    def _take_results(self) -> tuple[list[Outgoing], Progress]:
+        outgoing, progress = self._outgoing, self._progress
+        self._outgoing, self._progress = [], Progress()
         if self._averaging is not None:
-            self._hold_back(self._averaging)
-        return self._outgoing, self._progress
+            live = self._alone.keys() | self._component_of.keys()
+            self._averaging.hold_back(progress, self._is_settled, live)
+        return outgoing, progress
 
     def _run_with_hooks(self) -> None:
         """Runs the ready nodes; gathers for hooks of several tensors, and records the pass."""
         with probed_by(None), contextlib.ExitStack() as around:
-            if are_registered():
-                self._gathering = self._gathering or Gathering()
-                around.enter_context(gathered_by(self._gathering))
+            if hooks.has_hooks_of_several:
+                self._gathering = self._gathering or hooks.Gathering()
+                around.enter_context(hooks.gathered_by(self._gathering))
             if self._mode.create_graph:
-                around.enter_context(_recorded_in(self._context.id))
+                # Also the calls that the user's functions make in backward are recorded.
+                around.enter_context(torch.enable_grad())
+                around.enter_context(enter(self._context.id))
             self._run()
         self.finish_hooks(self._may_run)
-
-    def _hold_back(self, averaging: Averaging) -> None:
-        live = self._alone.keys() | self._component_of.keys()
-        averaging.hold_back(self._progress, self._is_settled, live)
 
     def _run(self) -> None:
         due, self._due = self._due, []
@@ -301,44 +306,32 @@ class LocalPass:
     def _run_gated(self) -> None:
         """Runs the components that wait for themselves, once gradients of some have come."""
         place_of = {send.message_id: place for place, send in enumerate(self._context.sends())}
-        components = {
-            key: component
-            for key, component in self._unfinished.items()
-            if component.waits_for_itself(place_of)
-        }
-        if not any(component.has_arrivals for component in components.values()):
+        waiting = [each for each in self._unfinished.values() if each.waits_for_itself(place_of)]
+        if not any(component.given for component in waiting):
             return
         assert self._graph is not None
-        mode = self._mode
-        if any(component.mode.retain_graph for component in components.values()):
-            mode = mode._replace(retain_graph=True)
-        parts = [*components.values()]
-        for component in parts:
+        for component in waiting:
             component.is_in_gates = True
-        nodes = self._graph.nodes_of(
-            {send.message_id for each in parts for send in each.reached.sends}
-        )
-        self._gated = GatedRun(parts, nodes, self._sink, mode, self._wait)
+        mode = self._mode._replace(retain_graph=any(each.mode.retain_graph for each in waiting))
+        numbers = {send.message_id for each in waiting for send in each.reached.sends}
+        nodes = self._graph.nodes_of(numbers)
+        self._gated = GatedRun(waiting, nodes, self._sink, mode, self._wait)
         try:
             answers = self._gated.run()
         finally:
             self._gated = None
         self._answer(answers)
-        for key, component in components.items():
+        for component in waiting:
             component.finish(self._progress)
-            self._unfinished.pop(key, None)
-            self._touched.pop(key, None)
+            self._unfinished.pop(id(component), None)
+            self._touched.pop(id(component), None)
 
     def _wait(self, message_id: int) -> None:
         """Exchanges messages with other workers, in a gate of the running engine."""
         assert self._gated is not None
         self._answer(self._gated.take_answers())
         self._run()
-        if self._averaging is not None:
-            self._hold_back(self._averaging)
-        outgoing, progress = self._outgoing, self._progress
-        self._progress, self._outgoing = Progress(), []
-        self.exchange(message_id, outgoing, progress)
+        self.exchange(message_id, *self._take_results())
 
     def _answer(self, answers: Iterable[Answer]) -> None:
         for receive, gradients in answers:
@@ -405,8 +398,9 @@ class LocalPass:
         if self._reached_of is None:
             self._reached_of = self._walk_all()
             if not self._mode.for_inputs:
-                check_unsharded(self._reached_of)
-                if is_any_known():
+                if "torch.distributed.fsdp" in sys.modules:
+                    data_parallel.check_unsharded(self._reached_of)
+                if data_parallel.has_known:
                     self._find_averaging(self._reached_of.values())
         try:
             return self._reached_of[message_id]
@@ -436,7 +430,7 @@ class LocalPass:
         return mode
 
     def _find_averaging(self, components: Iterable[Reached]) -> None:
-        self._averaging = find_averaging(components, self._gradients, self._sink)
+        self._averaging = data_parallel.find_averaging(components, self._gradients, self._sink)
         if self._averaging is None:
             return
         if self._mode.into_grad:
@@ -454,7 +448,7 @@ class LocalPass:
 
     def _walk_all(self) -> dict[int, Reached]:
         """Walks from all sends, used or not; sends that share nodes form a component."""
-        sends: list[Sent] = self._context.sends()  # type: ignore[assignment]
+        sends = self._context.sends()
         graph = self._graph = SentGraph(self._ends)
         for send in sends[self._skipped :]:
             graph.add(send)
@@ -462,7 +456,7 @@ class LocalPass:
             for send in self._outside.sends():
                 graph.add(send)
         if self._roots is not None:
-            graph.add(Live(ROOTS, self._roots.edges))
+            graph.add(SendRecord(ROOTS, self._context.worker, (), (), edges=self._roots.edges))
         found = graph.components()
         if self._wanted is not None or self._cuts:
             wanted = {id(each): self._as_wanted(each) for each in found.values()}
@@ -485,7 +479,7 @@ class LocalPass:
             if node not in leaves and is_without_memory(leaf)
         }
         if hidden:
-            own = self._context.leaves_behind_placeholders()
+            own = {each for node in [*self._context.receive_of] for each, _ in node.next_functions}
             # Leaves of other contexts' placeholders stay targets: reaching one must raise.
             leaves.update({node: leaf for node, leaf in hidden.items() if node not in own})
         return reached._replace(leaves=leaves, passed=self._passed)
@@ -515,16 +509,6 @@ class LocalPass:
         return [*map(_placed_as, metas, gradients)]
 
 
-@contextlib.contextmanager
-def _recorded_in(context_id: int) -> Iterator[None]:
-    """Records a pass in a context, whatever the thread's grad mode and context.
-
-    Covers the sums that it makes, and the calls that the user's functions make in backward.
-    """
-    with torch.enable_grad(), enter(context_id):
-        yield
-
-
 def _end_pass(*_: object) -> None:
     raise PassEnded
 
@@ -539,10 +523,13 @@ def _placed_as(meta: TensorMeta, gradient: Gradient) -> Gradient:
             f"a gradient of shape {tuple(gradient.shape)} came for a tensor of shape "
             f"{tuple(meta.shape)}"
         )
-    return gradient if gradient.device == meta.device else gradient.to(meta.device)
+    if gradient.device == meta.device:
+        return gradient
+    with torch.enable_grad():  # In a recorded pass it has a graph.
+        return gradient.to(meta.device)
 
 
-def _nowhere(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[Tensor]) -> None:
+def _nowhere(pairs: Iterable[tuple[Tensor, Tensor]], borrowed: Iterable[object]) -> None:
     """Discards gradients that are not wanted."""
 
 

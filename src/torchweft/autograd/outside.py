@@ -14,30 +14,26 @@ interrupt that ends a finalizer.
 from __future__ import annotations
 
 import functools
-import threading
 import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from torchweft.autograd.records import (
+from torchweft.autograd.contexts import (
     PLACEHOLDER,
     ReceiveRecord,
-    SendRecord,
+    SentMessages,
     TensorMeta,
-    edges_behind,
     make_placeholders,
     metas_of,
-    send_record,
 )
 from torchweft.errors import AutogradError
-from torchweft.free_threading import shared_count
-from torchweft.ids import scoped_id
 from torchweft.wire.messages import NO_GRAD
 
 _KEY = "torchweft"
@@ -46,24 +42,17 @@ _KEY = "torchweft"
 _NEITHER = (None, 0)
 
 
+@dataclass(eq=False)
 class _Message:
     """A received message. Only the nodes of its tensors keep it alive."""
 
     __slots__ = ("__weakref__", "from_worker", "is_back", "message_id", "metas", "records")
 
-    def __init__(
-        self,
-        message_id: int,
-        from_worker: int,
-        metas: tuple[TensorMeta, ...],
-        records: OutsideRecords,
-        is_back: bool,
-    ) -> None:
-        self.is_back = is_back
-        self.message_id = message_id
-        self.from_worker = from_worker
-        self.metas = metas
-        self.records = records
+    message_id: int
+    from_worker: int
+    metas: tuple[TensorMeta, ...]
+    records: OutsideRecords
+    is_back: bool
 
 
 class _End(weakref.ref[_Message]):
@@ -81,7 +70,7 @@ def _notes_of(node: Node) -> dict[str, Any]:
     return notes  # type: ignore[no-any-return]
 
 
-class OutsideRecords:
+class OutsideRecords(SentMessages):
     """Records of what one worker sent and received outside of contexts. Thread-safe.
 
     Args:
@@ -90,30 +79,13 @@ class OutsideRecords:
     """
 
     def __init__(self, worker: int, counter: Iterator[int] | None = None) -> None:
-        self._worker = worker
-        self._counter = shared_count(1) if counter is None else counter
-        self._lock = threading.RLock()
-        self._sends: dict[int, SendRecord] = {}
-        self._ended: deque[_End | tuple[int, int]] = deque()
-        self._received: dict[int, tuple[_End, object]] = {}
+        super().__init__(worker, counter)
+        self.ended: deque[_End | tuple[int, int]] = deque()
+        """What ``take_ended`` returns next."""
+        self.received: dict[int, tuple[_End, object]] = {}
         """By the number of a received message, what notices its end, and what tells of that."""
         self.on_ended: Callable[[], None] | None = None
         """Called, perhaps by a finalizer, when ``take_ended`` has new messages to return."""
-
-    def record_send(self, tensors: Sequence[Tensor], to_worker: int, is_back: bool = False) -> int:
-        """Records a message that is about to be sent; returns its number.
-
-        Args:
-            tensors: The tensors of the message that require grad.
-            to_worker: The receiver.
-            is_back: Whether they are placed as those of an answer; see ``worker.peers``.
-        """
-        # Before the lock: no two threads get the same number.
-        message_id = scoped_id(self._worker, next(self._counter))
-        record = send_record(message_id, to_worker, tensors, is_back)
-        with self._lock:
-            self._sends[message_id] = record
-        return message_id
 
     def take_back(self, message_id: int) -> None:
         """Drops the record of a message that could not be sent."""
@@ -140,37 +112,32 @@ class OutsideRecords:
         """
         message = _Message(message_id, from_worker, metas_of(tensors), self, is_back)
         # In steps of C: the caller gives the message back if it is interrupted before the last.
-        end = _End(message, self._ended.append)
+        end = _End(message, self.ended.append)
         end.place, end.is_back = (from_worker, message_id), is_back
-        self._received[message_id] = end, weakref.ref(message, self._tell)
+        self.received[message_id] = end, weakref.ref(message, self._tell)
         for place, node in enumerate(nodes):
             _notes_of(node)[_KEY] = (message, place)
 
     def give_back(self, from_worker: int, message_id: int) -> None:
         """Notes that a received message is unreachable here. Finalizers may call it."""
-        self._ended.append((from_worker, message_id))
+        self.ended.append((from_worker, message_id))
         self._tell(None)
 
     def _tell(self, _: object) -> None:
         if self.on_ended is not None:
             self.on_ended()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether ``take_ended`` has messages to return."""
-        return bool(self._ended)
-
     def take_ended(self) -> dict[int, list[int]]:
         """Removes and returns the messages that became unreachable here, by sender."""
         ended: defaultdict[int, list[int]] = defaultdict(list)
-        for _ in range(len(self._ended)):
-            end = self._ended.popleft()
+        for _ in range(len(self.ended)):
+            end = self.ended.popleft()
             place = end if isinstance(end, tuple) else end.place
             from_worker, message_id = place
             ended[from_worker].append(message_id)
-            received = self._received.get(message_id)
+            received = self.received.get(message_id)
             if received is not None and received[0].place == place:
-                del self._received[message_id]
+                del self.received[message_id]
         return ended
 
     def drop_sends(self, message_ids: Iterable[int], to_worker: int) -> None:
@@ -189,44 +156,26 @@ class OutsideRecords:
         self.drop_sends(ended, worker)
         return ended
 
-    def send(self, message_id: int) -> SendRecord | None:
-        """Returns the record of a message that this worker sent."""
-        return self._sends.get(message_id)
-
     def is_back(self, message_id: int) -> bool:
         """Returns whether the tensors of a received message were placed as those of an answer."""
-        received = self._received.get(message_id)
+        received = self.received.get(message_id)
         return received is not None and received[0].is_back
-
-    def sends(self) -> list[SendRecord]:
-        """Returns the records of all sent messages that may still be used."""
-        if not self._sends:
-            return []
-        with self._lock:
-            sends = list(self._sends.values())
-        for send in sends:
-            if not send.edges:
-                send.edges = edges_behind(send.gates)
-        return sends
 
     def count(self) -> tuple[int, int]:
         """Returns the number of sent and of received messages on record."""
-        return len(self._sends), len(self._received)
-
-    def ends_beside(
-        self, receive_of: Mapping[Node, ReceiveRecord], on_reached: Callable[[int], None]
-    ) -> Mapping[Node, Any]:
-        """Returns the ends of a pass's walks: the receives of a context, and the receives here.
-
-        Args:
-            receive_of: The receives of the context; may grow during the pass.
-            on_reached: Called with the sender of each message that is reached in these records.
-        """
-        return Ends(self, receive_of, on_reached) if self._received else receive_of
+        return len(self._sends), len(self.received)
 
 
-class Ends(Mapping[Node, Any]):
-    """The ends of walks in one pass; keeps the reached nodes alive for as long as it lives."""
+class Ends(dict[Node, Any]):
+    """The ends of walks in one pass: the receives of a context, and reached ones of records here.
+
+    Keeps the reached nodes alive for as long as it lives.
+
+    Args:
+        records: The records.
+        receive_of: The receives of the context; may grow during the pass.
+        on_reached: Called with the sender of each message that is reached in the records.
+    """
 
     def __init__(
         self,
@@ -234,15 +183,15 @@ class Ends(Mapping[Node, Any]):
         receive_of: Mapping[Node, ReceiveRecord],
         on_reached: Callable[[int], None],
     ) -> None:
+        super().__init__()
         self._outside = records
         self._receive_of = receive_of
         self._on_reached = on_reached
-        self._found: dict[Node, ReceiveRecord] = {}
         self._records: dict[int, ReceiveRecord] = {}
 
     def get(self, node: Node, default: Any = None) -> Any:
         """Returns the record of a received message by a placeholder of it."""
-        record = self._receive_of.get(node) or self._found.get(node)
+        record = self._receive_of.get(node) or super().get(node)
         if record is not None:
             return record
         if type(node) is not PLACEHOLDER:
@@ -257,43 +206,32 @@ class Ends(Mapping[Node, Any]):
         record = self._records.get(message.message_id)
         if record is None:
             self._on_reached(message.from_worker)
-            nodes: list[Any] = [None] * len(message.metas)
-            record = ReceiveRecord(
+            record = self._records[message.message_id] = ReceiveRecord(
                 message.message_id,
                 message.from_worker,
-                nodes,
+                [None] * len(message.metas),  # type: ignore[list-item]
                 message.metas,
                 is_back=message.is_back,
                 is_outside=True,
             )
-            self._records[message.message_id] = record
         record.nodes[place] = node
-        self._found[node] = record
+        self[node] = record
         return record
 
     def forget(self, nodes: Iterable[Node]) -> None:
         """Lets go of reached nodes, with all others of their messages."""
         for node in nodes:
-            record = self._found.get(node)
+            record = super().get(node)
             if record is not None:
                 self._records.pop(record.message_id, None)
                 for each in record.nodes:
-                    self._found.pop(each, None)
+                    self.pop(each, None)
 
     def __contains__(self, node: object) -> bool:
         return self.get(node) is not None  # type: ignore[arg-type]
 
-    def __getitem__(self, node: Node) -> Any:
-        record = self.get(node)
-        if record is None:
-            raise KeyError(node)
-        return record
-
-    def __iter__(self) -> Iterator[Node]:
-        return iter({**self._receive_of, **self._found})
-
-    def __len__(self) -> int:
-        return len({**self._receive_of, **self._found})
+    def __missing__(self, node: Node) -> Any:
+        return self._receive_of[node]
 
 
 # Arriving tensors
@@ -317,13 +255,9 @@ class Arrivals:
 
     def __init__(self, records: OutsideRecords, warns: bool = False) -> None:
         self._records = records
-        self._warns = warns
-        self._has_warned = False
-
-    @property
-    def keeps_graphs(self) -> bool:
+        self.keeps_graphs = not warns
         """Whether gradients outside of contexts go back to the senders."""
-        return not self._warns
+        self._has_warned = False
 
     def place(
         self,
@@ -352,7 +286,7 @@ class Arrivals:
         if context_id == NO_GRAD:
             for place in computed:
                 values[place].requires_grad_(False)
-        elif self._warns:
+        elif not self.keeps_graphs:
             if message_id:
                 self._records.give_back(worker, message_id)
             for place in computed:

@@ -2,30 +2,29 @@
 
 The thread that reads a message puts it into the inbox of the pass. One thread at a time empties
 the inbox, runs the ready nodes and sends the resulting messages. For a pass that this worker
-leads, that is the thread that called ``backward`` (see ``led_pass``); for any other pass, a task of
-the reactor.
+leads, that is the thread that called ``backward``; for any other pass, a task of the reactor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
+from torch import Tensor
+
 from torchweft import knobs
-from torchweft.autograd.codec import CONTEXT_AT, Envelopes, PassName, numbers_of_gradients
-from torchweft.autograd.component import PassEnded
-from torchweft.autograd.contexts import Contexts
+from torchweft.autograd.codec import CONTEXT_AT, Envelopes, PassMode, PassName, numbers_of_gradients
+from torchweft.autograd.component import OF_TORCH, PassEnded, operation_of
+from torchweft.autograd.contexts import OF_ANOTHER_CONTEXT, RAN_INTO, Context, Contexts
 from torchweft.autograd.data_parallel import AVERAGING
-from torchweft.autograd.local_engine import OF_TORCH, operation_of
+from torchweft.autograd.graph import Roots
 from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.records import OF_ANOTHER_CONTEXT, RAN_INTO
-from torchweft.errors import AutogradError, BackwardTimeout
+from torchweft.errors import AutogradError, BackwardTimeout, NotInitialized, WorkerLost
 from torchweft.free_threading import shared_count
 from torchweft.ids import scoped_id, worker_of
 from torchweft.protocol.backward import (
@@ -33,7 +32,10 @@ from torchweft.protocol.backward import (
     Action,
     Apply,
     Close,
+    Complete,
     Discover,
+    Driver,
+    Fail,
     Failed,
     Gradients,
     Message,
@@ -41,25 +43,29 @@ from torchweft.protocol.backward import (
     Progress,
     Send,
     Settled,
+    Tell,
+    failure_error,
 )
 from torchweft.protocol.numbers import Tombstones
-from torchweft.protocol.observing.keys import PASS, Wait
+from torchweft.protocol.observing.keys import GATHERING, PASS, Wait
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 from torchweft.threads.interrupts import Flag, is_of_handler
 from torchweft.threads.reports import log_exception, names_of
-from torchweft.wire.frames import Buffer, Frame
+from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
 from torchweft.worker.agent import Agent
+from torchweft.worker.calls import Spins, kinds_of
 from torchweft.worker.peers import Peer
 
 LOST: Final = "lost"
 """Inbox item for a worker's loss. All others are frames, or this worker's own messages."""
 
-LOOK_S = 0.5
+_LOOK_S = 0.5
 """How often a thread that waits in a pass checks whether the worker has shut down."""
 
 _REMEMBERED_PASSES = 4096
+_PASS_KINDS = kinds_of(Kind.BACKWARD, Kind.GRADIENTS)
 
 
 class Unreachable(NamedTuple):
@@ -69,27 +75,6 @@ class Unreachable(NamedTuple):
 
 
 Item = tuple[Peer, object]
-
-
-class PassWatcher:
-    """Is told of the backward passes of one worker; does nothing unless a method is overridden."""
-
-    def pass_runs(self, context_id: int) -> contextlib.AbstractContextManager[object]:
-        """Returns a block around a pass that this worker leads."""
-        return contextlib.nullcontext()
-
-    def part_runs(
-        self, local: LocalPass, work: Callable[[], tuple[list[Outgoing], Progress]]
-    ) -> tuple[list[Outgoing], Progress]:
-        """Runs ``work``, a step of this worker's part of a pass, and returns its result."""
-        return work()
-
-    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
-        """Returns the bytes of messages that stand before the next one of a pass to a worker."""
-        return []
-
-    def take_span(self, key: tuple[int, int], context: bytes) -> None:
-        """Takes the numbers of a pass and its context, and its span, from another worker."""
 
 
 class Passes:
@@ -103,11 +88,7 @@ class Passes:
     """
 
     def __init__(
-        self,
-        agent: Agent,
-        contexts: Contexts,
-        outside: OutsideRecords,
-        envelopes: Envelopes,
+        self, agent: Agent, contexts: Contexts, outside: OutsideRecords, envelopes: Envelopes
     ) -> None:
         self.agent = agent
         self.me = agent.me.id
@@ -115,7 +96,8 @@ class Passes:
         self.outside = outside
         self.envelopes = envelopes
         self.timeout_s = knobs.BACKWARD_TIMEOUT_S.get()
-        self.watchers: Sequence[PassWatcher] = ()
+        self.watchers: Sequence[Any] = ()
+        """The watchers of the worker; see ``rpc.worker.Watcher``."""
         self.lock = threading.RLock()
         self.parts: dict[tuple[int, int], PassPart] = {}
         """By the numbers of passes and of their contexts, those that this worker leads included."""
@@ -123,11 +105,8 @@ class Passes:
         """Those that threads of this worker lead, by the number of the pass."""
         self._passes_of: dict[int, list[int]] = {}
         self._ended = Tombstones(_REMEMBERED_PASSES)
-        self._numbers = shared_count(1)
-
-    def new_id(self) -> int:
-        """Returns the number of a pass that this worker leads; it is new in the group."""
-        return scoped_id(self.me, next(self._numbers))
+        self.numbers = shared_count(1)
+        """Makes the numbers of passes that this worker leads, without the worker."""
 
     def all(self) -> list[PassPart]:
         """Returns all parts, also those that wait for the end of their context."""
@@ -171,36 +150,29 @@ class Passes:
 
     def begun(self, name: PassName) -> None:
         """Notes the name of a pass, and closes the parts in earlier ones, which it implies."""
+        older: list[PassPart | None] = []
         with self.lock:
             passes = self._passes_of.setdefault(name.context_id, [])
-            older = self._take_older(name, passes) if passes else ()
+            for pass_id in list(passes):
+                if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
+                    passes.remove(pass_id)
+                    self._ended.add((pass_id, name.context_id))
+                    older.append(self.parts.pop((pass_id, name.context_id), None))
             passes.append(name.pass_id)
-        for each in older:
-            each.close()
-
-    def _take_older(self, name: PassName, passes: list[int]) -> list[PassPart]:
-        older: list[PassPart] = []
-        for pass_id in list(passes):
-            if pass_id < name.oldest_id and worker_of(pass_id) == worker_of(name.pass_id):
-                passes.remove(pass_id)
-                key = (pass_id, name.context_id)
-                self._ended.add(key)
-                part = self.parts.pop(key, None)
-                if part is not None:
-                    older.append(part)
-        return older
+        if older:
+            _close_all(older)
 
     def end(self, part: PassPart) -> None:
         """Releases a part, done or not; later messages of the pass are dropped."""
         with self.lock:
             self.parts.pop(part.key, None)
             self._ended.add(part.key)
-            if part.name is not None:
-                passes = self._passes_of.get(part.name.context_id, [])
-                if part.pass_id in passes:
-                    passes.remove(part.pass_id)
-                if not passes:
-                    self._passes_of.pop(part.name.context_id, None)
+            pass_id, context_id = part.key
+            passes = self._passes_of.get(context_id, [])
+            if pass_id in passes:
+                passes.remove(pass_id)
+            if not passes:
+                self._passes_of.pop(context_id, None)
         part.close()
 
     def end_in(self, context_id: int) -> None:
@@ -208,9 +180,13 @@ class Passes:
         with self.lock:
             keys = [(each, context_id) for each in self._passes_of.pop(context_id, ())]
             parts = [self.parts.pop(key, None) for key in keys]
-        for part in parts:
-            if part is not None:
-                part.close()
+        _close_all(parts)
+
+
+def _close_all(parts: Iterable[PassPart | None]) -> None:
+    for part in parts:
+        if part is not None:
+            part.close()
 
 
 class PassPart:
@@ -225,13 +201,15 @@ class PassPart:
 
     name: PassName | None = None
     local: LocalPass | None = None
+    driver: Driver | None = None
+    """Leads the pass, if this worker does."""
     is_closed = False
     waits_since_s = math.inf
     """When this worker began to wait, by ``time.monotonic``; a leading one, for the first time."""
     _awaited: int | None = None
     """The worker whose gradients a gate waits for."""
-    _may_block = True
-    """Whether this thread may block on a full socket."""
+    _is_led = False
+    """Whether a thread of this worker leads the pass; it then empties the inbox at any time."""
     _is_at_work = False
     _signal: Flag | None = None
     _mark: Mark | None = None
@@ -244,14 +222,13 @@ class PassPart:
         self.pass_id = pass_id
         self.key = (pass_id, context_id)
         """Names the pass: a worker that takes no part in the context does not know it."""
-        self.inbox: Any = []
-        self._lock = passes.lock
+        self.inbox: list[Item] = []
 
     # The inbox
 
     def put(self, item: Item) -> bool:
         """Puts an item into the inbox; returns whether the caller must schedule its handling."""
-        with self._lock:
+        with self._passes.lock:
             self.inbox.append(item)
             was_at_work, self._is_at_work = self._is_at_work, True
         if self._signal is not None:
@@ -260,10 +237,9 @@ class PassPart:
 
     def take_all(self) -> list[Item]:
         """Empties the inbox. After an empty result the next ``put`` must schedule the handling."""
-        with self._lock:
-            items: list[Item]
+        with self._passes.lock:
             items, self.inbox = self.inbox, []
-            self._is_at_work = bool(items)
+            self._is_at_work = bool(items) or self._is_led
             if device_streams.HAS_CUDA:
                 # The next items may be another thread's, before this one's task has ended.
                 if items:
@@ -273,17 +249,32 @@ class PassPart:
                     self._mark = device_streams.mark()
         return items
 
-    def wait(self, limit_s: float) -> bool:
-        """Blocks until an item is in the inbox or the pass is over; returns False if none is.
+    def wait(self, deadline_s: float) -> bool:
+        """Blocks until an item is in the inbox or the part is closed.
 
         Args:
-            limit_s: The longest time.
+            deadline_s: The latest end of the wait, by ``time.monotonic``.
+
+        Returns:
+            Whether that is so; False if this worker shuts down.
+
+        Raises:
+            BackwardTimeout: Nothing came in time; names the workers.
         """
-        # Publish the signal before checking the inbox: a concurrent ``put`` then sets it.
-        signal = self._signal = Flag()
-        if not (self.inbox or self.is_closed):
-            signal.wait(limit_s)
-        return bool(self.inbox)
+        reactor = self._agent.reactor
+        with reactor.waiting(self.shown):
+            while True:
+                # Publish the signal before checking the inbox: a concurrent ``put`` then sets it.
+                signal = self._signal = Flag()
+                if self.inbox or self.is_closed:
+                    return True
+                left_s = deadline_s - time.monotonic()
+                if signal.wait(min(left_s, _LOOK_S)):
+                    return True
+                if reactor.is_closing:
+                    return False
+                if left_s < 0:
+                    raise self._timeout_error()
 
     # The state
 
@@ -293,7 +284,9 @@ class PassPart:
         return self._is_at_work or (self.local is not None and self.local.is_waiting)
 
     def awaited(self) -> set[int]:
-        """Returns the other workers for which this worker waits in the pass."""
+        """Returns the other workers for which this worker waits; a leader, for their progress."""
+        if self.driver is not None:
+            return self.driver.awaited_workers() - {self._passes.me}
         return set() if self._awaited is None else {self._awaited}
 
     def whom_it_awaits(self) -> str:
@@ -329,14 +322,11 @@ class PassPart:
             self._signal.set()
         if self.local is not None:
             if not self.machine.is_over:
-                self._finish_hooks(self.local)
+                try:
+                    self.local.finish_hooks()
+                except Exception:
+                    log_exception("a hook of several tensors raised after the pass")
             self.local.close()
-
-    def _finish_hooks(self, local: LocalPass) -> None:
-        try:
-            local.finish_hooks()
-        except Exception:
-            log_exception("a hook of several tensors raised after the pass")
 
     # Work
 
@@ -373,35 +363,39 @@ class PassPart:
 
     def _is_of_caller(self, error: BaseException) -> bool:
         """Whether an error is of the thread that leads the pass, as a signal, not of the pass."""
-        return False
+        return self._is_led and (not isinstance(error, Exception) or is_of_handler(error))
 
     def _average(self, local: LocalPass) -> list[Action]:
         """Has DDP average gradients; may block until its other ranks do the same."""
-        is_counted = self._agent.reactor.begin_wait()
-        try:
-            return self.machine.worked((), local.average())
-        except BaseException as error:
-            if self._is_of_caller(error):
-                raise
-            return self.machine.failed(AVERAGING, error)
-        finally:
-            if is_counted:
-                self._agent.reactor.end_wait()
+        began_s = time.monotonic()
+
+        def shown() -> list[Wait]:
+            key, age_s = f"average {self.pass_id}", time.monotonic() - began_s
+            return [Wait(GATHERING, key, age_s, AVERAGING, ())]
+
+        with self._agent.reactor.waiting(shown):
+            try:
+                return self.machine.worked((), local.average())
+            except BaseException as error:
+                if self._is_of_caller(error):
+                    raise
+                return self.machine.failed(AVERAGING, error)
 
     def _receive(self, peer: Peer, item: object) -> list[Action]:
-        if item is LOST:
-            return self._worker_lost(peer)
         message: Any = item
-        if type(item) is Unreachable:
-            if self.local is not None:
-                self.local.forget(item.message_ids)
-            return []
         if type(item) is Frame:
             name, message = self._passes.envelopes.open(peer, item)
             if self.name is None:
                 self.name = name
-        if type(message) is Failed:
-            return self._take_failure(message)
+        elif item is LOST:
+            ended = [] if self.driver is None else self.driver.worker_lost(peer.id, peer.lost)
+            return ended or self.machine.worker_lost(peer.id, peer.lost)
+        elif type(item) is Unreachable:
+            if self.local is not None:
+                self.local.forget(item.message_ids)
+            return []
+        if type(message) is Failed:  # Only the leader has to know.
+            return [] if self.driver is None else self.driver.failed(message)
         if self.local is None and type(message) is not Abort:
             self._begin()
         actions = self.machine.receive(peer.id, message)
@@ -409,12 +403,6 @@ class PassPart:
             self.apply(actions[0].message)
             return []
         return actions
-
-    def _take_failure(self, failed: Failed) -> list[Action]:
-        return []  # Only the leader has to know.
-
-    def _worker_lost(self, peer: Peer) -> list[Action]:
-        return self.machine.worker_lost(peer.id, peer.lost)
 
     def apply(self, message: Gradients | Discover | Settled) -> None:
         """Delivers a message to the pass on this worker."""
@@ -458,23 +446,15 @@ class PassPart:
         return actions
 
     def _wait_in_gate(self, message_id: int) -> None:
-        """Waits for an item in the inbox, which other threads fill, or for the end of the pass.
-
-        Raises:
-            BackwardTimeout: Nothing came in time; names the worker.
-        """
-        passes, reactor = self._passes, self._agent.reactor
+        """Waits until another thread has filled the inbox, or the pass has ended."""
+        passes = self._passes
         context = passes.contexts.get(self.key[1])
         send = context.send(message_id) or passes.outside.send(message_id)
         self._awaited = None if send is None else send.to_worker
         self.waits_since_s = time.monotonic()
         try:
-            with reactor.waiting(self.shown):
-                while not (self.wait(LOOK_S) or self.is_closed):
-                    if reactor.is_closing:
-                        raise PassEnded
-                    if time.monotonic() > self.waits_since_s + passes.timeout_s:
-                        raise self._timeout_error()
+            if not self.wait(self.waits_since_s + passes.timeout_s):
+                raise PassEnded
         finally:
             self._awaited = None
 
@@ -484,9 +464,9 @@ class PassPart:
         """Sends messages, in one write for each worker: every write wakes a thread there."""
         by_worker: dict[int, list[Message]] = {}
         for action in actions:
-            if isinstance(action, Send):
+            if type(action) is Send:
                 by_worker.setdefault(action.to_worker, []).append(action.message)
-            elif isinstance(action, Close):
+            elif type(action) is Close:
                 self._passes.end(self)
         for worker, messages in by_worker.items():
             try:
@@ -494,10 +474,12 @@ class PassPart:
             except Exception as error:
                 if is_of_handler(error):
                     raise
-                self._failed(self.machine.failed(operation_of(error), error))
+                failed = self.machine.failed(operation_of(error), error)
+                self.send_all(self._follow_up(failed))
 
-    def _failed(self, actions: list[Action]) -> None:
-        self.send_all(actions)
+    def _follow_up(self, actions: list[Action]) -> list[Action]:
+        """Carries out actions for a driver on this worker; returns the others."""
+        return actions
 
     def _send(self, peer: Peer, messages: Sequence[Message]) -> None:
         assert self.name is not None
@@ -507,4 +489,188 @@ class PassPart:
         if type(messages[0]) in (Failed, Abort):
             self._agent.sender.post(peer, buffers)  # A lost worker need not receive it.
         else:
-            self._agent.sender.send(peer, buffers, may_block=self._may_block)
+            # The leading thread holds the connections for reading. If it blocked on a full socket
+            # while the peer did the same, neither side would read.
+            self._agent.sender.send(peer, buffers, may_block=not self._is_led)
+
+
+class LedPass(PassPart):
+    """A pass that a thread of this worker leads.
+
+    Args:
+        passes: The passes of this worker.
+        context: This worker's records.
+        mode: How it is run on other workers.
+        local: This worker's graphs, with the roots.
+    """
+
+    name: PassName
+    local: LocalPass
+    driver: Driver
+    _is_led = _is_at_work = True
+    outcome: Complete | Fail | None = None
+    _deadline_s = math.inf
+    _has_ended = False
+
+    def __init__(self, passes: Passes, context: Context, mode: PassMode, local: LocalPass) -> None:
+        me = passes.me
+        super().__init__(passes, Participant(me, me), 0, context.id)
+        self.local = local
+        self.driver = Driver(me)
+        self._mode = mode
+        self._context = context
+        self._others: list[Peer] = []
+        local.exchange = self._exchange
+
+    # The state
+
+    def shown(self) -> list[Wait]:
+        """Returns the wait for ``Reactor.waiting``; nothing once the pass is over."""
+        return [] if self._has_ended or self.outcome is not None else super().shown()
+
+    # Leading
+
+    def run(self, roots: Roots | Sequence[Tensor]) -> None:
+        """Blocks until the pass is over everywhere.
+
+        Args:
+            roots: Where it starts.
+
+        Raises:
+            AutogradError: It failed.
+        """
+        try:
+            try:
+                self.local.start(roots)  # Its walk may reach messages of further workers.
+                self._others = [*map(self._agent.peers.__getitem__, self._context.known_workers)]
+                self._register()
+                self._run()
+            finally:
+                self._end()
+        finally:
+            if not self._has_ended:  # A signal handler has raised an error within ``_end``.
+                self._end()
+
+    def _register(self) -> None:
+        """Gives the pass its number; from then on it gets messages."""
+        passes, context_id = self._passes, self.key[1]
+        with passes.lock:
+            number = self.pass_id = self.local.pass_id = scoped_id(passes.me, next(passes.numbers))
+            oldest = number
+            for other in passes.led.values():
+                if other.key[1] == context_id:
+                    oldest = min(oldest, other.pass_id)
+            self.key = (number, context_id)
+            self.name = PassName(context_id, number, oldest, self._mode)
+            passes.led[number] = passes.parts[self.key] = self
+
+    def _end(self) -> None:
+        with self._passes.lock:
+            self._passes.led.pop(self.pass_id, None)
+            self._passes.parts.pop(self.key, None)
+        self.local.close()
+        self._has_ended = True
+
+    def _run(self) -> None:
+        try:
+            self._lead()
+            self.local.finish_hooks()
+        except BaseException as error:
+            self.send_all(self._follow_up(self.driver.cancel(error)))
+            raise
+
+    def _lead(self) -> None:
+        sends = self._follow_up(self._work_off(()))
+        while self.outcome is None:
+            if self.inbox or self.local.is_averaging_due:
+                self.send_all(sends)
+                if self.outcome is None and self.local.is_averaging_due:
+                    self.send_all(self._follow_up(self._average(self.local)))
+            else:
+                self._send_and_wait(sends)
+            sends = self._follow_up(self._work_off(self.take_all()))
+        if sends:
+            self.send_all(sends)
+        if isinstance(self.outcome, Fail):
+            raise self._failure(self.outcome)
+
+    def _send_and_wait(self, sends: Sequence[Action]) -> None:
+        agent = self._agent
+        if self._deadline_s == math.inf:  # The first wait starts the timeout.
+            self.waits_since_s = time.monotonic()
+            self._deadline_s = self.waits_since_s + self._passes.timeout_s
+        lease = agent.waiter.lease(self._others)
+        taken: list[tuple[Peer, Frame]] = []
+        try:
+            self.send_all(sends)
+            if lease is not None and self.outcome is None:
+                wanted = (_PASS_KINDS, self.pass_id, taken, None)
+                agent.waiter.read(
+                    lease, wanted, Spins.PASSES, self._deadline_s, self._is_woken, self.shown
+                )
+        finally:
+            if lease is not None:
+                lease.release()
+        for peer, frame in taken:
+            agent.receiver.take(peer, frame)
+        if not self.inbox and self.outcome is None:  # A failed send sets the outcome.
+            self._wait_for_others()
+
+    def _is_woken(self) -> bool:
+        """Whether a wait has ended without a message that this thread has read."""
+        for peer in self._others:
+            if peer.lost is not None:
+                return True
+        return bool(self.inbox)
+
+    def _wait_for_others(self) -> None:
+        """Waits for other threads to fill the inbox."""
+        if not self.wait(self._deadline_s):
+            raise NotInitialized("this worker shut down before a backward pass had ended")
+
+    def _exchange(self, message_id: int, outgoing: list[Outgoing], progress: Progress) -> None:
+        """Takes a turn of ``_lead`` within a run of torch's engine; see ``LocalPass.exchange``."""
+        sends = self._follow_up(self.machine.worked(outgoing, progress))
+        try:
+            if self.inbox or self.outcome is not None:
+                self.send_all(sends)
+            else:
+                self._send_and_wait(sends)
+        except BaseException as error:  # Not an error of the graph that is running.
+            raise PassEnded(error) from None
+        if self.outcome is None:
+            self.send_all(self._follow_up(self._receive_all()))
+        if self.outcome is not None:
+            raise PassEnded
+
+    def _follow_up(self, actions: list[Action]) -> list[Action]:
+        """Carries out actions for this worker; returns the messages for other workers."""
+        sends: list[Action] = []
+        for action in actions:  # The body appends to it.
+            if type(action) is Send:
+                if action.to_worker == self._passes.me:
+                    actions += self._to_itself(action.message)
+                else:
+                    sends.append(action)
+            elif type(action) is Tell:
+                actions += self.driver.progressed(action.progress)
+            elif type(action) is Complete or type(action) is Fail:
+                self.outcome = action
+        return sends
+
+    def _to_itself(self, message: Any) -> list[Action]:
+        """Takes a message from this worker to itself; returns the actions that follow at once."""
+        if isinstance(message, Failed):
+            return self.driver.failed(message)
+        if isinstance(message, Abort):  # The inbox is not read any more.
+            return self.machine.receive(self._passes.me, message)
+        self.put((self._agent.me, message))
+        return []
+
+    def _failure(self, fail: Fail) -> AutogradError:
+        if isinstance(fail.error, bytes):
+            fail = fail._replace(error=self._passes.envelopes.error_of(fail.error))
+        name = self._agent.peers[fail.worker].name
+        if isinstance(fail.error, WorkerLost):
+            name = fail.error.worker or name  # Another worker may have noticed first.
+        return failure_error(fail, name)

@@ -33,12 +33,11 @@ from torch.nn import utils
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from torchweft.autograd.contexts import Contexts
-from torchweft.autograd.hooks import are_registered, gathered_by, replace
-from torchweft.autograd.local_engine import probed_by, probing
-from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.records import SendRecord
-from torchweft.autograd.walk import walk
+from torchweft.autograd import hooks
+from torchweft.autograd.component import probed_by, probing
+from torchweft.autograd.contexts import Contexts, SendRecord
+from torchweft.autograd.graph import walk
+from torchweft.autograd.outside import Ends, OutsideRecords
 from torchweft.errors import AutogradError, ConfigurationError
 
 _variable: Any = torch.autograd.Variable
@@ -90,15 +89,15 @@ class _Watching(_Engine):  # type: ignore[misc]
         if inputs:
             _check(roots, inputs)
         begin = super().run_backward
-        if not are_registered() and probing.run is None:
+        if not hooks.has_hooks_of_several and probing.run is None:
             return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
-        with gathered_by(None), probed_by(None):  # It may begin in a hook of a pass of Weft.
+        with hooks.gathered_by(None), probed_by(None):  # It may begin in a hook of a pass of Weft.
             return begin(roots, gradients, retain_graph, create_graph, inputs, *others, **options)
 
 
 def _check(roots: Sequence[Any], inputs: Sequence[Any]) -> None:
     for recorder in list(_watched):
-        contexts = [each for each in recorder.contexts.all() if each.has_both_ways()]
+        contexts = [each for each in recorder.contexts.all() if each.receive_of]
         if not contexts and not recorder.outside.sends():
             continue
         reached = set(walk(_nodes(roots), set()))
@@ -140,7 +139,7 @@ def _led_outside(recorder: Recorder, reached: set[Node], wanted: set[Node]) -> s
     sends = recorder.outside.sends()
     if not sends or wanted.isdisjoint(walk(_sent(sends), set())):
         return None
-    ends = recorder.outside.ends_beside({}, lambda _: None)
+    ends = Ends(recorder.outside, {}, lambda _: None)
     found = [end for node in reached if (end := ends.get(node)) is not None]
     return recorder.name_of(found[0].from_worker) if found else None
 
@@ -244,8 +243,8 @@ def _measuring(function: Callable[..., Any]) -> Callable[..., Any]:
 
 for _name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
     _function = getattr(utils, _name)
-    replace(_function, _reading_grad(_function, _name), _name)
-replace(utils.get_total_norm, _measuring(utils.get_total_norm), "get_total_norm")
+    hooks.replace(_function, _reading_grad(_function, _name), _name)
+hooks.replace(utils.get_total_norm, _measuring(utils.get_total_norm), "get_total_norm")
 
 
 def _look(name: str, parameters: Iterable[Any]) -> None:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from torchweft.autograd import context, current_context_id, get_gradients, is_available
-from torchweft.autograd.api import all_used, check_context_id
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import Context as DistAutogradContext
+from torchweft.autograd.contexts import Gradients, add_to_grad
 from torchweft.autograd.engine import current_engine
-from torchweft.autograd.gradients import Gradients, add_to_grad
-from torchweft.autograd.pass_arguments import Roots, checked_inputs, roots_of
+from torchweft.autograd.graph import Roots, all_used, check_context_id, checked_inputs, roots_of
 from torchweft.errors import AutogradError
 from torchweft.mapreduce.replay import Replay
 

@@ -19,11 +19,9 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.contexts import Context
+from torchweft.autograd.contexts import Context, Gradients
 from torchweft.autograd.engine import Engine
-from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.pass_arguments import InputGradients, Roots, place_of, receives_before
-from torchweft.autograd.walk import Place
+from torchweft.autograd.graph import InputGradients, Place, Roots, place_of, receives_before
 from torchweft.errors import AutogradError, WorkerLost
 from torchweft.mapreduce import trees
 
@@ -123,12 +121,12 @@ class Replay:
     def _run_all(
         self, mode: PassMode, input_gradients: InputGradients, gradients: Gradients | None = None
     ) -> None:
-        self._engine.run_all(
+        self._engine.run(
             self._context_id,
             self._roots,
             mode,
-            input_gradients,
-            gradients,
+            gradients=gradients,
+            input_gradients=input_gradients,
             retains_here=bool(self._context().maps),
         )
 

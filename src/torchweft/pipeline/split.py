@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from torchweft.autograd.local_engine import accumulate
+from torchweft.autograd.component import accumulate
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 

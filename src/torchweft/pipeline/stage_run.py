@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils import _pytree
 
-from torchweft.autograd.local_engine import accumulate
+from torchweft.autograd.component import accumulate
 from torchweft.errors import ConfigurationError
 from torchweft.pipeline.sharing import Redirection
 from torchweft.pipeline.split import WeightPart, input_part

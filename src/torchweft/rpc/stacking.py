@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from torchweft.autograd.contexts import current_id, set_current_id
-from torchweft.autograd.records import PLACEHOLDER
+from torchweft.autograd.contexts import PLACEHOLDER, current_id, set_current_id
 from torchweft.errors import AutogradError, BatchError
 from torchweft.rpc.worker import Worker
 from torchweft.threads import device_streams

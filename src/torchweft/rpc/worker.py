@@ -7,6 +7,7 @@ no notes, and is told of without them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -17,13 +18,15 @@ from typing import Any
 import torch
 
 from torchweft import knobs
+from torchweft.autograd.codec import PassName
 from torchweft.autograd.contexts import Contexts
 from torchweft.autograd.engine import Engine
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.autograd.outside import Arrivals
-from torchweft.autograd.passes import PassWatcher
 from torchweft.errors import NotInitialized, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
+from torchweft.protocol.backward import Progress
 from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.apart import reply_by_tables
@@ -48,10 +51,11 @@ from torchweft.worker.references import ReferenceKeeper
 from torchweft.worker.tensor_messages import LocalMessage, TensorMessages, local_frame
 
 
-class Watcher(PassWatcher):
-    """Is told of the calls of a worker, by any thread; does nothing unless a method is overridden.
+class Watcher:
+    """Is told of the calls and backward passes of a worker, by any thread.
 
-    It may keep something with a call in ``call.notes``, under itself.
+    Does nothing unless a method is overridden. It may keep something with a call in ``call.notes``,
+    under itself.
     """
 
     # Calls that this worker makes
@@ -83,6 +87,25 @@ class Watcher(PassWatcher):
 
     def served(self, call: AnsweredCall, error: BaseException | None) -> None:
         """Is told of a served call after it was answered."""
+
+    # Backward passes
+
+    def pass_runs(self, context_id: int) -> contextlib.AbstractContextManager[object]:
+        """Returns a block around a pass that this worker leads."""
+        return contextlib.nullcontext()
+
+    def part_runs(
+        self, local: LocalPass, work: Callable[[], tuple[list[Any], Progress]]
+    ) -> tuple[list[Any], Progress]:
+        """Runs ``work``, a step of this worker's part of a pass, and returns its result."""
+        return work()
+
+    def messages_before(self, peer: Peer, name: PassName) -> list[Buffer]:
+        """Returns the bytes of messages that stand before the next one of a pass to a worker."""
+        return []
+
+    def take_span(self, key: tuple[int, int], context: bytes) -> None:
+        """Takes the numbers of a pass and its context, and its span, from another worker."""
 
 
 class Carrier(Watcher):

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.autograd.graph import Node
 
-from torchweft.autograd.records import ReceiveRecord, SendRecord
+from torchweft.autograd.contexts import ReceiveRecord, SendRecord
 from torchweft.compat.autograd import DistAutogradContext
 
 _SEND = "torch::distributed::autograd::SendRpcBackward"

@@ -162,7 +162,7 @@ class Others:
     def _pass(self) -> PassName:
         worker = self._worker()
         member = self._trio.honest if worker == HONEST else self._trio.victim
-        number = self._near(self._latest(member.worker.engine.passes._numbers)) & ((1 << 48) - 1)
+        number = self._near(self._latest(member.worker.engine.passes.numbers)) & ((1 << 48) - 1)
         pass_id = (worker << WORKER_SHIFT) | number
         oldest = _signed(pass_id + self.chance.choice((0, 0, 5, -pass_id - 1)))
         return PassName(self._context(), pass_id, oldest, self.chance.choice(_MODES))

@@ -22,7 +22,7 @@ import torch
 from tests.fuzz.strict import program
 from torchweft import autograd
 from torchweft.autograd.engine import ENGINE
-from torchweft.autograd.led_pass import LedPass
+from torchweft.autograd.passes import LedPass
 from torchweft.errors import ProtocolError
 from torchweft.protocol.leaving import Stage
 from torchweft.protocol.registration import STRICT, Registration

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.contexts import Context
-from torchweft.autograd.gradients import Gradient
-from torchweft.autograd.local_engine import operation_of
+from torchweft.autograd.component import operation_of
+from torchweft.autograd.contexts import Context, Gradient
+from torchweft.autograd.graph import InputGradients, Roots, roots_of
 from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.pass_arguments import InputGradients, Roots, roots_of
 from torchweft.errors import AutogradError
 from torchweft.protocol import backward as protocol
 from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.unit.autograd.cluster import flags_of
-from torchweft.autograd import contexts, records
+from torchweft.autograd import contexts
 from torchweft.autograd.contexts import PARAMETER, REQUIRES_GRAD, Context, Contexts
 from torchweft.errors import AutogradError
 from torchweft.ids import worker_of
@@ -19,13 +19,6 @@ def receive(context: Context, *tensors: Tensor, message_id: int = 5) -> list[Ten
     """Receives copies of tensors from worker 1."""
     copies = [tensor.detach().clone() for tensor in tensors]
     return context.record_receive(message_id, 1, copies, [flags_of(tensor) for tensor in tensors])
-
-
-@pytest.fixture(params=["torch", "function"])
-def made_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has placeholders made with torch's node, and with the fallback."""
-    make = {"torch": records._by_torch, "function": records._by_function}
-    monkeypatch.setattr(records, "_output", make[request.param])
 
 
 def test_message_without_gradients_is_not_recorded() -> None:
@@ -76,7 +69,6 @@ def test_a_send_keeps_the_graph_of_a_custom_function_alive() -> None:
     assert gradient.tolist() == [2.0, 2.0]
 
 
-@pytest.mark.usefixtures("made_by")
 def test_received_tensors_may_be_modified_in_place() -> None:
     context = Context(1, 0)
     source = torch.ones(2, requires_grad=True)
@@ -90,14 +82,12 @@ def test_received_tensors_may_be_modified_in_place() -> None:
     assert (record.from_worker, record.message_id, len(record.metas)) == (1, 5, 2)
 
 
-@pytest.mark.usefixtures("made_by")
 def test_plain_backward_says_what_to_call_instead() -> None:
     (received,) = receive(Context(1, 0), torch.ones(2, requires_grad=True))
     with pytest.raises(RuntimeError, match=r"torchweft\.autograd\.backward"):
         received.sum().backward()
 
 
-@pytest.mark.usefixtures("made_by")
 def test_received_tensors_require_grad_also_under_no_grad() -> None:
     with torch.no_grad():
         (received,) = receive(Context(1, 0), torch.ones(2, requires_grad=True))

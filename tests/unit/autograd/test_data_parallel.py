@@ -13,11 +13,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
 from torchweft.autograd import data_parallel
-from torchweft.autograd.contexts import Context
+from torchweft.autograd.contexts import Context, Gradients, SendRecord
 from torchweft.autograd.data_parallel import Averaging, find_averaging
-from torchweft.autograd.gradients import Gradients
+from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.autograd.walk import Live, Reached
 from torchweft.errors import AutogradError
 from torchweft.protocol.backward import ROOTS, Progress
 
@@ -73,7 +72,7 @@ def test_modules_are_known_if_they_are_made_before_or_after() -> None:
 def reached(message_id: int, *modules: Any) -> Reached:
     weights = [module.module.weight for module in modules]
     leaves = {get_gradient_edge(weight).node: weight for weight in weights}
-    return Reached([Live(message_id, ())], leaves, {})
+    return Reached([SendRecord(message_id, 1, (), ())], leaves, {})
 
 
 def test_a_pass_that_reaches_no_such_module_is_left_alone() -> None:

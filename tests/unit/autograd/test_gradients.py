@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchweft.autograd import gradients
-from torchweft.autograd.gradients import Gradients, is_private
+from torchweft.autograd import contexts
+from torchweft.autograd.contexts import Gradients, is_private
 
 
 def sparse(*indices: int) -> Tensor:
@@ -96,7 +96,7 @@ def test_everything_is_copied_where_uses_cannot_be_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert is_private(torch.ones(2))
-    monkeypatch.setattr(gradients, "_storage_use_count", None)
+    monkeypatch.setattr(contexts, "_storage_use_count", None)
     assert not is_private(torch.ones(2))
 
 

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
-from torchweft.autograd.contexts import REQUIRES_GRAD, Context
-from torchweft.autograd.gradients import Gradients
-from torchweft.autograd.local_pass import LocalPass
-from torchweft.autograd.pass_arguments import (
+from torchweft.autograd.contexts import REQUIRES_GRAD, Context, Gradients
+from torchweft.autograd.graph import (
     InputGradients,
     checked_inputs,
     place_of,
     receives_before,
     roots_of,
 )
+from torchweft.autograd.local_pass import LocalPass
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.protocol.backward import ROOTS
 

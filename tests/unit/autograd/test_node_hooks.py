@@ -85,7 +85,7 @@ def test_prehooks_may_replace_the_gradient_that_the_context_gets() -> None:
 def test_nodes_without_hooks_are_not_looked_at_before_the_program_has_registered_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hooks, "_has_any", False)
+    monkeypatch.setattr(hooks, "has_node_hooks", False)
     looked: list[object] = []
     monkeypatch.setattr(hooks, "_hooks_of", lambda register: looked.append(register) or [])
     leaf = torch.nn.Parameter(torch.ones(2))

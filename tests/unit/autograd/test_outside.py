@@ -17,10 +17,9 @@ from tests.unit.autograd.cluster import (
     assert_equal_gradients,
     expected_gradients,
 )
-from torchweft.autograd.contexts import Context
+from torchweft.autograd.contexts import Context, make_placeholders
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.autograd.outside import OutsideRecords
-from torchweft.autograd.records import make_placeholders
+from torchweft.autograd.outside import Ends, OutsideRecords
 
 
 def received(records: OutsideRecords, message_id: int, *tensors: Tensor) -> list[Tensor]:
@@ -142,7 +141,7 @@ def test_walks_end_at_placeholders_of_this_group_only() -> None:
     context = Context(9, 0)
     (here,) = received(records, 7, torch.ones(2))
     (there,) = received(others, 8, torch.ones(2))
-    ends = records.ends_beside(context.receive_of, reached.append)
+    ends = Ends(records, context.receive_of, reached.append)
     assert here.grad_fn is not None
     assert there.grad_fn is not None
     assert here.grad_fn in ends
@@ -153,12 +152,6 @@ def test_walks_end_at_placeholders_of_this_group_only() -> None:
     assert len(ends) == 1
     with pytest.raises(KeyError):
         ends[there.grad_fn]
-
-
-def test_a_worker_without_records_adds_nothing_to_a_walk() -> None:
-    context = Context(9, 0)
-    ends = OutsideRecords(0).ends_beside(context.receive_of, print)
-    assert ends is context.receive_of
 
 
 def test_a_pass_lets_go_of_the_graphs_of_unreachable_messages() -> None:

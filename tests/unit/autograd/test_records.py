@@ -6,18 +6,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from tests.tables import cases
-from torchweft.autograd import records
-from torchweft.autograd.records import is_without_memory, make_placeholders
-
-
-@pytest.fixture(autouse=True, params=["by torch", "by a function"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes placeholders in both ways, even if torch has a node for them."""
-    if request.param == "by torch" and records._delayed_error is None:
-        pytest.skip("this torch has no such node")
-    by_torch = request.param == "by torch"
-    way = records._by_torch if by_torch else records._by_function
-    monkeypatch.setattr(records, "_output", way)
+from torchweft.autograd.contexts import is_without_memory, make_placeholders
 
 
 def received(*sizes: int) -> list[Tensor]:

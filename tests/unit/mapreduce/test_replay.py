@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import REQUIRES_GRAD, Context
-from torchweft.autograd.pass_arguments import place_of, roots_of
+from torchweft.autograd.graph import place_of, roots_of
 from torchweft.errors import AutogradError, WorkerLost
 from torchweft.mapreduce.replay import Replay, Results
 
@@ -37,13 +37,14 @@ class Engine:
         self.attempts: list[dict[str, Any]] = []
         self._outcomes = list(outcomes)
 
-    def run_all(
+    def run(
         self,
         context_id: int,
         roots: Any,
         mode: Any,
-        input_gradients: Any,
+        *,
         gradients: Any,
+        input_gradients: Any,
         **others: Any,
     ) -> None:
         replaced = dict(input_gradients._replaced)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchweft.autograd.records import make_placeholders
+from torchweft.autograd.contexts import make_placeholders
 from torchweft.errors import AutogradError
 from torchweft.rpc.batching import LocalCall, batched
 from torchweft.rpc.stacking import Entry, Options, Runner, take_apart

@@ -20,7 +20,7 @@ from tests.unit.rpc.pair import Pair, pair_of
 from torchweft import rpc
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
-from torchweft.autograd.pass_arguments import roots_of
+from torchweft.autograd.graph import roots_of
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module

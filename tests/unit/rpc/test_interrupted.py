@@ -29,7 +29,7 @@ from torchweft import autograd, native
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import current_id, enter
 from torchweft.autograd.engine import ENGINE
-from torchweft.autograd.pass_arguments import roots_of
+from torchweft.autograd.graph import roots_of
 from torchweft.errors import AutogradError, CallCancelled
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.futures import Future

@@ -16,8 +16,8 @@ from tests.thread_limits import no_new_threads
 from tests.unit.rpc.pair import LIMIT_S, Pair, pair_of
 from torchweft.autograd.codec import PassMode
 from torchweft.autograd.contexts import enter
-from torchweft.autograd.led_pass import LedPass
-from torchweft.autograd.pass_arguments import roots_of
+from torchweft.autograd.graph import roots_of
+from torchweft.autograd.passes import LedPass
 from torchweft.errors import AutogradError, RemoteError
 from torchweft.rpc.functions import async_execution
 from torchweft.worker.calls import current_call

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 from torch.autograd.graph import Node
 
 from torchweft.autograd import codec
+from torchweft.autograd.contexts import PLACEHOLDER
+from torchweft.autograd.graph import Reached
 from torchweft.autograd.local_pass import LocalPass, Outgoing
-from torchweft.autograd.records import PLACEHOLDER
-from torchweft.autograd.walk import Reached
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId
 from torchweft.observe.counting import kept_of, key_of, name_of

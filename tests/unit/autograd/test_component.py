@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from torchweft.autograd.local_engine import (
-    Opening,
-    Probe,
+from torchweft.autograd.codec import PassMode
+from torchweft.autograd.component import (
+    Start,
     gradients_at,
     probed_by,
     put_last,
-    run_from,
 )
-from torchweft.autograd.records import edges_behind, gates_of, make_placeholders
+from torchweft.autograd.contexts import edges_behind, gates_of, make_placeholders
+
+RETAINING = PassMode(retain_graph=True)
 
 
 def leaf() -> Tensor:
     return torch.ones(3, requires_grad=True)
 
 
-def run(openings: list[Opening], inputs: list[GradientEdge]) -> list[Tensor | None]:
-    try:
-        found = run_from(inputs, (), (), openings, (), retain_graph=True, create_graph=False)
-        return list(found)
-    finally:
-        for opening in openings:
-            opening.close()
+def run(gate: Node, take: Callable[[], Tensor | None], target: GradientEdge) -> Tensor | None:
+    """Runs the graph behind a gate, whose gradient ``take`` returns, to a target."""
+    with Start() as start:
+        start.open(gate, take)
+        (found,) = gradients_at([target], start.edges, start.gradients, RETAINING)
+    return found
 
 
 @pytest.mark.parametrize("modes", [torch.no_grad, torch.inference_mode, FakeTensorMode])
@@ -50,7 +51,7 @@ def test_sparse_gradients_pass(is_sparse: bool) -> None:
     start = (torch.eye(3).to_sparse() if is_sparse else torch.eye(3)).requires_grad_()
     (gate,) = gates_of((start * 2,))
     gradient = torch.eye(3).to_sparse()
-    (found,) = run([Opening(gate, lambda: gradient)], list(edges_behind((gate,))))
+    found = run(gate, lambda: gradient, *edges_behind((gate,)))
     assert found is not None
     assert found.is_sparse == is_sparse
     assert found.to_dense().tolist() == torch.eye(3).tolist()
@@ -63,7 +64,7 @@ def test_an_undefined_gradient_has_the_nodes_behind_run() -> None:
     assert made.grad_fn is not None
     made.grad_fn.register_hook(lambda inner, outer: seen.append(outer))
     (gate,) = gates_of((made,))
-    assert run([Opening(gate, lambda: None)], [get_gradient_edge(start)]) == [None]
+    assert run(gate, lambda: None, get_gradient_edge(start)) is None
     assert seen == [(None,)]
 
 
@@ -93,24 +94,12 @@ def test_gates_wait_last_whatever_threads_made_the_nodes() -> None:
         order.append(name)
         return torch.ones(3)
 
-    openings = [
-        Opening(first_gate, lambda: take("first gate")),
-        Opening(second_gate, lambda: take("second gate")),
-    ]
     put_last(gates, nodes)
-    try:
-        run_from(
-            [get_gradient_edge(start)],
-            [get_gradient_edge(later[0])],
-            [torch.ones(3)],
-            openings,
-            (),
-            retain_graph=False,
-            create_graph=False,
-        )
-    finally:
-        for opening in openings:
-            opening.close()
+    with Start() as begun:
+        begun.edges, begun.gradients = [get_gradient_edge(later[0])], [torch.ones(3)]
+        begun.open(first_gate, lambda: take("first gate"))
+        begun.open(second_gate, lambda: take("second gate"))
+        gradients_at([get_gradient_edge(start)], begun.edges, begun.gradients, PassMode())
     assert order == [
         "root", "free", "second gate", "behind the second", "first gate", "behind the first",
     ]  # fmt: skip
@@ -123,20 +112,21 @@ def received() -> Tensor:
 
 def run_to(tensor: Tensor) -> None:
     root = (get_gradient_edge(tensor * 3),)
-    gradients_at([get_gradient_edge(tensor)], root, (torch.ones(3),), retain_graph=True)
+    gradients_at([get_gradient_edge(tensor)], root, (torch.ones(3),), RETAINING)
 
 
 def test_a_probe_sees_what_hooks_of_the_tensor_return() -> None:
     made = received()
     seen: list[Tensor | None] = []
     assert made.grad_fn is not None
-    Probe(made.grad_fn, seen.append, None).close()
+    with Start() as start:
+        start.probe(made.grad_fn, seen.append, None)
     made.register_hook(lambda gradient: gradient * 5)
-    probe = Probe(made.grad_fn, seen.append, None)
-    run_to(made)
-    with probed_by("another run"):
+    with Start() as start:
+        start.probe(made.grad_fn, seen.append, None)
         run_to(made)
-    probe.close()
+        with probed_by("another run"):
+            run_to(made)
     run_to(made)
     assert [each.tolist() for each in seen if each is not None] == [[15.0] * 3]
 
@@ -149,25 +139,28 @@ def test_probes_come_and_go_while_a_run_is_at_the_node() -> None:
     seen: list[str] = []
 
     def pass_others(_: Tensor) -> None:
-        for probe in [Probe(node, lambda _: seen.append("other"), None) for _ in range(1000)]:
-            probe.close()
+        with Start() as others:
+            for _ in range(1000):
+                others.probe(node, lambda _: seen.append("other"), None)
 
     made.register_hook(pass_others)
-    probe = Probe(node, lambda _: seen.append("own"), None)
-    run_to(made)
-    probe.close()
+    with Start() as start:
+        start.probe(node, lambda _: seen.append("own"), None)
+        run_to(made)
     assert seen == ["own"]
 
 
 def test_another_run_passes_a_gate_by() -> None:
     start = leaf()
     (gate,) = gates_of((start * 2,))
-    opening = Opening(gate, lambda: torch.full((3,), 7.0))
-    root = (GradientEdge(gate, 0),)
-    (found,) = gradients_at([get_gradient_edge(start)], root, (torch.ones(3),), retain_graph=True)
+    target, root = get_gradient_edge(start), (GradientEdge(gate, 0),)
+    with Start() as waiting:
+        waiting.open(gate, lambda: torch.full((3,), 7.0))
+        (found,) = gradients_at([target], root, (torch.ones(3),), RETAINING)
+        (own,) = gradients_at([target], waiting.edges, waiting.gradients, RETAINING)
     assert found is not None
-    assert found.tolist() == [2.0] * 3
-    assert run([opening], [get_gradient_edge(start)])[0].tolist() == [14.0] * 3  # type: ignore[union-attr]
+    assert own is not None
+    assert (found.tolist(), own.tolist()) == ([2.0] * 3, [14.0] * 3)
 
 
 def test_gates_are_made_while_other_threads_use_the_same_leaf() -> None:
