@@ -1,6 +1,7 @@
 """Tests that random programs give the same gradients or errors on workers as in one process.
 
-``python -m tests.unit.autograd.test_random_programs FIRST COUNT`` tries others; ``check`` runs one.
+``python -m tests.unit.autograd.test_local_pass_random FIRST COUNT`` tries others; ``check`` runs
+one.
 """
 
 from __future__ import annotations
