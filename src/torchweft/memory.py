@@ -36,9 +36,8 @@ import torch
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.channel.page_locks import PageLock, PageLocks
-from torchweft.channel.shared_pool import why_no_pool
-from torchweft.channel.shm import SharedMemory
+from torchweft.channel.device_copies import PageLock, PageLocks
+from torchweft.channel.shm import SharedMemory, why_no_pool
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.worker.agent import Agent
 from torchweft.worker.current import current

@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from tests.unit.optim.references import reference
-from torchweft.optim import eager
-from torchweft.optim.groups import GroupPart
-from torchweft.optim.local import LocalOptimizer
+from torchweft.optim.local import (
+    GroupPart,
+    LocalOptimizer,
+    call_method,
+    make_optimizer,
+    step_optimizer,
+)
 from torchweft.threads.device_streams import new_guard
 
 COMPILER = "torch._dynamo"
@@ -92,7 +96,7 @@ def stepped_by_weft(kind: type[Optimizer], options: dict[str, Any]) -> Any:
     made: list[Optimizer] = []
 
     def make(groups: list[dict[str, Any]]) -> Optimizer:
-        made.append(eager.make(kind, iter(groups), (), options))
+        made.append(make_optimizer(kind, iter(groups), (), options))
         assert "add_param_group" not in vars(made[0])
         return made[0]
 
@@ -107,7 +111,7 @@ def stepped_by_weft(kind: type[Optimizer], options: dict[str, Any]) -> Any:
         if step == 1:  # continues from its saved state
             local.load(local.save({}))
         local.step(dict(zip(held, gradients(step), strict=True)), {})
-    return held, eager.call(made[0], "state_dict")
+    return held, call_method(made[0], "state_dict")
 
 
 def takes_more(kind: type[Optimizer]) -> bool:
@@ -140,15 +144,15 @@ def check_modes_and_hooks() -> None:
     held.grad = torch.ones(3, 2)
     for differentiable in (False, True):
         options = {"lr": 0.1, "differentiable": differentiable}
-        optimizer = eager.make(GradModes, [held], (), options)
+        optimizer = make_optimizer(GradModes, [held], (), options)
         assert isinstance(optimizer, GradModes)
         optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
         optimizer.register_step_post_hook(lambda *_: seen.append("after"))
         if differentiable:
             with pytest.raises(RuntimeError, match="in-place"):  # a leaf that requires grad
-                eager.step(optimizer)
+                step_optimizer(optimizer)
         else:
-            eager.step(optimizer)
+            step_optimizer(optimizer)
             assert seen == ["before", "after"]
         assert optimizer.modes == [differentiable]
         assert torch.is_grad_enabled()
@@ -157,16 +161,16 @@ def check_modes_and_hooks() -> None:
 
 def check_step_of_an_object() -> None:
     [held, _] = parameters()
-    optimizer = eager.make(SGD, [held], (0.1,), {})
+    optimizer = make_optimizer(SGD, [held], (0.1,), {})
     calls: list[str] = []
     optimizer.step = lambda: calls.append("own")  # type: ignore[method-assign, assignment, misc]
-    eager.step(optimizer)
+    step_optimizer(optimizer)
     assert calls == ["own"]
 
 
 def check_a_failing_constructor() -> None:
     with pytest.raises(ValueError, match="learning rate"):
-        eager.make(SGD, parameters(), (), {"lr": -1.0})
+        make_optimizer(SGD, parameters(), (), {"lr": -1.0})
 
 
 def main() -> None:

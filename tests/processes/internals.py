@@ -10,9 +10,9 @@ import time
 import torch
 
 from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
+from torchweft.channel.channels import HeldStatistics
 from torchweft.channel.copying import PullError
 from torchweft.channel.memory import PoolStatistics
-from torchweft.channel.ways import HeldStatistics
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.node import Leaving
 from torchweft.worker.current import current

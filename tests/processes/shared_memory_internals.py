@@ -10,8 +10,7 @@ import torch
 
 from tests.contract.processes.functions import name_here, wait_until
 from torchweft import rpc
-from torchweft.channel.shared_pool import SharedPool, SharedStatistics
-from torchweft.channel.shm import SharedMemory
+from torchweft.channel.shm import SharedMemory, SharedPool, SharedStatistics
 from torchweft.worker.current import current
 
 

@@ -20,7 +20,7 @@ from tests.processes.attacks_internals import send_pickle as send_pickled
 from torchweft import autograd, rpc
 from torchweft.nn import RemoteModule, owner
 from torchweft.optim import local
-from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import GroupPart
 from torchweft.protocol.registration import Registration
 from torchweft.rpc.worker import current_worker
 from torchweft.serialize import values as tags

@@ -51,7 +51,7 @@ def arrivals_from(name: str) -> Arrivals:
 def outbox_to(name: str) -> Outbox:
     sending = data_connections()._of(current().find(name)).sending
     assert sending is not None
-    return sending.outbox
+    return sending
 
 
 def transfers_from(name: str) -> int:

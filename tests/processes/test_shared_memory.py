@@ -21,7 +21,7 @@ from tests.processes.shared_memory_internals import (
     way_of,
 )
 from torchweft import knobs, rpc
-from torchweft.channel.shared_pool import AT_ONCE_BYTES
+from torchweft.channel.shm import AT_ONCE_BYTES
 from torchweft.launch import Cluster
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
@@ -95,7 +95,7 @@ def test_shared_memory_lives_as_long_as_anybody_has_it(group: Cluster) -> None:
     rpc.rpc_sync("worker0", shared_memory.drop_kept)
     no_loans("driver")
     assert statistics().resident_bytes >= resident_bytes
-    assert not shared_memory_internals.pool().has_shared
+    assert not shared_memory_internals.pool().shared
 
     result = rpc.rpc_sync("worker0", shared_memory.make_shared, args=(10_000,))
     assert loans_of("worker0") == 1

@@ -12,10 +12,9 @@ import torchweft.memory
 from tests.unit.channel.fake_gpu import FakeGpu
 from tests.unit.worker.group import group_of
 from torchweft import knobs
+from torchweft.channel.device_copies import PageLocks
 from torchweft.channel.memory import slab_size
-from torchweft.channel.page_locks import PageLocks
-from torchweft.channel.shared_pool import SharedPool
-from torchweft.channel.shm import SharedMemory
+from torchweft.channel.shm import SharedMemory, SharedPool
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.worker import current as current_agent
 from torchweft.worker.agent import Agent

@@ -16,11 +16,21 @@ Rules for a channel:
   buffers, or will not read them. A channel whose buffers come back otherwise sets ``is_held`` to
   False.
 - All methods may be called by several threads at once. ``put``, ``get`` and ``accept`` may block.
+
+The table in a message's control part lists the channel of each buffer. Its layout, little-endian,
+is once ``token u64 | count u32``, then for every buffer in order::
+
+    channel u8 | size u64 | length of the handle u16 | handle
+
+Channel 0 stands for buffers that follow the message; they have no handle. When every buffer
+follows, the table is empty: the frame already lists their lengths. The token identifies the
+message: with it the receiver reports that it has the buffers, or asks for some of them again.
 """
 
 from __future__ import annotations
 
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,19 +40,18 @@ import torch
 from torch import Tensor
 
 from torchweft.channel.copying import Copier
-from torchweft.channel.device_copies import HostCopies
+from torchweft.channel.device_copies import HostCopies, PageLocks
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.page_locks import PageLocks
-from torchweft.channel.shared_area import Process
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.probe import Facts
-from torchweft.threads.reactor import Reactor
+from torchweft.protocol.observing.keys import VALUE, Wait
+from torchweft.serialize.tensors import as_memory
+from torchweft.threads.reactor import Reactor, Waiting
 from torchweft.wire.frames import Buffer as Bytes
 from torchweft.wire.messages import Kind
 
-Buffer = memoryview | Tensor
-"""Contiguous host memory, or a flat tensor on a device."""
 Received = Bytes | Tensor
+Copies = HostCopies | None
 
 _LOOKS_S = 500e-6
 """Seconds a thread looks before it sleeps: a GPU that processes share takes 200 us to change."""
@@ -93,7 +102,7 @@ class Handle:
     Attributes:
         content: The handle's bytes in the message.
         size_bytes: Size of the buffer.
-        kept: The memory that the receiver gets it from, if that must stay meanwhile.
+        kept: The tensor, or memory, that the receiver gets it from, if that must stay meanwhile.
     """
 
     __slots__ = ("content", "kept", "size_bytes")
@@ -110,8 +119,7 @@ class Handle:
 
     def memory(self) -> memoryview:
         """Returns the bytes, for a receiver that could not get them over the channel."""
-        memory: memoryview = self.kept
-        return memory
+        return as_memory(self.kept) if isinstance(self.kept, Tensor) else memoryview(self.kept)
 
     def acknowledge(self) -> None:
         """Notes that the receiver has read this handle."""
@@ -143,14 +151,14 @@ class Meeting(NamedTuple):
         here: This process.
         there: The peer's process.
         told: What ``describe`` returned at the peer.
-        process: The process at the other end of a Unix socket; None over TCP.
+        connection: The connection to it.
         descriptor: The descriptor that the peer has handed over, which the caller closes.
     """
 
     here: Facts
     there: Facts
     told: Mapping[str, Any]
-    process: Process | None = None
+    connection: socket.socket | None = None
     descriptor: int | None = None
 
     @property
@@ -205,6 +213,16 @@ class Home:
     prove: Callable[[Any, Channel], None]
     check_open: Callable[[], None]
 
+    def waiting(self, peer: Peer) -> Waiting:
+        """Returns a block in which this thread waits for tensors of a peer, as reports show it."""
+        began_s, name = time.monotonic(), f"tensors of worker {peer.name!r}"
+
+        def parts() -> list[Wait]:
+            # They come without any thread of the peer, like a value that is made already.
+            return [Wait(VALUE, name, time.monotonic() - began_s, name, (peer.name,))]
+
+        return self.reactor.waiting(parts)
+
     def wait_for(self, peer: Peer, events: Sequence[Any], limit_s: float) -> None:
         """Blocks until ``query`` of all events returns True, by looking at them.
 
@@ -214,26 +232,32 @@ class Home:
             NotInTime: The limit has passed.
             WeftError: The peer is lost, or this worker has shut down.
         """
-        began_s = time.monotonic()
-        is_counted = is_long = False
-        try:
-            for event in events:
-                while not event.query():
-                    if peer.is_over:
-                        raise peer.lost_error()
-                    self.check_open()
-                    elapsed_s = time.monotonic() - began_s
-                    if elapsed_s > limit_s:
-                        raise NotInTime(f"a tensor is not there after {elapsed_s:.1f} s")
-                    if elapsed_s < _LOOKS_S:
-                        time.sleep(0)  # Other threads get the interpreter lock.
-                        continue
-                    if not is_long:
-                        is_long, is_counted = True, self.reactor.begin_wait()
-                    time.sleep(min(max(elapsed_s / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
-        finally:
-            if is_counted:
-                self.reactor.end_wait()
+        began_s, missing = time.monotonic(), list(events)
+
+        def are_there() -> bool:
+            while missing and missing[-1].query():
+                missing.pop()
+            return not missing
+
+        def elapsed_s() -> float:
+            """Returns the time so far; raises instead if the wait is in vain."""
+            if peer.is_over:
+                raise peer.lost_error()
+            self.check_open()
+            so_far_s = time.monotonic() - began_s
+            if so_far_s > limit_s:
+                raise NotInTime(f"a tensor is not there after {so_far_s:.1f} s")
+            return so_far_s
+
+        while not are_there():
+            if elapsed_s() > _LOOKS_S:
+                break
+            time.sleep(0)  # Other threads get the interpreter lock.
+        else:
+            return
+        with self.waiting(peer):
+            while not are_there():
+                time.sleep(min(max(elapsed_s() / 16, _SHORTEST_SLEEP_S), _LONGEST_SLEEP_S))
 
 
 class Channel:
@@ -267,7 +291,7 @@ class Channel:
 
     def describe(self) -> dict[str, Any]:
         """Returns what this side can do, as JSON, for all peers that connect."""
-        raise NotImplementedError
+        return {}
 
     def accept(self, peer: Peer, meeting: Meeting) -> str:
         """Returns why this side cannot receive from a peer; empty if it can.
@@ -275,7 +299,7 @@ class Channel:
         Raises:
             ProtocolError: The peer's description is malformed.
         """
-        raise NotImplementedError
+        return ""
 
     def put(self, peer: Peer, token: int, buffers: Sequence[Any]) -> Sequence[Handle | None]:
         """Offers buffers of one message to the channel.
@@ -283,7 +307,7 @@ class Channel:
         Args:
             peer: The receiver, which has accepted the channel.
             token: Identifies the message among those to the peer.
-            buffers: The buffers that no better channel has taken.
+            buffers: The buffers that no better channel has taken: flat contiguous tensors.
 
         Returns:
             A handle for each buffer that goes over this channel, and None for the others; nothing
@@ -292,13 +316,7 @@ class Channel:
         raise NotImplementedError
 
     def begin(
-        self,
-        peer: Peer,
-        token: int,
-        handles: Sequence[Any],
-        *,
-        may_wait: bool,
-        copies: HostCopies | None = None,
+        self, peer: Peer, token: int, handles: Sequence[Any], *, may_wait: bool, copies: Copies
     ) -> None:
         """Called once the message of some handles is certain to be sent, if it sends apart.
 
@@ -350,3 +368,92 @@ class Channel:
 
     def close(self, limit_s: float) -> None:
         """Ends the channel: this worker shuts down. Sends waiting data, for at most ``limit_s``."""
+
+
+# The table
+
+FOLLOWS = 0
+"""Stands in place of a channel for buffers that follow the message."""
+
+_HEAD = struct.Struct("<QI")
+_ENTRY = struct.Struct("<BQH")
+_HEAD_BYTES, _ENTRY_BYTES = _HEAD.size, _ENTRY.size
+
+
+class BufferTable(NamedTuple):
+    """The buffers of one message; no entries if all of them follow."""
+
+    token: int
+    entries: Sequence[Entry]
+
+
+EMPTY_TABLE = BufferTable(0, ())
+
+
+def encode_table(
+    token: int, entries: Sequence[tuple[int, int, bytes, torch.device | None]]
+) -> bytes:
+    """Returns the table as bytes; empty if every buffer follows.
+
+    Args:
+        token: Identifies the message.
+        entries: The buffers, in order, with the fields of ``Entry``.
+    """
+    parts, is_needed = [_HEAD.pack(token, len(entries))], False
+    for channel, size_bytes, content, _ in entries:
+        parts += (_ENTRY.pack(channel, size_bytes, len(content)), content)
+        if channel != FOLLOWS:
+            is_needed = True
+    return b"".join(parts) if is_needed else b""
+
+
+def decode_table(
+    data: bytes | bytearray | memoryview, following_bytes: Sequence[int], limit_bytes: int
+) -> BufferTable:
+    """Reads a table and checks it before memory is allocated for its buffers.
+
+    Args:
+        data: The table, as ``encode_table`` returned it at the sender.
+        following_bytes: Sizes of the buffers that followed the control part.
+        limit_bytes: Largest sum of all buffers that is accepted.
+
+    Raises:
+        ProtocolError: The table is malformed, contradicts the buffers that arrived, or announces
+            more than the limit.
+    """
+    if not data:
+        return EMPTY_TABLE
+    data, size = bytes(data), len(data)
+    if size < _HEAD_BYTES:
+        raise ProtocolError(f"a buffer table of {size} bytes is shorter than its own head")
+    token, count = _HEAD.unpack_from(data)
+    if size < _HEAD_BYTES + count * _ENTRY_BYTES:
+        raise ProtocolError(f"a buffer table of {size} bytes announces {count} buffers")
+    entries, end = [], _HEAD_BYTES
+    total_bytes, following = 0, []
+    for _ in range(count):
+        start = end + _ENTRY_BYTES
+        if start > size:
+            raise ProtocolError(f"{size} bytes of a buffer table end before its entries")
+        channel, size_bytes, length = _ENTRY.unpack_from(data, end)
+        end = start + length
+        entries.append(Entry(channel, size_bytes, data[start:end]))
+        total_bytes += size_bytes
+        if channel == FOLLOWS:
+            following.append(size_bytes)
+            if length:
+                raise ProtocolError("a buffer that follows its message has a handle")
+        elif not size_bytes:
+            raise ProtocolError("an empty buffer is to be fetched over a channel")
+    if end != size:
+        raise ProtocolError(f"a buffer table has {size} bytes, and its entries take {end}")
+    if total_bytes > limit_bytes:
+        raise ProtocolError(f"a message announces {total_bytes} bytes; the limit is {limit_bytes}")
+    if following != list(following_bytes):
+        raise ProtocolError(
+            f"a buffer table announces {len(following)} buffers behind the message; "
+            f"{len(following_bytes)} of {sum(following_bytes)} bytes came"
+        )
+    if len(following) == count:
+        raise ProtocolError("a buffer table lists no buffer to fetch; it should have been empty")
+    return BufferTable(token, entries)

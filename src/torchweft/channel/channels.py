@@ -1,24 +1,32 @@
-"""The channels of one worker, and the buffers of each message that they carry.
+"""The channels of one worker, the buffers of each message, and the channels of each peer.
+
+Both sides describe themselves when they connect. Each side then tests on which channels it can
+*receive* from the other, and reports the result in a verdict. A side sends on a channel once the
+peer's verdict confirms it: what works in one direction may fail in the other. A channel that fails
+at run time is given up for that peer and direction, with one warning.
 
 Every buffer takes the first channel of the list that works for the peer and has room; the others
 follow their message. Bytes that do not arrive over their channel are asked for behind the message
-(``SUPPLY``), and later buffers take the next channel; see ``torchweft.channel.ways``.
+(``SUPPLY``), and later buffers take the next channel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 import socket
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchweft import knobs
 from torchweft.channel.channel import (
+    FOLLOWS,
     CannotGet,
     Channel,
     Entry,
@@ -26,25 +34,34 @@ from torchweft.channel.channel import (
     Home,
     Meeting,
     Received,
+    decode_table,
+    encode_table,
 )
+from torchweft.channel.channel import Peer as ChannelPeer
 from torchweft.channel.cuda import CudaIpc, out_of_memory
-from torchweft.channel.device_copies import HostCopies, Staging, Uploads
+from torchweft.channel.device_copies import HostCopies, Staging, Uploads, as_tensor
 from torchweft.channel.pull import Pull
 from torchweft.channel.rdma import Rdma
-from torchweft.channel.shared_area import peer_of
 from torchweft.channel.shm import SharedMemory
 from torchweft.channel.stripes import Stripes
-from torchweft.channel.table import FOLLOWS, BufferTable, decode_table, encode_table
-from torchweft.channel.ways import Peer, Ways
 from torchweft.errors import ProtocolError
+from torchweft.free_threading import shared_count
 from torchweft.probe import Facts, read_facts
 from torchweft.serialize.tensors import as_memory
 from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Buffer
 from torchweft.wire.messages import Kind, encode_ints
 
+_log = logging.getLogger(__name__)
+
 CHANNELS: tuple[type[Channel], ...] = (CudaIpc, SharedMemory, Pull, Rdma, Stripes)
 """All channels, in order of preference: a buffer takes the first one that has room for it."""
+
+INLINE, STREAM, LENT = "inline", "stream", "lent"
+"""Names for reports: small and large buffers that follow their message, and shared memory."""
+UNTRIED = "no tensor has been large enough to try it"
+"""The obstacle of a channel that both sides have and that a first tensor tries."""
+_UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
 
 _IS_ON_HOST = operator.attrgetter("is_cpu")
 _FACTS = "facts"
@@ -53,32 +70,212 @@ C = TypeVar("C", bound=Channel)
 Wanted = Callable[[], Mapping[int, torch.device | None]]
 
 
+class HeldStatistics(NamedTuple):
+    """The buffers that a peer has not reported on yet."""
+
+    message_count: int
+    size_bytes: int
+
+
+class Held:
+    """Keeps the handles of messages to one peer until it reports that it has their buffers.
+
+    Nothing is copied: writing to the memory before then may change the data that the peer gets, as
+    with any send that has not completed. Thread-safe.
+
+    Attributes:
+        tokens: Counts the messages; ``next`` returns the token of a new one.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = shared_count(1)
+        self._lock = threading.RLock()
+        self._held: dict[int, list[tuple[Channel, Handle]]] = {}
+        self._is_closed = False
+
+    def hold(self, token: int, handles: list[tuple[Channel, Handle]]) -> None:
+        """Keeps the handles of a message until ``release``."""
+        with self._lock:
+            if not self._is_closed:
+                self._held[token] = handles
+
+    def take(self, token: int, channel: Channel) -> list[Handle]:
+        """Removes and returns the kept handles of a message that go over one channel, in order."""
+        with self._lock:
+            held = self._held.get(token, [])
+            taken = [handle for of, handle in held if of is channel]
+            held[:] = [each for each in held if each[0] is not channel]
+        return taken
+
+    def release(self, token: int, *, is_sent: bool = True) -> None:
+        """Lets go of a message; does nothing the second time.
+
+        Args:
+            token: The message.
+            is_sent: Whether the peer has the message, and so has read its handles.
+        """
+        with self._lock:
+            released = self._held.pop(token, ())
+        if is_sent:
+            for _, handle in released:
+                handle.acknowledge()
+
+    def close(self) -> None:
+        """Lets go of everything, now and in future: the peer will get no more."""
+        with self._lock:
+            self._is_closed = True
+            # Dropped outside the lock: the end of a tensor may run any code.
+            dropped, self._held = self._held, {}
+        dropped.clear()
+
+    def statistics(self) -> HeldStatistics:
+        """Returns how much is held now."""
+        with self._lock:
+            held = [handle.size_bytes for each in self._held.values() for _, handle in each]
+            return HeldStatistics(len(self._held), sum(held))
+
+
+class Ways:
+    """The channels to and from one peer. Thread-safe.
+
+    Attributes:
+        usable: The channels over which buffers are sent to the peer, best first.
+        inline_limit_bytes: The largest buffer that counts as part of its message.
+
+    Args:
+        peer: Name of the peer, for the log.
+        channels: All channels of this worker.
+    """
+
+    def __init__(self, peer: str, channels: Sequence[Channel] = ()) -> None:
+        self._peer = peer
+        self._channels = channels
+        self.inline_limit_bytes = knobs.INLINE_LIMIT_BYTES.get()
+        self.usable: tuple[Channel, ...] = ()
+        self._receive_obstacles: dict[str, str] = {}
+        self._send_obstacles = {each.name: _UNCONFIRMED for each in channels}
+        self._given_up: set[str] = set()
+        self._proven: set[str] = set()
+        self._lock = threading.RLock()
+
+    def first_for(self, size_bytes: int) -> str:
+        """Returns the name of the channel that is offered a buffer of the host of that size."""
+        if size_bytes <= self.inline_limit_bytes:
+            return INLINE
+        fitting = (name for name, least_bytes in self.sizes() if size_bytes >= least_bytes)
+        return next(fitting, STREAM)
+
+    def sizes(self) -> list[tuple[str, int]]:
+        """Returns the channels for the host's memory, best first, with their smallest buffers."""
+        return [(each.name, each.from_bytes) for each in self.usable if not each.is_for_devices]
+
+    def accepted(self, obstacles: Mapping[str, str]) -> None:
+        """Records for the verdict why nothing can be received from the peer over channels."""
+        self._receive_obstacles.update(obstacles)
+
+    def verdict(self) -> dict[str, str]:
+        """Returns for the peer why each channel fails here; empty if it works."""
+        return dict(self._receive_obstacles)
+
+    def confirm(self, verdict: object) -> None:
+        """Applies the peer's verdict: sends from now on by the channels that work there.
+
+        A channel missing in the verdict stays as it is; a channel unknown to this side is ignored.
+
+        Raises:
+            ProtocolError: ``verdict`` is not a verdict.
+        """
+        if not isinstance(verdict, dict) or not all(isinstance(v, str) for v in verdict.values()):
+            raise ProtocolError(f"a peer answers {verdict!r} to what it can receive")
+        with self._lock:
+            for name in self._send_obstacles:
+                if name not in self._given_up and name in verdict:
+                    self._send_obstacles[name] = verdict[name]
+            self._update()
+
+    def prove(self, channel: Channel) -> None:
+        """Records that the peer has received over a channel that a first tensor tries."""
+        self._proven.add(channel.name)
+
+    def give_up(self, name: str, reason: str) -> None:
+        """Permanently stops sending to the peer over one channel, and logs that once."""
+        with self._lock:
+            if name in self._given_up or name not in self._send_obstacles:
+                return
+            self._given_up.add(name)
+            self._send_obstacles[name] = reason
+            is_for_devices = any(each.name == name and each.is_for_devices for each in self.usable)
+            self._update()
+            rest = [other for other, _ in self.sizes()] or [STREAM]
+        if is_for_devices:
+            rest = ["the host's memory"]
+        _log.warning(
+            "tensors to worker %r no longer travel by %s, but by %s: %s",
+            self._peer,
+            name,
+            " or ".join(rest),
+            reason,
+        )
+
+    def obstacles(self) -> dict[str, str]:
+        """Returns for every channel why it is not used for sending; empty if it is."""
+        untried = [each.name for each in self.usable if each.is_tried]
+        untried = [name for name in untried if name not in self._proven]
+        return {INLINE: "", STREAM: ""} | self._send_obstacles | dict.fromkeys(untried, UNTRIED)
+
+    def _update(self) -> None:
+        # One assignment, so that senders need no lock.
+        self.usable = tuple(
+            [each for each in self._channels if not self._send_obstacles[each.name]]
+        )
+
+
+class Peer(ChannelPeer, Protocol):
+    """The other worker, as ``Channels`` knows it."""
+
+    ways: Ways
+    held: Held
+
+
 class Parcel:
     """The buffers of one message that is sent.
 
     Attributes:
         token: Identifies the message.
+        buffers: The buffers, flat contiguous tensors; on the host where they were copied there.
+        table: The table for the message; empty if all buffers follow.
         following: The buffers that follow the message.
         taken: The channels that carry the others, with the handles that each has made.
+        apart: Those of them that are to send bytes beside the message.
         copies: Copies from devices that still fill some of the buffers.
+
+    Args:
+        peer: The receiver.
+        buffers: The buffers.
     """
 
-    __slots__ = ("_entries", "_peer", "copies", "following", "taken", "token")
+    __slots__ = (
+        *("_entries", "_peer", "apart", "buffers", "copies"),
+        *("following", "table", "taken", "token"),
+    )
 
-    def __init__(self, peer: Peer, count: int) -> None:
+    def __init__(self, peer: Peer, buffers: Sequence[Tensor]) -> None:
         self._peer = peer
-        self.token = peer.held.token()
-        self.taken: list[tuple[Channel, list[Handle]]] = []
+        self.buffers = buffers
+        self._entries: list[Any] = [None] * len(buffers)
+        self.token = next(peer.held.tokens)
+        self.table = b""
         self.following: Sequence[memoryview] = ()
+        self.taken: list[tuple[Channel, list[Handle]]] = []
+        self.apart: list[tuple[Channel, list[Handle]]] = []
         self.copies: HostCopies | None = None
-        self._entries: list[tuple[int, int, bytes, None] | None] = [None] * count
 
-    def offer(self, channel: Channel, buffers: Sequence[Any], left: list[int]) -> list[int]:
+    def offer(self, channel: Channel, left: Sequence[int]) -> Sequence[int]:
         """Offers buffers to a channel; returns the positions of those that it has not taken."""
-        handles = channel.put(self._peer, self.token, [buffers[position] for position in left])
-        if not handles:
-            return left
-        number = channel.number
+        buffers = self.buffers
+        if len(left) < len(buffers):
+            buffers = [buffers[position] for position in left]
+        handles = channel.put(self._peer, self.token, buffers)
         taken: list[Handle] = []
         rest: list[int] = []
         for position, handle in zip(left, handles, strict=False):
@@ -87,45 +284,47 @@ class Parcel:
             else:
                 taken.append(handle)
                 # A plain tuple is made in a fifth of the time of an ``Entry``.
-                self._entries[position] = (number, handle.size_bytes, handle.content, None)
+                self._entries[position] = (channel.number, handle.size_bytes, handle.content, None)
         if not taken:
             return left
         self.taken.append((channel, taken))
+        if channel.sends_apart:
+            self.apart.append((channel, taken))
         return rest
 
-    def close(self, buffers: Sequence[Any], left: list[int]) -> None:
-        """Has the buffers that are left follow the message, and keeps the handles of others."""
+    def wait_for_copies(self) -> None:
+        """Blocks until all buffers are filled."""
+        copies, self.copies = self.copies, None
+        if copies is not None:
+            copies.wait()
+
+    def close(self, left: Sequence[int]) -> None:
+        """Has the buffers that are left follow, keeps the handles of others, writes the table."""
         if left:
-            self.following = [buffers[position] for position in left]
-        held = [
-            (channel, handle)
-            for channel, handles in self.taken
-            if channel.is_held
-            for handle in handles
-        ]
+            self.following = [as_memory(self.buffers[position]) for position in left]
+            self.wait_for_copies()
+        if not self.taken:
+            return
+        held: list[tuple[Channel, Handle]] = []
+        for channel, handles in self.taken:
+            if channel.is_held:
+                held += [(channel, handle) for handle in handles]
         if held:
             self._peer.held.hold(self.token, held)
-
-    def table(self) -> bytes:
-        """Returns the table for the message; empty if all buffers follow."""
-        if not self.taken:
-            return b""
-        rest = iter(self.following)
-        entries = [entry or (FOLLOWS, next(rest).nbytes, b"", None) for entry in self._entries]
-        return encode_table(self.token, entries)
+        for position, memory in zip(left, self.following, strict=True):
+            self._entries[position] = (FOLLOWS, memory.nbytes, b"", None)
+        self.table = encode_table(self.token, self._entries)
 
     def begin(self, *, may_wait: bool) -> None:
-        """Has the channels send what they send apart: the message is certain to be sent.
+        """Has channels send bytes beside the message, which is certain to be sent.
 
         Args:
             may_wait: Whether to block while much is waiting for the same peer already.
         """
+        peer, token, copies = self._peer, self.token, self.copies
         try:
-            for channel, handles in self.taken:
-                if channel.sends_apart:
-                    channel.begin(
-                        self._peer, self.token, handles, may_wait=may_wait, copies=self.copies
-                    )
+            for channel, handles in self.apart:
+                channel.begin(peer, token, handles, may_wait=may_wait, copies=copies)
         except BaseException:
             self.take_back()
             raise
@@ -142,7 +341,7 @@ class Parcel:
         found: dict[str, int] = {}
         for channel, handles in self.taken:
             for handle in handles:
-                name = "lent" if handle.is_shared else channel.counted_as
+                name = LENT if handle.is_shared else channel.counted_as
                 found[name] = found.get(name, 0) + handle.size_bytes
         return found
 
@@ -219,14 +418,13 @@ class Channels:
         """
         try:
             facts, by_name = read_description(told)
-            process = peer_of(connection) if connection.family == socket.AF_UNIX else None
             descriptor = descriptors[0] if descriptors else None
             peer.ways = Ways(peer.name, self.all)
             peer.ways.accepted(
                 {
                     channel.name: channel.accept(
                         peer,
-                        Meeting(self._here, facts, by_name[channel.name], process, descriptor),
+                        Meeting(self._here, facts, by_name[channel.name], connection, descriptor),
                     )
                     for channel in self.all
                 }
@@ -253,59 +451,49 @@ class Channels:
             buffers: Flat, contiguous tensors. To be called in a thread on whose current streams the
                 values of those on devices are made.
         """
-        usable = peer.ways.usable
-        parcel = Parcel(peer, len(buffers))
-        left = list(range(len(buffers)))
-        memory: Sequence[Any]
+        usable, parcel = peer.ways.usable, Parcel(peer, buffers)
+        left: Sequence[int] = range(len(buffers))
         try:
-            if all(map(_IS_ON_HOST, buffers)):
-                memory = [as_memory(buffer) for buffer in buffers]
-            else:
-                memory, left = self._from_devices(parcel, usable, buffers)
+            if not all(map(_IS_ON_HOST, buffers)):
+                left = self._from_devices(parcel, usable)
             for channel in usable:
                 if not left:
                     break
                 if channel.is_for_devices:
                     continue
                 if parcel.copies is not None and not channel.sends_apart:
-                    parcel.copies.wait()
-                    parcel.copies = None
-                left = parcel.offer(channel, memory, left)
-            parcel.close(memory, left)
-            if parcel.copies is not None and left:
-                parcel.copies.wait()
-                parcel.copies = None
+                    parcel.wait_for_copies()
+                left = parcel.offer(channel, left)
+            parcel.close(left)
         except BaseException:
             parcel.take_back()
             raise
         return parcel
 
-    def _from_devices(
-        self, parcel: Parcel, usable: Sequence[Channel], buffers: Sequence[Tensor]
-    ) -> tuple[list[Any], list[int]]:
+    def _from_devices(self, parcel: Parcel, usable: Sequence[Channel]) -> list[int]:
         """Offers buffers to channels between devices; brings the other ones to the host.
 
-        Returns:
-            The memory of all buffers, and the positions of those that no channel has taken.
+        Returns the positions of those that no channel has taken.
         """
+        buffers, memory = parcel.buffers, list(parcel.buffers)
         on_devices = [n for n, buffer in enumerate(buffers) if not _IS_ON_HOST(buffer)]
-        left = on_devices
+        left: Sequence[int] = on_devices
         for channel in usable:
             if channel.is_for_devices and left:
-                left = parcel.offer(channel, buffers, left)
-        memory: list[Any] = list(buffers)
+                left = parcel.offer(channel, left)
         copied = [position for position in left if buffers[position].is_cuda]
         if len(copied) == 1 and buffers[copied[0]].nbytes <= self._small_bytes:
             copied = []  # Pinned memory is no gain.
         if copied:
             parcel.copies = self._staging.begin([buffers[n] for n in copied], cut=True)
             for position, each in zip(copied, parcel.copies.memories, strict=True):
-                memory[position] = each
+                memory[position] = as_tensor(each)
         offered = set(on_devices).difference(left)
         rest = [n for n in range(len(buffers)) if n not in offered]
         for position in set(rest).difference(copied):
-            memory[position] = as_memory(buffers[position].cpu())
-        return memory, rest
+            memory[position] = buffers[position].cpu()
+        parcel.buffers = memory
+        return rest
 
     def supply(
         self, peer: Peer, token: int, number: int, *, is_lasting: bool
@@ -339,7 +527,7 @@ class Channels:
 
     def get(
         self, peer: Peer, table: Buffer, following: Sequence[Received], wanted: Wanted
-    ) -> list[Received]:
+    ) -> Sequence[Received]:
         """Returns all buffers of a message, in order. May block.
 
         Args:
@@ -352,12 +540,11 @@ class Channels:
             ProtocolError: The table, or a handle in it, is impossible.
             WorkerLost: The sender was lost before its buffers could be fetched.
         """
-        token, entries = self._read_table(table, following)
-        if len(entries) == 1:
-            channel = self._by_number.get(entries[0].channel)
-            if channel is not None and not channel.is_held:
-                # The usual message, one tensor in shared memory: what follows takes 5 us.
-                return list(self._get(peer, channel, token, entries))
+        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
+        first = self._by_number.get(entries[0].channel) if len(entries) == 1 else None
+        if first is not None and not first.is_held:
+            # The usual message, one tensor in shared memory: what follows takes 5 us.
+            return self._get(peer, first, token, entries)
         waiting = self._by_channel(peer, entries)
         found: list[Received | None] = [None] * len(entries)
         is_held = any(channel.is_held for channel in waiting)
@@ -402,7 +589,7 @@ class Channels:
         Raises:
             ProtocolError: The table is malformed.
         """
-        token, entries = self._read_table(table, following)
+        token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
         waiting = self._by_channel(peer, entries)
         self._drop(peer, token, entries, waiting)
         if any(channel.is_held for channel in waiting):
@@ -436,9 +623,6 @@ class Channels:
             raise out_of_memory(self._home.name, peer, size_bytes, error) from None
         batch.wait()
         return [copies.get(place, buffer) for place, buffer in enumerate(buffers)]
-
-    def _read_table(self, table: Buffer, following: Sequence[Received]) -> BufferTable:
-        return decode_table(table, [len(buffer) for buffer in following], self._limit_bytes)
 
     def _by_channel(self, peer: Peer, entries: Sequence[Entry]) -> dict[Channel, list[int]]:
         found: dict[Channel, list[int]] = {}

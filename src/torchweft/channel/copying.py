@@ -201,17 +201,21 @@ class Copier:
 
         self._share(into.nbytes, step)
 
-    def copy(self, source: memoryview, into: memoryview) -> None:
-        """Copies ``source``, contiguous and not empty, to the beginning of ``into``."""
-        size_bytes, start, target = source.nbytes, address_of(source), address_of(into)
+    def copy(self, source: int, target: int, size_bytes: int, keep: object) -> None:
+        """Copies memory from one address to another.
+
+        Args:
+            source: The start of the source.
+            target: The start of the target.
+            size_bytes: How much to copy.
+            keep: Keeps both memories meanwhile, also if this thread is interrupted.
+        """
         if size_bytes < max(self._shared_copy_bytes, PIECE_BYTES) or not self._may_share:
-            ctypes.memmove(target, start, size_bytes)
+            ctypes.memmove(target, source, size_bytes)
             return
 
-        def step(
-            offset: int, piece_bytes: int, keep: tuple[memoryview, ...] = (source, into)
-        ) -> None:
-            ctypes.memmove(target + offset, start + offset, piece_bytes)
+        def step(offset: int, piece_bytes: int, keep: object = keep) -> None:
+            ctypes.memmove(target + offset, source + offset, piece_bytes)
 
         self._share(size_bytes, step)
 

@@ -1,4 +1,4 @@
-"""Leases warm memory to receive into, and takes it back without an explicit release.
+"""Warm memory to receive into, the end of its last view, and how much memory the system has left.
 
 Writing to memory that the kernel has not backed with pages yet costs more than the copy itself (16
 MiB: 5 ms to fault in 4 KiB pages, 0.5 ms in 2 MiB pages, 0.6 ms to copy). So slabs are faulted in
@@ -9,6 +9,9 @@ Watching the memoryview that was handed out would be wrong. A slice does not kee
 slab would come back while a tensor still uses it. But all views keep the object alive that
 *exports* the memory. So every lease makes its own exporter, a numpy array of the right length, and
 watches it.
+
+Memory of a container is charged to its limit as it is touched, and there is no error at the limit:
+the kernel kills a process of the container. So the memory left is looked up beforehand.
 
 Rules of the file:
 
@@ -31,13 +34,14 @@ import threading
 import time
 import weakref
 from collections import OrderedDict, deque
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from torchweft.channel.page_locks import PageLock
-
+T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
 
 PAGE_BYTES = mmap.PAGESIZE
@@ -64,13 +68,13 @@ class Slab:
     """One mapping, faulted in.
 
     Attributes:
-        lock: Its page lock, if it has one.
+        unlock: Ends its page lock, if it has one.
     """
 
-    __slots__ = ("__weakref__", "idle_since_s", "lock", "memory", "size_bytes")
+    __slots__ = ("__weakref__", "idle_since_s", "memory", "size_bytes", "unlock")
 
     def __init__(self, size_bytes: int) -> None:
-        self.lock: PageLock | None = None
+        self.unlock: Callable[[], None] | None = None
         self.size_bytes = size_bytes
         self.idle_since_s = 0.0
         self.memory = _map(size_bytes)
@@ -82,15 +86,48 @@ class Slab:
 
     def __del__(self) -> None:
         # Before the memory goes. The pool drops slabs outside of its lock.
-        if self.lock is not None:
-            self.lock.release()
+        if self.unlock is not None:
+            self.unlock()
 
 
-class _Lease(weakref.ref[Bytes]):
-    """Watches the exporter of one lease, and knows the slab behind it."""
+class _Watch(weakref.ref[Bytes]):
+    """Watches one exporter, and knows the object behind its memory."""
 
-    __slots__ = ("slab",)
-    slab: Slab
+    __slots__ = ("behind",)
+    behind: Any
+
+
+class Exporters(Generic[T]):
+    """Exporters of memory, each with an object that comes back once no view is left.
+
+    Thread-safe.
+
+    Attributes:
+        ended: The watches of exporters that have ended; only for a look whether there are any.
+    """
+
+    def __init__(self) -> None:
+        self.ended: deque[Any] = deque()
+        self._watches: dict[int, _Watch] = {}
+
+    def add(self, exporter: Bytes, behind: T) -> None:
+        """Watches an array, and all views of its memory."""
+        watch = _Watch(exporter, self.ended.append)
+        watch.behind = behind
+        self._watches[id(watch)] = watch
+
+    def take_ended(self) -> Iterator[T]:
+        """Removes and yields the objects of exporters that have ended."""
+        while self.ended:
+            try:
+                watch = self.ended.popleft()
+            except IndexError:
+                return  # Race: another thread took the last one.
+            yield self._watches.pop(id(watch)).behind
+
+    def all(self) -> list[T]:
+        """Returns the objects that have not come back yet."""
+        return [watch.behind for watch in list(self._watches.values())]
 
 
 class BufferPool:
@@ -106,8 +143,7 @@ class BufferPool:
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._lock = threading.RLock()
-        self._ended: deque[Any] = deque()
-        self._leases: dict[int, _Lease] = {}
+        self._leases = Exporters[Slab]()
         self._idle: OrderedDict[int, list[Slab]] = OrderedDict()
         self._idle_bytes = 0
         self._mapped_count = 0
@@ -126,9 +162,7 @@ class BufferPool:
         slab_bytes = slab_size(size_bytes)
         slab = self._take(slab_bytes) or self._map(slab_bytes)
         exporter = slab.memory[:size_bytes]
-        lease = _Lease(exporter, self._ended.append)
-        lease.slab = slab
-        self._leases[id(lease)] = lease
+        self._leases.add(exporter, slab)
         return exporter.data
 
     def slab_at(self, address: int) -> Slab | None:
@@ -157,15 +191,14 @@ class BufferPool:
         unused: list[Slab] = []
         with self._lock:
             self._reclaim(unused)
-            leases = list(self._leases.values())
-            leased_bytes = sum(lease.slab.size_bytes for lease in leases)
-            return PoolStatistics(leased_bytes, self._idle_bytes, len(leases), self._mapped_count)
+            leased = [slab.size_bytes for slab in self._leases.all()]
+            return PoolStatistics(sum(leased), self._idle_bytes, len(leased), self._mapped_count)
 
     def _take(self, slab_bytes: int) -> Slab | None:
         """Takes an idle slab of that size, if there is one."""
         unused: list[Slab] = []
         with self._lock:
-            if self._ended:
+            if self._leases.ended:
                 self._reclaim(unused)
             slabs = self._idle.get(slab_bytes)
             if slabs is None:
@@ -189,19 +222,15 @@ class BufferPool:
 
         Slabs beyond the limit go to ``unused``, for the caller to drop once it has left the lock.
         """
-        while self._ended:
-            slab = self._leases.pop(id(self._ended.popleft())).slab
+        for slab in self._leases.take_ended():
             if slab.size_bytes > self._limit_bytes:
                 unused.append(slab)
                 continue
             slab.idle_since_s = time.monotonic()
             self._idle.setdefault(slab.size_bytes, []).append(slab)
             self._idle_bytes += slab.size_bytes
-        if self._idle_bytes > self._limit_bytes:
-            self._shrink(unused)
-
-    def _shrink(self, unused: list[Slab]) -> None:
-        """Moves idle slabs to ``unused`` until the rest is within the limit."""
+        if self._idle_bytes <= self._limit_bytes:
+            return
         for size_bytes, slabs in list(self._idle.items()):
             while slabs and self._idle_bytes > self._limit_bytes:
                 unused.append(slabs.pop())
@@ -278,3 +307,65 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 def madvise(address: int, size_bytes: int, advice: int) -> int:
     """Advises the kernel on a range of memory; returns 0, or the error number."""
     return ctypes.get_errno() if _libc.madvise(address, size_bytes, advice) else 0
+
+
+# How much memory is left
+
+MEMINFO = Path("/proc/meminfo")
+OWN_GROUPS = Path("/proc/self/cgroup")
+GROUPS = Path("/sys/fs/cgroup")
+
+_NO_LIMIT = sys.maxsize
+
+
+def available_bytes() -> int:
+    """Returns how much memory is left, by the machine and by every limit that applies."""
+    on_machine = _field(MEMINFO, "MemAvailable:")
+    left = _NO_LIMIT if on_machine is None else on_machine << 10
+    return min(left, *_within_limits(OWN_GROUPS, GROUPS), _NO_LIMIT)
+
+
+def _within_limits(own_groups: Path, groups: Path) -> Iterator[int]:
+    for line in _text(own_groups).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _left(groups, path, "memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = groups / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            yield from _left(root, path, *names)
+
+
+def _left(root: Path, path: str, limit: str, usage: str, reclaimable: str) -> Iterator[int]:
+    """Yields the memory left in a control group and in each visible ancestor of it."""
+    group = root / path.lstrip("/")
+    for each in (group, *group.parents):
+        limit_bytes = _number(each / limit)
+        if limit_bytes is not None:
+            used_bytes = _number(each / usage) or 0
+            yield max(
+                limit_bytes - used_bytes + (_field(each / "memory.stat", reclaimable) or 0), 0
+            )
+        if each == root:
+            return
+
+
+def _field(path: Path, name: str) -> int | None:
+    """Returns the number behind a name that begins a line of a file."""
+    for line in _text(path).splitlines():
+        fields = line.split()
+        if fields[:1] == [name]:
+            return int(fields[1])
+    return None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path)
+    return int(text) if text.isdecimal() else None  # "max" means no limit
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -13,9 +13,11 @@ import secrets
 import struct
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.channel.copying import PullError, address_of, pull, unavailable
+from torchweft.channel.copying import PullError, pull, unavailable
 from torchweft.errors import ProtocolError
 
 NONCE_BYTES = 16
@@ -75,9 +77,9 @@ class Pull(Channel):
             self._pids[peer.id] = meeting.there.pid
         return obstacle
 
-    def put(self, peer: Peer, token: int, buffers: Sequence[memoryview]) -> Sequence[Handle | None]:
+    def put(self, peer: Peer, token: int, buffers: Sequence[Tensor]) -> Sequence[Handle | None]:
         return [
-            Handle(_ADDRESS.pack(address_of(buffer)), buffer.nbytes, buffer)
+            Handle(_ADDRESS.pack(buffer.data_ptr()), buffer.nbytes, buffer)
             if buffer.nbytes >= self.from_bytes
             else None
             for buffer in buffers

@@ -20,8 +20,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
+from torch import Tensor
+
 from torchweft import knobs
-from torchweft.channel.channel import Channel, Entry, Handle, Home, Meeting, NotInTime, Peer
+from torchweft.channel.channel import Channel, Copies, Entry, Handle, Home, NotInTime, Peer
+from torchweft.channel.copying import address_of
 from torchweft.channel.device_copies import HostCopies
 from torchweft.channel.striping import (
     Arrivals,
@@ -31,6 +34,7 @@ from torchweft.channel.striping import (
     TransferKey,
 )
 from torchweft.errors import NotInitialized, ProtocolError, WeftError
+from torchweft.serialize.tensors import as_memory
 from torchweft.threads.transfer_loop import READABLE, WRITABLE, TransferLoop
 from torchweft.transport.session import keep_alive
 from torchweft.wire.frames import Buffer
@@ -47,15 +51,6 @@ _SPARE_WAITS = 16
 """How many tasks may wait for tensors without counting as running; each takes a thread."""
 
 
-class _Sending:
-    """A set of connections that this side dialled to send over, until one of them breaks."""
-
-    def __init__(self, number: int, outbox: Outbox) -> None:
-        self.number = number
-        self.outbox = outbox
-        self.connections: list[SendingConnection] = []
-
-
 class _PeerData:
     """The data connections with one peer, in both directions."""
 
@@ -65,7 +60,7 @@ class _PeerData:
         self.dial_again_s = 0.0
         self.lock = threading.RLock()
         self.set_count = 0
-        self.sending: _Sending | None = None
+        self.sending: Outbox | None = None
         self.receiving: list[ReceivingConnection] = []
         self.broken_set = 0
         """The highest number of a broken set of the peer's connections."""
@@ -77,8 +72,8 @@ class _Striped(Handle):
 
     __slots__ = ("copies", "sending")
 
-    def __init__(self, sending: _Sending, buffer: memoryview) -> None:
-        super().__init__(_SET.pack(sending.number), buffer.nbytes, buffer)
+    def __init__(self, sending: Outbox, memory: memoryview) -> None:
+        super().__init__(_SET.pack(sending.number), memory.nbytes, memory)
         self.sending = sending
         self.copies: HostCopies | None = None
 
@@ -113,15 +108,9 @@ class Stripes(Channel):
         home.on(Kind.DATA_BROKEN, self._on_data_broken)
         home.on(Kind.UNSENT, self._on_unsent)
 
-    def describe(self) -> dict[str, object]:
-        return {}
-
-    def accept(self, peer: Peer, meeting: Meeting) -> str:
-        return ""
-
     # Sending
 
-    def put(self, peer: Peer, token: int, buffers: Sequence[memoryview]) -> Sequence[Handle | None]:
+    def put(self, peer: Peer, token: int, buffers: Sequence[Tensor]) -> Sequence[Handle | None]:
         """Takes large tensors, and tensors that are large together.
 
         Following the message, the latter would delay later messages just as long.
@@ -136,27 +125,21 @@ class Stripes(Channel):
         if sending is None:
             return ()
         return [
-            _Striped(sending, buffer) if size >= least_bytes else None
+            _Striped(sending, as_memory(buffer)) if size >= least_bytes else None
             for size, buffer in zip(sizes, buffers, strict=True)
         ]
 
     def begin(
-        self,
-        peer: Peer,
-        token: int,
-        handles: Sequence[_Striped],
-        *,
-        may_wait: bool,
-        copies: HostCopies | None = None,
+        self, peer: Peer, token: int, handles: Sequence[_Striped], *, may_wait: bool, copies: Copies
     ) -> None:
         sending = handles[0].sending
         if may_wait:
-            sending.outbox.wait_for_room()
+            sending.wait_for_room()
         if copies is not None:
             self._send_as_ready(peer, token, handles, copies)
             return
         # If the set has broken meanwhile, it takes nothing, and the receiver has been told.
-        started = sending.outbox.put(token, [handle.kept for handle in handles])
+        started = sending.put(token, [handle.kept for handle in handles])
         for connection in started[1:]:
             self._pump.arm(connection.fd, WRITABLE)
         # This thread writes the first share: the transfer threads would have to be woken first.
@@ -173,14 +156,14 @@ class Stripes(Channel):
         try:
             for position, start, end in _ready_parts(copies, handles):
                 buffer = handles[position].kept
-                for connection in sending.outbox.put_part(token, position, buffer, start, end):
+                for connection in sending.put_part(token, position, buffer, start, end):
                     self._pump.arm(connection.fd, WRITABLE)
         except BaseException:
             # The message will not be sent: the receiver must not keep what has arrived.
             self._break_sending(peer, sending.number, "a copy from a device failed")
             raise
 
-    def _reach(self, peer: Peer) -> _Sending | None:
+    def _reach(self, peer: Peer) -> Outbox | None:
         """Returns the set of connections to a peer, dialled now if there is none.
 
         Blocks for a limited time. Returns None if there cannot be a set now.
@@ -205,14 +188,13 @@ class Stripes(Channel):
             return data.sending
 
     def _adopt_sending(self, peer: Peer, data: _PeerData, dialled: Sequence[socket.socket]) -> None:
-        sending = _Sending(data.set_count, Outbox(self._stripe_bytes))
+        sending = Outbox(self._stripe_bytes, data.set_count)
         on_end = functools.partial(self._break_sending, peer, sending.number)
         with data.lock:
             _check_open(data, dialled)
             for one in dialled:
                 keep_alive(one, self._home.detection_s)
-                sending.outbox.add_connection()
-                sending.connections.append(SendingConnection(one, sending.outbox, on_end))
+                SendingConnection(one, sending, on_end)
             # Within the lock: no connection may be closed before it is watched.
             for connection in sending.connections:
                 self._pump.watch(connection.fd, connection.write, WRITABLE)
@@ -232,7 +214,7 @@ class Stripes(Channel):
             data.sending = None
         _log.info("data connections to worker %r are made again: %s", peer.name, cause)
         self._close_all(sending.connections)
-        sending.outbox.close()
+        sending.close()
         self._home.post(peer, Kind.UNSENT, encode_ints(number))
 
     # Receiving
@@ -242,18 +224,14 @@ class Stripes(Channel):
         sizes = _transfers(token, entries)
         if all(map(data.arrivals.is_here, sizes)):
             return self._wait(peer, data, sizes)
-        reactor = self._home.reactor
-        is_spare = self._spare_waits.acquire(blocking=False)
-        is_counted = is_spare and reactor.begin_wait()
-        if not is_spare:
-            reactor.wake()  # Urgent tasks must not wait for this thread.
-        try:
+        if not self._spare_waits.acquire(blocking=False):
+            self._home.reactor.wake()  # Urgent tasks must not wait for this thread.
             return self._wait(peer, data, sizes)
+        try:
+            with self._home.waiting(peer):
+                return self._wait(peer, data, sizes)
         finally:
-            if is_counted:
-                reactor.end_wait()
-            if is_spare:
-                self._spare_waits.release()
+            self._spare_waits.release()
 
     def _wait(
         self, peer: Peer, data: _PeerData, sizes: dict[TransferKey, int]
@@ -351,7 +329,7 @@ class Stripes(Channel):
         self._close_all(receiving)
         if sending is not None:
             self._close_all(sending.connections)
-            sending.outbox.close()
+            sending.close()
 
     def _end_error(self, peer: Peer) -> WeftError:
         if peer.is_over:
@@ -371,8 +349,7 @@ class Stripes(Channel):
         """Sends waiting data, for at most ``limit_s``; then ends all connections and threads."""
         self._is_closed = True
         deadline_s = time.monotonic() + limit_s
-        sets = [data.sending for data in self._known()]
-        outboxes = [sending.outbox for sending in sets if sending is not None]
+        outboxes = [each for data in self._known() if (each := data.sending) is not None]
         while not all(box.is_empty for box in outboxes) and time.monotonic() < deadline_s:
             time.sleep(_DRAIN_POLL_S)
         for peer in list(self._home.peers.values()):
@@ -416,10 +393,10 @@ def _transfers(token: int, entries: Sequence[Entry]) -> dict[TransferKey, int]:
 
 def _ready_parts(copies: HostCopies, handles: Sequence[_Striped]) -> Iterator[tuple[int, int, int]]:
     """Yields position, start and end of the ranges of buffers as their bytes are there."""
-    numbers = {id(memory): number for number, memory in enumerate(copies.memories)}
+    numbers = {address_of(each): n for n, each in enumerate(copies.memories) if each.nbytes}
     position_of: dict[int, int] = {}
     for position, handle in enumerate(handles):
-        number = numbers.get(id(handle.kept))
+        number = numbers.get(address_of(handle.kept))
         if number is None:  # Memory of the host, with all of its bytes.
             yield position, 0, handle.size_bytes
         else:

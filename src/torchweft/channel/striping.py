@@ -2,9 +2,8 @@
 
 On the one control link a tensor of 1 GiB would delay every small call behind it. One TCP stream is
 also limited to one thread's copying on either side. So such a tensor is cut into *stripes*, which
-travel over *data connections*. A sender dials a few to each peer when it first needs them, and they
-carry data one way only. A stripe names its *transfer* and its place in it. The receiver reads it
-straight into that place, whichever connection it arrives on.
+travel over *data connections*. A stripe names its *transfer* and its place in it. The receiver
+reads it straight into that place, whichever connection it arrives on.
 
 Rules of this file:
 
@@ -40,9 +39,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from torchweft.channel.channel import NotInTime
+from torchweft.channel.memory import Bytes
 from torchweft.errors import ProtocolError
 from torchweft.threads.transfer_loop import NOTHING, READABLE, WRITABLE, forget_nothing
 from torchweft.transport.link import SEND_PATIENCE_S
@@ -56,6 +55,9 @@ _ROOM_TRANSFERS = 32
 _ROOM_BYTES = 256 << 20
 _UNDER_WAY_LIMIT = 1 << 17
 _NOWHERE = memoryview(b"")
+
+OnEnd = Callable[[str], None]
+"""Takes the cause for which a connection has ended."""
 
 
 class TransferKey(NamedTuple):
@@ -112,7 +114,7 @@ class _Connection:
         on_end: Called with the cause when the connection ends.
     """
 
-    def __init__(self, connection: socket.socket, on_end: Callable[[str], None]) -> None:
+    def __init__(self, connection: socket.socket, on_end: OnEnd) -> None:
         self._socket = connection
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -154,30 +156,35 @@ class _Transfer:
     __slots__ = ("end", "memory", "offset", "position", "token")
 
     def __init__(self, token: int, position: int, buffer: memoryview, start: int, end: int) -> None:
-        self.token = token
-        self.position = position
+        self.token, self.position = token, position
         self.memory = np.frombuffer(buffer, np.uint8)
         self.offset = start
         self.end = end
 
 
 class Outbox:
-    """The transfers to be sent to one peer, and the idle connections. Thread-safe.
+    """A set of connections to one peer, and the transfers to be sent over it. Thread-safe.
 
     Keeps the memory of a transfer until that is written. A transfer may be added in parts.
 
+    Attributes:
+        number: Number of the set.
+        connections: Its connections.
+
     Args:
         stripe_bytes: Size of the pieces that transfers are cut into.
+        number: Number of the set.
     """
 
-    def __init__(self, stripe_bytes: int) -> None:
+    def __init__(self, stripe_bytes: int, number: int = 1) -> None:
+        self.number = number
+        self.connections: list[SendingConnection] = []
         self._stripe_bytes = stripe_bytes
         self._lock = threading.Lock()
         self._has_room = threading.Condition(self._lock)
         self._transfers: deque[_Transfer] = deque()
         self._waiting_bytes = 0
         self._idle: list[SendingConnection] = []
-        self._connection_count = 0
         self._is_closed = False
 
     def put(self, token: int, buffers: Sequence[memoryview]) -> list[SendingConnection]:
@@ -187,12 +194,8 @@ class Outbox:
             token: Token of their message.
             buffers: Contiguous memory, no buffer empty.
         """
-        return self._put(
-            [
-                _Transfer(token, position, buffer, 0, buffer.nbytes)
-                for position, buffer in enumerate(buffers)
-            ]
-        )
+        whole = [(buffer, 0, buffer.nbytes) for buffer in buffers]
+        return self._put([_Transfer(token, n, *each) for n, each in enumerate(whole)])
 
     def put_part(
         self, token: int, position: int, buffer: memoryview, start: int, end: int
@@ -234,11 +237,6 @@ class Outbox:
         header = Stripe(transfer.token, transfer.position, start, end - start, size).encode()
         return [header, transfer.memory[start:end].data]
 
-    def add_connection(self) -> None:
-        """Counts one more connection, which is about to ``take`` stripes."""
-        with self._lock:
-            self._connection_count += 1
-
     def close(self) -> None:
         """Drops all unwritten transfers, now and in future."""
         with self._lock:
@@ -265,12 +263,12 @@ class Outbox:
     def is_empty(self) -> bool:
         """Whether everything has been written."""
         with self._lock:
-            has_all_idle = len(self._idle) == self._connection_count
-            return self._is_closed or (not self._transfers and has_all_idle)
+            are_idle = len(self._idle) == len(self.connections)
+            return self._is_closed or (not self._transfers and are_idle)
 
 
 class SendingConnection(_Connection):
-    """One connection that writes the stripes of an outbox.
+    """One connection that writes the stripes of an outbox, to which it adds itself.
 
     Args:
         connection: A connected socket; owned from here on.
@@ -278,12 +276,11 @@ class SendingConnection(_Connection):
         on_end: Called with the cause when the connection breaks.
     """
 
-    def __init__(
-        self, connection: socket.socket, outbox: Outbox, on_end: Callable[[str], None]
-    ) -> None:
+    def __init__(self, connection: socket.socket, outbox: Outbox, on_end: OnEnd) -> None:
         super().__init__(connection, on_end)
         self._outbox = outbox
         self._parts: list[Buffer] = []
+        outbox.connections.append(self)
 
     def write(self) -> int:
         """Writes what the socket takes, up to a turn's share; returns the next event to await."""
@@ -327,39 +324,20 @@ def _advance(parts: list[Buffer], size: int) -> list[Buffer]:
 class _Arrival:
     """One transfer: its memory, and the number of missing bytes."""
 
-    __slots__ = (
-        "_array",
-        "_memory",
-        "_memory_lock",
-        "done",
-        "is_wanted",
-        "missing_bytes",
-        "size_bytes",
-    )
-
     def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-        self.missing_bytes = size_bytes
+        self.size_bytes = self.missing_bytes = size_bytes
         self.is_wanted = True
         self.done = allocate_lock()
         self.done.acquire()
-        self._memory: memoryview | None = None
-        self._array: npt.NDArray[np.uint8] | None = None
-        self._memory_lock = allocate_lock()
+        self._array: Bytes | None = None
+        self._array_lock = allocate_lock()
 
-    def memory(self, allocate: Allocate) -> memoryview:
+    def array(self, allocate: Allocate) -> Bytes:
         """Returns the memory; the first call allocates it."""
-        with self._memory_lock:
-            if self._memory is None:
-                self._memory = allocate(self.size_bytes)
-                self._array = np.frombuffer(self._memory, np.uint8)
-            return self._memory
-
-    def part(self, start: int, end: int, allocate: Allocate) -> memoryview:
-        """Returns a part of the memory, for one thread."""
-        self.memory(allocate)
-        assert self._array is not None
-        return self._array[start:end].data
+        with self._array_lock:
+            if self._array is None:
+                self._array = np.frombuffer(allocate(self.size_bytes), np.uint8)
+            return self._array
 
 
 class Arrivals:
@@ -394,7 +372,7 @@ class Arrivals:
             Exception: The error from ``fail``.
         """
         arrival = self._arrival(key, size_bytes)
-        memory = arrival.memory(self._allocate)
+        memory = arrival.array(self._allocate).data
         last_count = -1
         while not arrival.done.acquire(timeout=stall_s):
             if self.bytes_received == last_count:
@@ -462,7 +440,7 @@ class Arrivals:
         """Returns the transfer of a stripe, and the memory for the stripe's bytes."""
         arrival = self._arrival(key, stripe.size_bytes)
         end = stripe.offset + stripe.length_bytes
-        return arrival, arrival.part(stripe.offset, end, self._allocate)
+        return arrival, arrival.array(self._allocate)[stripe.offset : end].data
 
     def complete(self, key: TransferKey, stripe: Stripe, arrival: _Arrival) -> None:
         """Notes that all bytes of a stripe have arrived."""
@@ -508,11 +486,7 @@ class ReceivingConnection(_Connection):
     """
 
     def __init__(
-        self,
-        connection: socket.socket,
-        arrivals: Arrivals,
-        set_number: int,
-        on_end: Callable[[str], None],
+        self, connection: socket.socket, arrivals: Arrivals, set_number: int, on_end: OnEnd
     ) -> None:
         super().__init__(connection, on_end)
         self._arrivals = arrivals

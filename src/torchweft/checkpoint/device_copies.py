@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchweft.channel.device_copies import HostCopies, Staging
-from torchweft.channel.page_locks import PageLocks
+from torchweft.channel.device_copies import HostCopies, PageLocks, Staging
 from torchweft.serialize.table import flatten
 from torchweft.worker.current import current
 

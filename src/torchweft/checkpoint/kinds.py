@@ -15,8 +15,9 @@ from torch.optim import Optimizer
 
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.errors import ArgumentTypeError
-from torchweft.nn.containers import local_modules
+from torchweft.nn.remote_module import local_modules
 from torchweft.optim import states
+from torchweft.optim.local import load_exactly
 from torchweft.serialize.reducers import has_memory
 
 # Plain values, which need no code to read
@@ -323,7 +324,7 @@ def put(kind: str, value: Any, state: Any, *, strict: bool) -> None:
         elif kind == GENERATOR:
             value.set_state(state)
         elif kind == OBJECT and isinstance(value, Optimizer):
-            states.load(value, state)
+            load_exactly(value, state)
         elif kind == OBJECT:
             value.load_state_dict(state)
         else:

@@ -34,7 +34,7 @@ from torchweft.errors import (
     StateMismatch,
 )
 from torchweft.files import read_plain
-from torchweft.optim.owners import Failure, run_on_owners
+from torchweft.optim.distributed import Failure, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
 from torchweft.worker.current import current
 

@@ -23,7 +23,7 @@ from torchweft.checkpoint.plan import Plan, group_numbers
 from torchweft.checkpoint.snapshots import Item, Manifest, Parameter, Part, Snapshot
 from torchweft.errors import CallCancelled, CallTimeout, ConfigurationError, NotInitialized
 from torchweft.ids import WorkerInfo
-from torchweft.optim.owners import Failure, name_of, run_on_owners
+from torchweft.optim.distributed import Failure, name_of, run_on_owners
 from torchweft.rpc import UNSET_RPC_TIMEOUT, get_worker_infos
 from torchweft.threads.interrupts import acquire
 from torchweft.worker.agent import Slot

@@ -20,7 +20,7 @@ from torchweft.embedding.wire import Form, encode
 from torchweft.errors import ConfigurationError
 from torchweft.optim import states
 from torchweft.optim.distributed import check_context_id
-from torchweft.optim.groups import copied_options
+from torchweft.optim.states import copied_options
 
 Pushes = dict[str, dict[int, tuple[int, list[Part]]]]
 """By server and stack: the members that were looked up, and gradients of rows or of bags."""

@@ -29,7 +29,7 @@ from torchweft.hybrid.optimizer import DenseFactory, HybridOptimizer, make_dense
 from torchweft.hybrid.passes import BatchStream, Passes, arguments_of
 from torchweft.hybrid.reductions import Hook, Reducer, Reductions, reducer_of
 from torchweft.hybrid.trainers import Trainers
-from torchweft.optim.moved import Moved
+from torchweft.optim.states import Moved
 
 B = TypeVar("B")
 _WAIT_S = 60.0

@@ -21,6 +21,7 @@ from torchweft.hybrid.errors import PlacementError
 from torchweft.optim import states
 from torchweft.optim.clipping import check_norms, coefficient_of, norm, norm_of, on_host
 from torchweft.optim.distributed import check_context_id
+from torchweft.optim.local import load_exactly
 
 DenseFactory = Callable[[list[nn.Parameter]], Optimizer]
 _NAMED = 4
@@ -247,7 +248,7 @@ class HybridOptimizer(Optimizer):
         if self.copies is not None:
             self.copies.load_state_dict(state_dict["copies"])
         if self.dense is not None:
-            states.load(self.dense, state_dict["dense"])
+            load_exactly(self.dense, state_dict["dense"])
         self._collect_groups()
 
     def weft_differences(self, path: str, state: Any) -> list[str]:

@@ -22,12 +22,13 @@ from torchweft.autograd.contexts import enter
 from torchweft.errors import ArgumentTypeError, AutogradError
 from torchweft.hybrid.trainers import Trainers
 from torchweft.nn import RemoteModule
-from torchweft.nn.containers import local_modules
+from torchweft.nn.remote_module import local_modules
 from torchweft.optim import DistributedOptimizer
 from torchweft.optim import clipping as of_contexts
 from torchweft.optim.clipping import check_norms, coefficient_of
-from torchweft.optim.groups import by_owner
-from torchweft.optim.owners import address_of, raise_failures, run_on_owners
+from torchweft.optim.distributed import raise_failures, run_on_owners
+from torchweft.optim.local import address_of
+from torchweft.optim.states import by_owner
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import check_types
 

@@ -17,7 +17,6 @@ from torchweft.errors import ArgumentTypeError, CallCancelled
 from torchweft.mapreduce import trees
 from torchweft.mapreduce.buffers import original
 from torchweft.mapreduce.turns import Place, Turns
-from torchweft.rpc.apart import own_copy
 from torchweft.rpc.calls import start
 from torchweft.rpc.current_call import check_called, check_types, is_cancelled
 from torchweft.rpc.rref import RRef
@@ -27,6 +26,7 @@ from torchweft.serialize.functions import describe
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
 from torchweft.worker.calls import current_call
+from torchweft.worker.tensor_messages import own_copy
 
 _LOOK_S = 0.5
 """How often a part that waits for its turn checks whether it was cancelled."""

@@ -171,7 +171,7 @@ def _run(
             target = function
         value = target(value, *to_device(step.args, device), **to_device(step.kwargs, device))
     if device != HOST and _is_answered_on_host():
-        return _to_host(value)
+        return _moved(value, Tensor.cpu)
     return value
 
 
@@ -268,23 +268,17 @@ def to_device(value: Any, device: str) -> Any:
     """Returns ``value`` with the CPU tensors in lists, tuples and dicts moved to ``device``."""
     if device == HOST:
         return value
-    if isinstance(value, Tensor):
-        return value.to(device) if value.device.type == HOST else value
-    if isinstance(value, dict):
-        return {key: to_device(item, device) for key, item in value.items()}
-    if type(value) is list or type(value) is tuple:
-        return type(value)(to_device(item, device) for item in value)
-    return value
+    return _moved(value, lambda each: each.to(device) if each.device.type == HOST else each)
 
 
-def _to_host(value: Any) -> Any:
-    """Returns ``value`` with the tensors in lists, tuples and dicts moved to the CPU."""
+def _moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
+    """Returns ``value`` with the tensors in lists, tuples and dicts moved."""
     if isinstance(value, Tensor):
-        return value.cpu()
+        return move(value)
     if isinstance(value, dict):
-        return {key: _to_host(item) for key, item in value.items()}
+        return {key: _moved(item, move) for key, item in value.items()}
     if type(value) is list or type(value) is tuple:
-        return type(value)(_to_host(item) for item in value)
+        return type(value)(_moved(item, move) for item in value)
     return value
 
 

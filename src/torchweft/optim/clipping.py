@@ -18,8 +18,9 @@ from torchweft.autograd import get_gradients
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.errors import ArgumentTypeError, ConfigurationError, OptimizerError
-from torchweft.optim.groups import by_owner, read_references
-from torchweft.optim.owners import Address, address_of, raise_failures, run_on_owners, value_at
+from torchweft.optim.distributed import raise_failures, run_on_owners
+from torchweft.optim.local import Address, address_of, value_at
+from torchweft.optim.states import by_owner, read_references
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import check_types
 from torchweft.serialize.registry import remotely_callable

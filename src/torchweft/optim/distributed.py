@@ -4,43 +4,164 @@ The distributed optimizer is a real ``torch.optim.Optimizer``, since learning-ra
 require one. But its groups hold references in place of parameters, and its own state is empty. A
 scheduler changes hyper-parameters in ``param_groups``; the next step sends the changes since the
 previous step, usually none or one number.
+
+The caller holds the references behind a step while its calls run. So calls name values by address,
+which is three numbers and needs no reference counting. ``RRef`` arguments would be counted anew in
+every step.
 """
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
-from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
-from torchweft.optim import local, states
-from torchweft.optim.eager import with_hooks
-from torchweft.optim.groups import (
-    Group,
-    Options,
-    Parameter,
-    as_state_dict,
-    changed_options,
-    check_distinct,
-    check_fits,
-    check_members,
-    copied_options,
-    misfit,
-    read_group,
-    read_groups,
-    read_options,
-    read_state,
-    split_groups,
+from torchweft.errors import (
+    ArgumentTypeError,
+    CallTimeout,
+    ConfigurationError,
+    OptimizerError,
+    SerializationError,
+    WorkerLost,
 )
-from torchweft.optim.owners import Address, address_of, name_of, raise_failures, run_on_owners
-from torchweft.rpc import RRef
+from torchweft.optim import local, states
+from torchweft.optim.local import Address, address_of, with_hooks
+from torchweft.optim.states import Group, Options, by_owner
+from torchweft.rpc import UNSET_RPC_TIMEOUT, RRef, rpc_async, rpc_sync
+from torchweft.rpc.health import info_of
 from torchweft.serialize.registry import has_callable_methods
 from torchweft.serialize.tracebacks import without_own_frames
+from torchweft.worker.current import current
+
+Arguments = tuple[Any, ...]
+
+
+class Failure(NamedTuple):
+    """The error of a failed call, and the rank of the worker where it was raised."""
+
+    owner: int
+    error: Exception
+
+
+def run_on_owners(
+    function: Callable[..., Any],
+    arguments: Mapping[int, Arguments],
+    here: Callable[[], Any] | None = None,
+    timeout_s: Callable[[], float] = lambda: UNSET_RPC_TIMEOUT,
+) -> tuple[dict[int, Any], list[Failure]]:
+    """Runs ``function`` on several workers at the same time, and waits for all of them.
+
+    Args:
+        function: The function; on this worker it is called directly, in this thread.
+        arguments: The arguments by the rank of the worker.
+        here: Called on this worker at the same time, if this worker is not among ``arguments``.
+        timeout_s: Returns the timeout of each call when it begins; its error is that of the call.
+
+    Returns:
+        The results by rank, and the failures by increasing rank.
+    """
+    me = current().me.id
+    results: dict[int, Any] = {}
+    failures: list[Failure] = []
+    waits: dict[int, Callable[[], Any]] = {}
+    if me in arguments:
+        here = functools.partial(function, *arguments[me])
+    if here is not None:
+        waits[me] = here
+    is_only_call = here is None and len(arguments) == 1
+    for owner, args in arguments.items():
+        if owner == me:
+            continue
+        try:
+            to, timeout = info_of(owner), timeout_s()
+            if is_only_call:
+                # A caller that waits in ``rpc_sync`` is woken sooner than a waiter on a future.
+                waits[owner] = functools.partial(rpc_sync, to, function, args, timeout=timeout)
+            else:
+                waits[owner] = rpc_async(to, function, args, timeout=timeout).wait
+        except Exception as error:
+            failures.append(Failure(owner, error))
+    for owner, wait in waits.items():
+        try:
+            results[owner] = wait()
+        except Exception as error:
+            failures.append(Failure(owner, error))
+    return results, sorted(failures, key=lambda failure: failure.owner)
+
+
+def raise_failures(what: str, failures: list[Failure]) -> None:
+    """Raises one error for all of ``failures``, if there are any.
+
+    If one of them is a ``WorkerLost`` or ``CallTimeout``, so is the raised error: these call for a
+    recovery of the group rather than a change of the program.
+
+    Args:
+        what: The failed action, for the message.
+        failures: The failures.
+
+    Raises:
+        OptimizerError: Names all the workers; its cause is the first error.
+        WorkerLost: As above.
+        CallTimeout: As above.
+    """
+    if not failures:
+        return
+    first = next(
+        (each for each in failures if isinstance(each.error, (WorkerLost, CallTimeout))),
+        failures[0],
+    )
+    others = [failure for failure in failures if failure is not first]
+    message = f"{what} failed {described([first, *others])}"
+    error = first.error
+    if isinstance(error, (WorkerLost, CallTimeout)):
+        raise type(error)(message, **_fields_of(error)) from error
+    names = tuple(name_of(failure.owner) for failure in others)
+    raise OptimizerError(message, worker=name_of(first.owner), others=names) from error
+
+
+def _fields_of(error: WorkerLost | CallTimeout) -> dict[str, Any]:
+    is_lost = isinstance(error, WorkerLost)
+    names = ("worker", "since", "cause") if is_lost else ("worker", "call", "elapsed_s")
+    return {name: getattr(error, name) for name in names}
+
+
+def described(failures: Iterable[Failure]) -> str:
+    """Returns a text with the workers and errors of all failures."""
+    return "; and ".join(
+        f"on worker {name_of(owner)!r}: {type(error).__name__}: {error}"
+        for owner, error in failures
+    )
+
+
+def name_of(owner: int) -> str:
+    """Returns the name of the worker with rank ``owner``."""
+    return current().peers[owner].name
+
+
+def split_groups(
+    groups: Sequence[Group], first_group: int = 0, first_number: int = 0
+) -> dict[int, list[local.GroupPart]]:
+    """Returns the parts of some groups, by the rank of their owner.
+
+    Args:
+        groups: The groups.
+        first_group: Number of the first group.
+        first_number: Number of its first parameter.
+    """
+    parts: dict[int, list[local.GroupPart]] = {}
+    for group, (options, parameters) in enumerate(groups, start=first_group):
+        for owner, members in by_owner(parameters).items():
+            numbers = [first_number + position for position, _ in members]
+            own = [reference for _, reference in members]
+            parts.setdefault(owner, []).append(local.GroupPart(group, options, numbers, own))
+        first_number += len(parameters)
+    return parts
 
 
 @has_callable_methods
@@ -93,7 +214,7 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
         **kwargs: Any,
     ) -> None:
         _check_class(optimizer_class)
-        groups = read_groups(params_rref)
+        groups = states.read_groups(params_rref)
         self._recipe = (optimizer_class, args, kwargs)
         self._locals: dict[int, RRef[local.LocalOptimizer]] = {}
         self._described: dict[int, tuple[tuple[int, ...] | None, str]] = {}
@@ -119,8 +240,8 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
         """
         if not self._is_base_ready:
             return  # Ignores the empty group that the base class requires.
-        group = read_group(param_group, len(self.param_groups))
-        check_distinct([*self._references(), *group.parameters])
+        group = states.read_group(param_group, len(self.param_groups))
+        states.check_distinct([*self._references(), *group.parameters])
         self._add([group])
 
     def _add(self, groups: Sequence[Group]) -> None:
@@ -140,7 +261,7 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
         for number, group in enumerate(groups, start=len(self.param_groups)):
             self.param_groups.append({"params": group.parameters, **options[number]})
             self._members.append(tuple(group.parameters))
-            self._told.append(copied_options(options[number]))
+            self._told.append(states.copied_options(options[number]))
 
     # Steps
 
@@ -215,10 +336,10 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
         Raises:
             ConfigurationError: The program has put other parameters into the groups.
         """
-        check_members([group["params"] for group in self.param_groups], self._members)
+        states.check_members([group["params"] for group in self.param_groups], self._members)
         changes = {}
         for number, (group, told) in enumerate(zip(self.param_groups, self._told, strict=True)):
-            if changed := changed_options(group, told):
+            if changed := states.changed_options(group, told):
                 changes[number] = changed
         return changes
 
@@ -273,7 +394,9 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
         in_order = [options[number] for number in range(len(self.param_groups))]
         state = dict(sorted(state.items(), key=lambda item: (isinstance(item[0], str), item[0])))
         classes = states.lineage(self.optimizer_class)
-        return as_state_dict(in_order, self._group_sizes(), state, self._parameters(), classes)
+        return states.as_state_dict(
+            in_order, self._group_sizes(), state, self._parameters(), classes
+        )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a ``state_dict`` of this class or of a local optimizer. Blocks.
@@ -295,9 +418,9 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
 
     def _load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._describe_anew()
-        check_fits(state_dict, self._group_sizes(), self._parameters())
-        options = read_options(state_dict)
-        state = read_state(state_dict)
+        states.check_fits(state_dict, self._group_sizes(), self._parameters())
+        options = states.read_options(state_dict)
+        state = states.read_state(state_dict)
         self._check(state_dict, options, state)
         arguments = {
             owner: (address, local.Saved(dict(enumerate(options)), self._part_of(state, owner)))
@@ -312,7 +435,7 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
     ) -> None:
         kind, saved = self.optimizer_class, list(state_dict.get("classes", ()))
         if not states.fits_class(saved, states.lineage(kind)):
-            raise misfit(f"the class {saved[0]}, the optimizer {kind.__qualname__}")
+            raise states.misfit(f"the class {saved[0]}, the optimizer {kind.__qualname__}")
         other = "" if saved else states.classes_by_options(options, self._told)
         for number, (shape, _) in self._described.items():
             if shape is None:
@@ -321,15 +444,15 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
             problems = states.misfits(name, shape, state.get(number, {}), kind)
             other = other or next(problems, "")
         if other:
-            raise misfit(f"a difference: {other}")
+            raise states.misfit(f"a difference: {other}")
 
     def adopt(self, options: Sequence[Options]) -> None:
         """Adopts the hyper-parameters of all groups, which the owners have already."""
         for group, loaded in zip(self.param_groups, options, strict=True):
             parameters = group["params"]
             group.clear()
-            group.update(copied_options(loaded), params=parameters)
-        self._told = [copied_options(loaded) for loaded in options]
+            group.update(states.copied_options(loaded), params=parameters)
+        self._told = [states.copied_options(loaded) for loaded in options]
 
     def _part_of(self, state: Mapping[Any, Any], owner: int) -> dict[Any, Any]:
         """Returns the state of an owner's parameters, and entries that belong to no parameter."""
@@ -351,9 +474,9 @@ class DistributedOptimizer(states.Unscalable, Optimizer):
     def _group_sizes(self) -> list[int]:
         return [len(group["params"]) for group in self.param_groups]
 
-    def _parameters(self) -> list[Parameter]:
+    def _parameters(self) -> list[states.Parameter]:
         return [
-            Parameter(name_of(reference.id.owner), *self._described[number])
+            states.Parameter(name_of(reference.id.owner), *self._described[number])
             for number, reference in enumerate(self._references())
         ]
 

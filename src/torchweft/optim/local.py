@@ -3,35 +3,268 @@
 A local optimizer reads ``.grad``, which belongs to the user. During a step, ``.grad`` holds the
 context's gradient; afterwards it is restored. So all local optimizers of a worker take turns: two
 that share a parameter would see each other's gradients.
+
+``torch.optim.Optimizer`` imports ``torch._dynamo`` when its first parameter group is added, and
+again in each step, only to tell the compiler what it may not trace. The import costs more than a
+second of CPU, and memory, in each process that hosts an optimizer. In a process that has not
+imported the compiler, there is no compiler to tell. There ``make_optimizer``, ``call_method`` and
+``step_optimizer`` call the functions that PyTorch wrapped. Otherwise, or if this module does not
+know the wrapper, they call PyTorch's functions unchanged.
+
+Each step of PyTorch also names itself to profilers and runs hooks. That takes longer than the step
+of a small layer, also where there is no profiler and no hook. So it is left out then.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, NoReturn
+from types import CodeType, MethodType
+from typing import Any, NamedTuple, NoReturn, ParamSpec, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.optim import Optimizer
+from torch.optim import Optimizer, optimizer
 
 from torchweft.autograd import get_gradients
-from torchweft.autograd.refusals import leave_out
+from torchweft.autograd.refusals import OWN_HOOKS, leave_out
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim import eager, states
-from torchweft.optim.groups import GroupPart, Options
-from torchweft.optim.owners import Address, value_at
+from torchweft.optim.states import Options, Reference, StateDict
 from torchweft.rpc import RRef
 from torchweft.rpc.current_call import (
     check_called,
     check_types,
+    reference_in,
     refuse,
     serves_another_strictly,
 )
+from torchweft.rpc.rref import is_made_plainly
+from torchweft.rpc.worker import current_worker
 from torchweft.serialize.registry import rebuilds_plain, remotely_callable
+from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Guard, new_guard
 from torchweft.worker.agent import Slot
 from torchweft.worker.current import current
+
+_COMPILER = "torch._dynamo"
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def make_optimizer(
+    optimizer_class: type[Optimizer], groups: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Optimizer:
+    """Returns ``optimizer_class(groups, *args, **kwargs)``."""
+    add = _unmarked(optimizer_class.add_param_group)
+    if add is None or not is_made_plainly(optimizer_class):
+        return optimizer_class(groups, *args, **kwargs)
+    made = optimizer_class.__new__(optimizer_class)
+    # The constructor finds an attribute of the object before the method of the class.
+    vars(made)["add_param_group"] = MethodType(add, made)
+    try:
+        optimizer_class.__init__(made, groups, *args, **kwargs)
+    finally:
+        vars(made).pop("add_param_group", None)
+    return made
+
+
+def call_method(optimizer: Optimizer, method: str, *args: Any) -> Any:
+    """Calls a method that torch marks for its compiler, such as ``state_dict`` or ``zero_grad``."""
+    if method not in vars(optimizer):
+        plain = _unmarked(getattr(type(optimizer), method))
+        if plain is not None:
+            return plain(optimizer, *args)
+    return getattr(optimizer, method)(*args)
+
+
+def step_optimizer(optimizer: Optimizer) -> None:
+    """Steps an optimizer once, with the gradients that its parameters have."""
+    if "step" not in vars(optimizer):  # Schedulers put their wrapper there.
+        plain = _plain_step(type(optimizer).step)
+        if plain is not None:
+            plain(optimizer)
+            return
+    optimizer.step()
+
+
+def with_hooks(step: Callable[P, T]) -> Callable[P, T]:
+    """Does what PyTorch does to the ``step`` of each class of optimizers, if it has any effect."""
+    seen: Callable[P, T] = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return (seen if _is_seen(args[0]) else step)(*args, **kwargs)
+
+    vars(call)["hooked"] = True  # PyTorch's own mark: it does not wrap this function once more.
+    return call
+
+
+def _is_seen(optimizer: Any) -> bool:
+    return bool(
+        torch._C._autograd._profiler_enabled()
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or len(_GLOBAL_HOOKS[0]) > len(OWN_HOOKS)
+        or _GLOBAL_HOOKS[1]
+    )
+
+
+_GLOBAL_HOOKS: list[Any] = [
+    getattr(optimizer, name, ())
+    for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+]
+
+
+def _unmarked(function: Any) -> Callable[..., Any] | None:
+    """Returns the function inside a mark for the compiler; None if the mark must stay."""
+    if _COMPILER in sys.modules or _code_of(function) is not _MARK:
+        return None
+    unmarked: Callable[..., Any] = function.__wrapped__
+    return unmarked
+
+
+def _plain_step(step: Any) -> Callable[[Optimizer], object] | None:
+    """Returns a class's step without marks, but with its hooks and grad mode; None if unknown."""
+    if _COMPILER in sys.modules or _code_of(step) is not _HOOKS:
+        return None
+    marked = step.__wrapped__
+    if _code_of(marked) is not _MARKED_STEP:
+        return None
+    known = _plain_steps.get(step)
+    if known is None:
+        known = with_hooks(_in_its_mode(marked.__wrapped__))
+        _plain_steps[step] = known
+    return known
+
+
+def _in_its_mode(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a step to run with gradients enabled only if the optimizer is differentiable."""
+
+    @functools.wraps(step)
+    def in_mode(*args: Any, **kwargs: Any) -> Any:
+        before = torch.is_grad_enabled()
+        try:
+            torch.set_grad_enabled(args[0].defaults["differentiable"])
+            return step(*args, **kwargs)
+        finally:
+            torch.set_grad_enabled(before)
+
+    return in_mode
+
+
+def _code_of(function: object) -> object:
+    return getattr(function, "__code__", None)
+
+
+def _code_made_by(decorator: Any, names: str) -> object:
+    """Returns the code of a decorator's wrappers, if they use no names except ``names``.
+
+    Otherwise returns an object that equals no code: a version of PyTorch whose wrappers do more
+    keeps them.
+    """
+    try:
+        code: CodeType = decorator(lambda *_: None).__code__
+    except (AttributeError, TypeError):  # This version of PyTorch has no such decorator.
+        return object()
+    return code if set(code.co_names) <= set(names.split()) else object()
+
+
+_plain_steps: weakref.WeakKeyDictionary[Any, Callable[[Optimizer], object]] = (
+    weakref.WeakKeyDictionary()
+)
+
+_HOOKS = _code_of(Optimizer.profile_hook_step(lambda _: None))
+_MARK = _code_made_by(
+    getattr(torch, "_disable_dynamo", None),
+    "getattr __dynamo_disable torch torch._dynamo _dynamo disable",
+)
+_MARKED_STEP = _code_made_by(
+    getattr(optimizer, "_use_grad_for_differentiable", None),
+    "cast Optimizer torch torch._dynamo _dynamo graph_break is_grad_enabled set_grad_enabled "
+    "defaults",
+)
+
+
+def load_exactly(optimizer: Optimizer, state_dict: StateDict) -> None:
+    """Loads a ``state_dict`` into an optimizer of this process; tensors keep their types."""
+    call_method(optimizer, "load_state_dict", state_dict)
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # It knows the form of its state itself.
+    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
+    weights = (weight for group in optimizer.param_groups for weight in group["params"])
+    for number, weight in zip(numbers, weights, strict=True):
+        saved = state_dict["state"].get(number)
+        if isinstance(saved, Mapping) and weight in optimizer.state:
+            loaded = optimizer.state[weight]
+            for key, value in saved.items():
+                if key in loaded and key != "step":  # Fused steps need the type that torch gives.
+                    loaded[key] = _in_its_type(value, loaded[key])
+
+
+def _in_its_type(saved: Any, loaded: Any) -> Any:
+    """Returns a loaded value as it was saved, on its present device."""
+    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
+        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
+            return loaded
+        is_converted = torch.equal(
+            saved.to(loaded.device, loaded.dtype).nan_to_num(), loaded.nan_to_num()
+        )
+        return saved.detach().to(loaded.device, copy=True) if is_converted else loaded
+    if isinstance(saved, str):  # torch takes it for a list of characters.
+        return saved
+    if isinstance(saved, dict) and isinstance(loaded, dict):
+        return {
+            key: _in_its_type(saved[key], each) if key in saved else each
+            for key, each in loaded.items()
+        }
+    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(saved) == len(loaded):
+        return type(saved)(map(_in_its_type, saved, loaded))
+    return loaded
+
+
+# The optimizer
+
+Address = tuple[int, int, int]
+
+
+def address_of(reference: RRef[Any]) -> Address:
+    """Returns the address of the value behind a reference on its owner."""
+    creator, owner, number = reference.id
+    return creator, owner, number
+
+
+def value_at(address: Address) -> Any:
+    """Returns a value of this worker; None while it is still being made.
+
+    Raises:
+        ReferenceGone: The value was released.
+    """
+    found = current_worker().references.value_of(reference_in(address))
+    if found.mark is not None:
+        device_streams.use(found.mark, found.value)
+    return found.value
+
+
+@rebuilds_plain
+class GroupPart(NamedTuple):
+    """The part of a parameter group that lives on one worker.
+
+    Attributes:
+        group: Number of the group in the optimizer.
+        options: The hyper-parameters that the user gave for the group.
+        numbers: Positions of the parameters among all parameters of the optimizer.
+        parameters: References to them.
+    """
+
+    group: int
+    options: Options
+    numbers: list[int]
+    parameters: list[Reference]
 
 
 @rebuilds_plain
@@ -115,7 +348,7 @@ class LocalOptimizer:
         """Adds groups."""
         with self._guard.lock, self._guard.order:
             for part in parts:
-                eager.call(self._optimizer, "add_param_group", self._take(part))
+                call_method(self._optimizer, "add_param_group", self._take(part))
 
     def placed(self, reference: RRef[LocalOptimizer]) -> Placed:
         """Returns the description that the distributed optimizer needs of this one."""
@@ -145,7 +378,7 @@ class LocalOptimizer:
             try:
                 for parameter in self._numbers:
                     parameter.grad = gradients.get(parameter)
-                eager.step(self._optimizer)
+                step_optimizer(self._optimizer)
             finally:
                 for parameter, grad in zip(self._numbers, grads, strict=True):
                     parameter.grad = grad
@@ -174,7 +407,7 @@ class LocalOptimizer:
         numbers = self._numbers_in_order()
         state = {
             numbers[key] if isinstance(key, int) else key: value
-            for key, value in eager.call(self._optimizer, "state_dict")["state"].items()
+            for key, value in call_method(self._optimizer, "state_dict")["state"].items()
         }
         return Saved(self._options(), state)
 
@@ -190,7 +423,7 @@ class LocalOptimizer:
     def load(self, saved: Saved) -> None:
         """Loads the state that ``save`` returned, here or on other workers."""
         with self._guard.lock, self._guard.order:
-            content = eager.call(self._optimizer, "state_dict")
+            content = call_method(self._optimizer, "state_dict")
             state = copy.deepcopy(saved.state)
             positions = {number: place for place, number in enumerate(self._numbers_in_order())}
             content["state"] = {positions.get(key, key): value for key, value in state.items()}
@@ -198,7 +431,7 @@ class LocalOptimizer:
                 {**_placed_as(saved.options[number], group), "params": group["params"]}
                 for number, group in zip(self._group_numbers, content["param_groups"], strict=True)
             ]
-            states.load(self._optimizer, content)
+            load_exactly(self._optimizer, content)
 
     def _numbers_in_order(self) -> list[int]:
         """Returns the numbers of the parameters in the order of the optimizer's ``state_dict``."""
@@ -248,7 +481,7 @@ def place(
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
         raise ArgumentTypeError(f"{optimizer_class!r} is no class of optimizers")
     made = LocalOptimizer(
-        lambda groups: eager.make(optimizer_class, groups, args, kwargs), parts, step_lock()
+        lambda groups: make_optimizer(optimizer_class, groups, args, kwargs), parts, step_lock()
     )
     return made.placed(RRef(made))
 

@@ -1,26 +1,292 @@
-"""Saved states of optimizers: compared with an optimizer, and put back exactly.
+"""Parameter groups and states of optimizers: read, compared, copied, and those that are elsewhere.
 
 ``torch.optim.Optimizer.load_state_dict`` takes the state of any class, of any shape, and converts
 floating-point tensors to the type of their parameter. So a momentum in another type is rounded, and
-training does not go on as before. Here a state that does not fit is refused, and all others keep
-their types.
+training does not go on as before. Here a state that does not fit is refused;
+``torchweft.optim.local.load_exactly`` has all others keep their types.
+
+A model that was handed to a pipeline, or whose tables went to servers, still has its parameters
+here. An optimizer of them would step what nobody trains: no gradient ever comes to them, and
+``clip_grad_norm_`` would measure nothing. So steps and functions that clip look for them
+(``Moved``).
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
+import operator
+import warnings
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchweft.errors import ConfigurationError
-from torchweft.optim import eager
+from torchweft.arguments import kind_of
+from torchweft.autograd.refusals import add_check
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.rpc import RRef
 
 StateDict = dict[str, Any]
+Reference = RRef[Any]
+Options = dict[str, Any]
+"""The hyper-parameters of one group: all its entries except ``params``."""
+
+
+def changed_options(group: Mapping[str, Any], told: Options) -> Options:
+    """Returns copies of a group's hyper-parameters that differ from those told before."""
+    return copied_options(
+        {
+            key: value
+            for key, value in group.items()
+            if key != "params"
+            and (key not in told or (value is not told[key] and not _is_same(value, told[key])))
+        }
+    )
+
+
+def check_members(present: Sequence[Sequence[Any]], known: Sequence[Sequence[Any]]) -> None:
+    """Raises if the program has put other parameters into the groups than their owners have.
+
+    Args:
+        present: The parameters of each group now.
+        known: Those that the owners have.
+
+    Raises:
+        ConfigurationError: They are not the same objects, in the same order.
+    """
+    pairs = zip(present, known, strict=False)
+    is_same = len(present) == len(known) and all(
+        len(mine) == len(theirs) and all(map(operator.is_, mine, theirs)) for mine, theirs in pairs
+    )
+    if not is_same:
+        raise ConfigurationError(
+            "param_groups has other parameters or groups than the optimizers on the workers, which "
+            "step all that they were made with: add parameters by add_param_group where the class "
+            "has it, call requires_grad_(False) of those that are to stay where they live, or make "
+            "a new optimizer"
+        )
+
+
+def copied_options(options: Mapping[str, Any]) -> Options:
+    """Returns a deep copy: later changes within a tensor or list do not affect it."""
+    return {key: copy.deepcopy(value) for key, value in options.items()}
+
+
+def _is_same(first: object, second: object) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)
+
+
+class Group(NamedTuple):
+    """A parameter group: hyper-parameters, and references to its parameters."""
+
+    options: Options
+    parameters: list[Reference]
+
+
+def read_groups(given: Iterable[Any]) -> list[Group]:
+    """Converts a list of references, or of dicts with ``params``, to groups.
+
+    Raises:
+        ConfigurationError: There is no parameter, or one is not a reference or occurs twice.
+    """
+    if isinstance(given, (Tensor, RRef, Mapping, str)) or not isinstance(given, Iterable):
+        raise ArgumentTypeError(
+            f"params_rref is {kind_of(given)}; pass a list of RRefs, or a list of dicts "
+            'like {"params": [rrefs], "lr": 0.1}'
+        )
+    items = list(given)
+    if not items:
+        raise ConfigurationError("params_rref is empty; pass at least one RRef to a parameter")
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    groups = [read_group(item, number) for number, item in enumerate(items)]
+    check_distinct([reference for group in groups for reference in group.parameters])
+    return groups
+
+
+def read_group(given: Any, number: int) -> Group:
+    """Converts a dict with ``params`` to a group.
+
+    Args:
+        given: The dict.
+        number: Number of the group, for messages.
+
+    Raises:
+        ConfigurationError: It is not such a dict, has no parameters, or has a parameter that is
+            not a reference.
+    """
+    if not isinstance(given, Mapping):
+        raise ArgumentTypeError(
+            f"params_rref mixes dicts with a {type(given).__name__} at {number}; pass either "
+            "RRefs or parameter groups"
+        )
+    if "params" not in given:
+        raise ConfigurationError(
+            f'parameter group {number} has no "params"; add "params": [rrefs] to it'
+        )
+    options = {key: value for key, value in given.items() if key != "params"}
+    parameters = given["params"]
+    references = [parameters] if isinstance(parameters, RRef) else list(parameters)
+    if not references:
+        raise ConfigurationError(f"parameter group {number} is empty; leave it out")
+    for position, reference in enumerate(references):
+        _check_reference(reference, f"parameter {position} of group {number}")
+    return Group(options, references)
+
+
+def read_references(given: Iterable[Any]) -> list[Reference]:
+    """Returns references to parameters as a list.
+
+    Raises:
+        ConfigurationError: A parameter is not a reference, or occurs twice.
+    """
+    references = [given] if isinstance(given, RRef) else list(given)
+    for position, reference in enumerate(references):
+        _check_reference(reference, f"parameter {position}")
+    check_distinct(references)
+    return references
+
+
+def check_distinct(references: Sequence[Reference]) -> None:
+    """Raises ConfigurationError if a reference occurs twice."""
+    seen: dict[object, int] = {}
+    for position, reference in enumerate(references):
+        first = seen.setdefault(reference.id, position)
+        if first != position:
+            raise ConfigurationError(
+                f"parameters {first} and {position} are the same, {reference!r}; leave one out"
+            )
+
+
+def _check_reference(reference: object, what: str) -> None:
+    if isinstance(reference, RRef):
+        return
+    fix = (
+        "pass torchweft.RRef(parameter)"
+        if isinstance(reference, Tensor)
+        else "pass RRefs, for instance those of RemoteModule.remote_parameters()"
+    )
+    raise ArgumentTypeError(f"{what} is {kind_of(reference)}, not an RRef; {fix}")
+
+
+def by_owner(references: Iterable[Reference]) -> dict[int, list[tuple[int, Reference]]]:
+    """Returns references with their positions, by the rank of the worker that owns them."""
+    found: dict[int, list[tuple[int, Reference]]] = {}
+    for position, reference in enumerate(references):
+        found.setdefault(reference.id.owner, []).append((position, reference))
+    return found
+
+
+# The ``state_dict``. It equals that of a local optimizer over the same parameters in the same
+# order, plus one key::
+#
+#     {
+#         "state": {0: {"exp_avg": ..., ...}, 1: ...},          # by number of the parameter
+#         "param_groups": [{"lr": 0.1, ..., "params": [0, 1]}, ...],
+#         "parameters": [{"owner": "ps0", "shape": (3, 4), "dtype": "float32"}, ...],  # by number
+#         "classes": ["Adam"],                                  # these two are Weft's own
+#     }
+#
+# So training can move to a single process, or from one, or to other owners of the parameters.
+
+_NOT_OPTIONS = ("params", "param_names")
+
+
+class Parameter(NamedTuple):
+    """The name of a parameter's owner, its shape, and the name of its type.
+
+    A lazy module's parameter has no shape before the first forward pass.
+    """
+
+    owner: str
+    shape: tuple[int, ...] | None
+    dtype: str
+
+
+def as_state_dict(
+    options: Sequence[Options],
+    group_sizes: Sequence[int],
+    state: dict[Any, Any],
+    parameters: Sequence[Parameter],
+    classes: Sequence[str],
+) -> dict[str, Any]:
+    """Returns a ``state_dict``; groups and parameters are in order."""
+    first = 0
+    groups = []
+    for group_options, size in zip(options, group_sizes, strict=True):
+        groups.append({**group_options, "params": list(range(first, first + size))})
+        first += size
+    return {
+        "state": state,
+        "param_groups": groups,
+        "parameters": [each._asdict() for each in parameters],
+        "classes": list(classes),
+    }
+
+
+def read_options(state_dict: Mapping[str, Any]) -> list[Options]:
+    """Returns the hyper-parameters of each group of a ``state_dict``."""
+    return [
+        {key: value for key, value in group.items() if key not in _NOT_OPTIONS}
+        for group in state_dict["param_groups"]
+    ]
+
+
+def read_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
+    """Returns the state of each parameter by position; the groups may number them arbitrarily."""
+    numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+    position = {number: place for place, number in enumerate(numbers)}
+    return {position.get(key, key): value for key, value in state_dict["state"].items()}
+
+
+def check_fits(
+    state_dict: Any, group_sizes: Sequence[int], parameters: Sequence[Parameter]
+) -> None:
+    """Raises ConfigurationError, naming the difference, if a ``state_dict`` does not fit.
+
+    Args:
+        state_dict: The ``state_dict`` to load.
+        group_sizes: How many parameters each group of the optimizer has.
+        parameters: All parameters, in order.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ConfigurationError(
+            'this is no state_dict of an optimizer: it has no "state" and "param_groups"'
+        )
+    if not all("params" in group for group in state_dict["param_groups"]):
+        raise ConfigurationError(
+            'this is no state_dict of an optimizer: a parameter group has no "params"'
+        )
+    sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+    if len(sizes) != len(group_sizes):
+        raise misfit(f"{len(sizes)} parameter groups, the optimizer {len(group_sizes)}")
+    for group, (saved, mine) in enumerate(zip(sizes, group_sizes, strict=True)):
+        if saved != mine:
+            raise misfit(f"{saved} parameters in group {group}, the optimizer {mine}")
+    for number, parameter in enumerate(state_dict.get("parameters", ())):
+        shape, present = parameter["shape"], parameters[number]
+        if None not in (shape, present.shape) and tuple(shape) != present.shape:
+            raise misfit(
+                f"shape {tuple(shape)} for parameter {number}, the optimizer {present.shape}"
+            )
+        dtype = parameter.get("dtype", present.dtype)
+        if dtype != present.dtype:
+            raise misfit(f"type {dtype} for parameter {number}, the optimizer {present.dtype}")
+
+
+def misfit(difference: str) -> ConfigurationError:
+    """Returns the error for a ``state_dict`` that does not fit."""
+    return ConfigurationError(
+        f"the state_dict has {difference}; make the optimizer with the same parameters in the "
+        "same order as the one that was saved"
+    )
 
 
 # Classes
@@ -167,46 +433,6 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-# Loading
-
-
-def load(optimizer: Optimizer, state_dict: StateDict) -> None:
-    """Loads a ``state_dict`` into an optimizer of this process; tensors keep their types."""
-    eager.call(optimizer, "load_state_dict", state_dict)
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # It knows the form of its state itself.
-    numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-    weights = (weight for group in optimizer.param_groups for weight in group["params"])
-    for number, weight in zip(numbers, weights, strict=True):
-        saved = state_dict["state"].get(number)
-        if isinstance(saved, Mapping) and weight in optimizer.state:
-            loaded = optimizer.state[weight]
-            for key, value in saved.items():
-                if key in loaded and key != "step":  # Fused steps need the type that torch gives.
-                    loaded[key] = _in_its_type(value, loaded[key])
-
-
-def _in_its_type(saved: Any, loaded: Any) -> Any:
-    """Returns a loaded value as it was saved, on its present device."""
-    if isinstance(saved, Tensor) and isinstance(loaded, Tensor):
-        if saved.dtype == loaded.dtype or saved.shape != loaded.shape:
-            return loaded
-        is_converted = torch.equal(
-            saved.to(loaded.device, loaded.dtype).nan_to_num(), loaded.nan_to_num()
-        )
-        return saved.detach().to(loaded.device, copy=True) if is_converted else loaded
-    if isinstance(saved, str):  # torch takes it for a list of characters.
-        return saved
-    if isinstance(saved, dict) and isinstance(loaded, dict):
-        return {
-            key: _in_its_type(saved[key], each) if key in saved else each
-            for key, each in loaded.items()
-        }
-    if type(saved) in (list, tuple) and type(loaded) is type(saved) and len(saved) == len(loaded):
-        return type(saved)(map(_in_its_type, saved, loaded))
-    return loaded
-
-
 def placed(optimizer: Optimizer, weight: Tensor, state: Mapping[Any, Any]) -> dict[Any, Any]:
     """Returns a copy of a weight's state on the device where its optimizer needs it."""
     group = next(
@@ -256,6 +482,103 @@ def elsewhere(where: str) -> defaultdict[Any, Any]:
         raise ConfigurationError(f"the state of this parameter is {where}")
 
     return defaultdict(refuse)
+
+
+# Parameters of this process whose values are trained elsewhere
+
+Known = dict[int, weakref.ref[Tensor]]
+"""Tensors by their ids."""
+
+
+def _known(tensors: Iterable[Tensor]) -> Known:
+    return {id(each): weakref.ref(each) for each in tensors}
+
+
+def _is_in(known: Known, tensor: object) -> bool:
+    found = known.get(id(tensor))
+    return found is not None and found() is tensor
+
+
+class Moved:
+    """Some parameters that are trained elsewhere, until it is closed or dropped.
+
+    Args:
+        instead: What to call instead of optimizers and functions of this process, for the message.
+    """
+
+    def __init__(self, instead: str) -> None:
+        self.instead = instead
+        self._parameters: Known = {}
+        self._trained: dict[int, bool] = {}
+        self._beside: Known = {}
+        _moved.add(self)
+
+    def add(self, parameters: Iterable[Tensor]) -> None:
+        """Adds parameters."""
+        own = list(parameters)
+        if own:
+            self._parameters = self._parameters | _known(own)
+            self._trained |= {id(each): each.requires_grad for each in own}
+            add_check(_check)
+
+    def add_beside(self, parameters: Iterable[Tensor]) -> None:
+        """Adds parameters that are trained here, but clipped together with those elsewhere."""
+        self._beside = _known(parameters)
+
+    def warn_of_rest(self, name: str, parameters: Iterable[Tensor]) -> None:
+        """Warns once if parameters beside those elsewhere are clipped alone."""
+        if any(_is_in(self._beside, each) for each in parameters):
+            self._beside = {}
+            warnings.warn(
+                f"{name} leaves out gradients that are elsewhere; {self.instead}",
+                RuntimeWarning,
+                stacklevel=5,  # Outside of clip_grad_norm_.
+            )
+
+    def __contains__(self, parameter: object) -> bool:
+        return _is_in(self._parameters, parameter)
+
+    def warn_of_changes(self, fix: str) -> None:
+        """Warns once if the program has frozen parameters here, for the caller of its caller.
+
+        Args:
+            fix: What to do, for the message.
+        """
+        present = [
+            (key, parameter.requires_grad)
+            for key, known in self._parameters.items()
+            if (parameter := known()) is not None
+        ]
+        count = sum([self._trained[key] != is_trained for key, is_trained in present])
+        if count:
+            self._trained |= present  # Each change is told once.
+            warnings.warn(
+                f"requires_grad of {count} parameters has changed here, and not where they are "
+                f"trained; {fix}",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def close(self) -> None:
+        """Lets optimizers step the parameters again."""
+        _moved.discard(self)
+        self._parameters = {}
+
+
+_moved: weakref.WeakSet[Moved] = weakref.WeakSet()
+
+
+def _check(name: str, parameters: Sequence[Tensor]) -> None:
+    """Raises if gradients of parameters that are trained elsewhere are read."""
+    for moved in list(_moved):  # Mostly there are none.
+        there = [each for each in parameters if each in moved]
+        if there and all(each.grad is None for each in there):
+            raise ConfigurationError(
+                f"{name} was given {len(there)} parameters of this process that are trained "
+                f"elsewhere, where it does not reach them; {moved.instead}"
+            )
+        if name.startswith("clip_"):
+            moved.warn_of_rest(name, parameters)
 
 
 # Hooks of ``state_dict`` and ``load_state_dict``

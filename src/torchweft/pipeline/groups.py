@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchweft.errors import ConfigurationError
-from torchweft.optim.groups import Options, changed_options, copied_options
+from torchweft.optim.states import Options, changed_options, copied_options
 
 
 class Weight(NamedTuple):

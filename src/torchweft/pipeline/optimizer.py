@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.optim import states
-from torchweft.optim.groups import Options, changed_options, check_members, copied_options
+from torchweft.optim.states import Options, changed_options, check_members, copied_options
 from torchweft.pipeline import groups as grouping
 from torchweft.pipeline import stepping, weights
 from torchweft.pipeline.deployment import Deployment

@@ -17,7 +17,7 @@ from torchweft.arguments import check_callable, check_choice, limit_of, wrong_ty
 from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.optim.clipping import check_norms, coefficient_of, norm_of
-from torchweft.optim.moved import Moved
+from torchweft.optim.states import Moved
 from torchweft.pipeline import host, moving, stepping, stream_host, weights
 from torchweft.pipeline.batches import TrainingBatches, check_untrained
 from torchweft.pipeline.checking import check_stages

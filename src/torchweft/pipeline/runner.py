@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from torchweft.arguments import kind_of
 from torchweft.errors import PipelineError, ProtocolError, WeftError, WorkerLost
-from torchweft.optim import eager
+from torchweft.optim.local import call_method
 from torchweft.pipeline.copies import Copies, added, separated
 from torchweft.pipeline.finite import CheckedStage
 from torchweft.pipeline.recording import Notes
@@ -529,7 +529,7 @@ class Runner:
     def zero_grad(self, set_to_none: bool) -> None:
         """Drops the gradients that the optimizer steps with."""
         if self.optimizer is not None:
-            eager.call(self.optimizer, "zero_grad", set_to_none)
+            call_method(self.optimizer, "zero_grad", set_to_none)
 
     def _set_copies_aside(self) -> list[tuple[Tensor, Tensor]]:
         """Takes away gradients of earlier steps, of weights that exist more than once.

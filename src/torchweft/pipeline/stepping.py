@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from torchweft.arguments import kind_of
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim import eager, states
-from torchweft.optim.groups import Options, copied_options
+from torchweft.optim import states
+from torchweft.optim.local import make_optimizer, step_optimizer
+from torchweft.optim.states import Options, copied_options
 from torchweft.pipeline.groups import Group, Made, Weight
 from torchweft.pipeline.host import runner_of
 from torchweft.pipeline.weights import Where, optimizer_state, set_optimizer_state, weights_of
@@ -32,7 +33,7 @@ def make(
     if not weights:
         return None
     if isinstance(optimizer_class, type):
-        optimizer = eager.make(optimizer_class, weights, (), dict(options))
+        optimizer = make_optimizer(optimizer_class, weights, (), dict(options))
     else:
         optimizer = optimizer_class(weights, **options)
     if not isinstance(optimizer, Optimizer):
@@ -131,7 +132,7 @@ def step(pipe: int, changes: Mapping[int, Options], zero_grad: bool | None) -> N
             group.update(changes.get(number, {}))
     if zero_grad is not None:
         runner.zero_grad(zero_grad)
-    eager.step(optimizer)
+    step_optimizer(optimizer)
 
 
 def zero_grad(pipe: int, set_to_none: bool) -> None:

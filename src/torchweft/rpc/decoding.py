@@ -16,7 +16,6 @@ from torchweft.autograd.outside import Arrivals, OutsideRecords
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.native import native
-from torchweft.rpc.apart import own_copy
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
 from torchweft.serialize.exceptions import unpack_error
@@ -43,7 +42,7 @@ from torchweft.worker.agent import Agent
 from torchweft.worker.calls import PendingCall
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import LocalMessage, TensorMessage, TensorMessages
+from torchweft.worker.tensor_messages import LocalMessage, TensorMessage, TensorMessages, own_copy
 
 _log = logging.getLogger("torchweft")
 _is_in_inference_mode = torch.is_inference_mode_enabled

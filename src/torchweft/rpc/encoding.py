@@ -23,7 +23,6 @@ from torchweft.ids import ReferenceId
 from torchweft.native import native
 from torchweft.protocol.registration import why_not_by_value
 from torchweft.protocol.sessions import Outgoing
-from torchweft.rpc.apart import Apart
 from torchweft.rpc.handles import Handle
 from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve, take_apart
@@ -47,7 +46,7 @@ from torchweft.wire.messages import (
 from torchweft.worker.agent import Agent
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import TensorMessages
+from torchweft.worker.tensor_messages import Apart, TensorMessages
 
 TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""

@@ -29,7 +29,6 @@ from torchweft.native import native
 from torchweft.protocol.backward import Progress
 from torchweft.protocol.served_calls import AnsweredCall, ServedCall, SlowFunctions
 from torchweft.protocol.sessions import Outgoing
-from torchweft.rpc.apart import reply_by_tables
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.decoding import Decoder
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
@@ -48,7 +47,12 @@ from torchweft.worker.calls import PendingCall
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 from torchweft.worker.references import ReferenceKeeper
-from torchweft.worker.tensor_messages import LocalMessage, TensorMessages, local_frame
+from torchweft.worker.tensor_messages import (
+    LocalMessage,
+    TensorMessages,
+    local_frame,
+    reply_by_tables,
+)
 
 
 class Watcher:

@@ -122,7 +122,6 @@ rebuilds_plain = Mark(
     "torchweft.mapreduce.shared",
     "torchweft.nn.owner",
     "torchweft.nn.remote_module",
-    "torchweft.optim.groups",
     "torchweft.optim.local",
     "torchweft.protocol.weights",
     "torchweft.rl.agent",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import wrong_type
-from torchweft.channel.page_locks import GpuCalls
+from torchweft.channel.device_copies import GpuCalls
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
 from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async

@@ -25,8 +25,8 @@ from torchweft import knobs
 from torchweft.channel.channel import Home
 from torchweft.channel.channels import Channels
 from torchweft.channel.copying import Copier
+from torchweft.channel.device_copies import PageLocks
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.page_locks import PageLocks
 from torchweft.errors import CallTimeout, DuplicateName, NotInitialized, WeftError, WorkerLost
 from torchweft.protocol.calls import SimpleRequest
 from torchweft.protocol.connecting import Patience

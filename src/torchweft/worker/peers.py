@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from torchweft.arguments import did_you_mean, wrong_type
-from torchweft.channel.ways import Held, Ways
+from torchweft.channel.channels import Held, Ways
 from torchweft.errors import (
     DuplicateName,
     ProtocolError,

@@ -1,7 +1,7 @@
-"""Messages whose tensors travel by tables and channels.
+"""Messages whose tensors do not stand in the frame, and those of a worker to itself.
 
 The layers above give the front of a message and the tensors that were taken out of its value. This
-module writes the table of the tensors and chooses a channel for every buffer; the receiver reverses
+module writes the table of the tensors and has the channels take the buffers; the receiver reverses
 both. Small tensors stand in the message itself instead; see ``serialize.inline``. A message from a
 worker to itself touches neither bytes nor channels: its tensors arrive by reference.
 """
@@ -9,21 +9,38 @@ worker to itself touches neither bytes nor channels: its tensors arrive by refer
 from __future__ import annotations
 
 import time
+from _thread import get_ident
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from torchweft import knobs
 from torchweft.channel.channel import Received
-from torchweft.channel.channels import Parcel
+from torchweft.channel.channels import LENT
 from torchweft.errors import ProtocolError
+from torchweft.protocol.sessions import Outgoing
 from torchweft.serialize import tensors as tensor_table
+from torchweft.serialize.objects import Packed
 from torchweft.serialize.table import HEADER, SOME_COMPUTED, SOME_ON_DEVICE
+from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
-from torchweft.wire.frames import Buffer, Frame, encode_frame
-from torchweft.wire.messages import TABLES, Kind, decode_ints, decode_tables, encode_tables
+from torchweft.threads.interrupts import call
+from torchweft.threads.thread_modes import MODES, plain_operations
+from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, encode_frame
+from torchweft.wire.messages import (
+    TABLES,
+    CallHead,
+    HandedReference,
+    Kind,
+    decode_ints,
+    decode_tables,
+    encode_reply,
+    encode_tables,
+)
 from torchweft.worker.agent import Agent
 from torchweft.worker.peers import Peer, Place
 
@@ -163,29 +180,24 @@ class TensorMessages:
         table, buffers = tensor_table.describe(tensors, place)
         parcel = self._channels.put(peer, buffers)
         try:
-            control = b"".join((front, encode_tables(table, parcel.table())))
+            control = b"".join((front, encode_tables(table, parcel.table)))
             frame = encode_frame(kind, flags | TABLES, number, control, parcel.following)
         except BaseException:
             parcel.take_back()
             raise
         if parcel.taken:
-            # Last: no tensor may begin to arrive of a message that cannot be sent after all.
-            parcel.begin(may_wait=kind == Kind.REPLY)
-            self._note_offered(peer, kind, number, parcel)
+            if parcel.apart:
+                # Last: no tensor may begin to arrive of a message that cannot be sent after all.
+                parcel.begin(may_wait=kind == Kind.REPLY)
+            moved = parcel.moved()
+            lent_bytes = moved.get(LENT, 0)
+            self._agent.lent_bytes += lent_bytes
+            self._agent.offered_bytes += sum(moved.values()) - lent_bytes
+            for name, size_bytes in moved.items():
+                peer.moved[name] += size_bytes
+            if self.on_offered is not None:
+                self.on_offered(peer, kind, number, moved)
         return frame
-
-    def _note_offered(self, peer: Peer, kind: Kind, number: int, parcel: Parcel) -> None:
-        moved, agent = peer.moved, self._agent
-        for channel, handles in parcel.taken:
-            for handle in handles:
-                if handle.is_shared:
-                    moved["lent"] += handle.size_bytes
-                    agent.lent_bytes += handle.size_bytes
-                else:
-                    moved[channel.counted_as] += handle.size_bytes
-                    agent.offered_bytes += handle.size_bytes
-        if self.on_offered is not None:
-            self.on_offered(peer, kind, number, parcel.moved())
 
     def read(self, frame: Frame) -> TensorMessage:
         """Decodes the tables of a received message, without fetching tensors.
@@ -270,3 +282,107 @@ class TensorMessages:
 
 def _on_pulled(peer: Peer, frame: Frame) -> None:
     peer.held.release(int.from_bytes(frame.control[:8], "little"))
+
+
+# Requests and replies
+
+
+class Apart:
+    """The tensors of a request that do not stand in its frame, or its value for this worker itself.
+
+    Args:
+        tensor_messages: Encodes the tensors.
+        peer: The receiver.
+        head: The head of a call to oneself.
+        packed: The value.
+    """
+
+    def __init__(
+        self, tensor_messages: TensorMessages, peer: Peer, head: CallHead, packed: Packed
+    ) -> None:
+        self._tensor_messages = tensor_messages
+        self._head = head
+        self._packed = packed
+        self._maker, self._mark = 0, None
+        if device_streams.HAS_CUDA and (peer.link is None or peer.unsent):
+            # It is encoded in another thread at the first contact, or not at all, as for oneself.
+            self._maker = get_ident()
+            self._mark = mark_of(packed.tensors)
+
+    def message(
+        self, peer: Peer, kind: Kind, flags: int, number: int, frame: bytearray
+    ) -> Outgoing:
+        """Returns the message to send; see ``Request``."""
+        if any(map(call, MODES)):
+            with plain_operations():
+                return self.message(peer, kind, flags, number, frame)
+        packed = self._packed
+        if self._mark is not None and self._maker != get_ident():
+            device_streams.use(self._mark, packed.tensors)
+        if peer.is_self:
+            return local_frame(kind, flags, number, LocalMessage(self._head, *packed, self._mark))
+        maps = peer.device_maps
+        place = None if maps.is_identity else maps.forward
+        control = bytes(memoryview(frame)[HEADER_BYTES:])
+        return self._tensor_messages.encode(
+            peer, kind, flags, number, control, packed.tensors, place
+        )
+
+
+def mark_of(tensors: Sequence[Tensor]) -> Mark | None:
+    """Returns a mark of the work that computes some of the tensors, if any are on a GPU."""
+    if device_streams.HAS_CUDA and any(tensor.is_cuda for tensor in tensors):
+        return device_streams.mark()
+    return None
+
+
+def reply_by_tables(
+    tensor_messages: TensorMessages,
+    peer: Peer,
+    number: int,
+    context_id: int,
+    message_id: int,
+    packed: Packed,
+    handed: Sequence[HandedReference],
+) -> Outgoing:
+    """Returns an answer whose tensors are described by tables, or that goes to this worker."""
+    maps = peer.device_maps
+    if peer.is_self:
+        if not maps.is_identity:
+            maps.check(packed.tensors, is_back=True)
+        head = context_id, message_id, (), 0, 0
+        local = LocalMessage(head, *packed, mark_of(packed.tensors))
+        return local_frame(Kind.REPLY, 0, number, local)
+    front = encode_reply(context_id, message_id, handed, packed.payload)
+    place = None if maps.is_identity else maps.back
+    return tensor_messages.encode(peer, Kind.REPLY, 0, number, front, packed.tensors, place)
+
+
+def own_copy(
+    tensor: Tensor,
+    context_id: int,
+    keeps_graphs: bool = False,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Returns a copy of a tensor that a worker sends to itself, as if another had received it.
+
+    In an autograd context (not 0) the copy stays in the graph. Outside of contexts, the copy of a
+    leaf is a new leaf, and that of a computed tensor stays in the graph if ``keeps_graphs``.
+
+    Args:
+        tensor: The tensor.
+        context_id: The context of the message, or 0.
+        keeps_graphs: Whether graphs outside of contexts are kept.
+        device: The device of the copy; None for that of the tensor.
+    """
+    if tensor.requires_grad and (context_id or (keeps_graphs and not tensor.is_leaf)):
+        with torch.enable_grad():
+            copy = tensor.clone() if device is None else tensor.to(device, copy=True)
+        if isinstance(tensor, Parameter):
+            copy._is_param = True  # for isinstance
+        return copy
+    copy = tensor.detach()
+    copy = copy.clone() if device is None else copy.to(device, copy=True)
+    if isinstance(tensor, Parameter):
+        return Parameter(copy, tensor.requires_grad)
+    return copy.requires_grad_(tensor.requires_grad)

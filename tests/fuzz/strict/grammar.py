@@ -400,7 +400,7 @@ class Grammar:
         which = self.chance.choice((_WEIGHT, _BIAS, _WEIGHT, _MATRIX, _TRAP, _HIDDEN))
         parameters = [self._reference(which)]
         options = next(iter(self._changes().values()), {})
-        return Made("torchweft.optim.groups:GroupPart", (0, options, [0], parameters))
+        return Made("torchweft.optim.local:GroupPart", (0, options, [0], parameters))
 
     def _key(self) -> Any:
         workers = self.chance.choice(

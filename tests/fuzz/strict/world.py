@@ -22,7 +22,7 @@ from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.nn import owner
 from torchweft.optim import local
-from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import GroupPart
 from torchweft.protocol.registration import STRICT, Registration
 from torchweft.rpc import RpcBackendOptions, RRef, serving
 from torchweft.rpc.collective import GATHERINGS, Gatherings

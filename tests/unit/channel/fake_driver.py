@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchweft.channel.cuda_driver import HANDLE_BYTES, Driver, DriverError, Range
+from torchweft.channel.cuda import HANDLE_BYTES, Driver, DriverError, Range
 
 
 class Stream:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchweft.channel.page_locks import GpuCalls
+from torchweft.channel.device_copies import GpuCalls
 
 UNTOUCHED = 0xEE
 """The content of memory that no copy has reached."""

@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor
 
-from torchweft.channel.rdma_transport import Endpoint, TransportFailed
+from torchweft.channel.rdma import Endpoint, TransportFailed
 
 
 class FakeRemoteBuffer:

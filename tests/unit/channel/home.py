@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torchweft.channel.channel import Channel, Home
+from torchweft.channel.channels import Held, Ways
 from torchweft.channel.copying import Copier
+from torchweft.channel.device_copies import PageLocks
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.page_locks import PageLocks
-from torchweft.channel.ways import Held, Ways
 from torchweft.errors import WorkerLost
 from torchweft.wire.messages import Kind
 

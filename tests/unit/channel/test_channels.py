@@ -12,10 +12,16 @@ import torch
 
 from tests.unit.channel.home import Posts, SomePeer, make_home
 from torchweft import knobs
-from torchweft.channel.channel import CannotGet, Channel, Entry, Handle
-from torchweft.channel.channels import Channels
-from torchweft.channel.table import FOLLOWS, decode_table, encode_table
-from torchweft.channel.ways import UNTRIED, Held, Ways
+from torchweft.channel.channel import (
+    FOLLOWS,
+    CannotGet,
+    Channel,
+    Entry,
+    Handle,
+    decode_table,
+    encode_table,
+)
+from torchweft.channel.channels import UNTRIED, Channels, Held, Ways
 from torchweft.errors import ProtocolError
 from torchweft.wire.messages import Kind, decode_ints
 
@@ -35,7 +41,9 @@ class Fake(Channel):
         self.events: list[str] = []
         self.error: Exception | None = None
 
-    def put(self, peer: Any, token: int, buffers: Sequence[memoryview]) -> Sequence[Handle | None]:
+    def put(
+        self, peer: Any, token: int, buffers: Sequence[torch.Tensor]
+    ) -> Sequence[Handle | None]:
         handles: list[Handle | None] = []
         for buffer in buffers:
             if self.error is not None:
@@ -61,7 +69,7 @@ class Fake(Channel):
 class Watched(Handle):
     """A handle that notes what becomes of it."""
 
-    def __init__(self, channel: Fake, buffer: memoryview) -> None:
+    def __init__(self, channel: Fake, buffer: torch.Tensor | memoryview) -> None:
         super().__init__(b"x", buffer.nbytes, buffer)
         self._events = channel.events
 
@@ -118,7 +126,7 @@ def tensors(*sizes: int) -> list[torch.Tensor]:
 
 
 def held_one(held: Held, fake: Fake, memory: memoryview) -> int:
-    token = held.token()
+    token = next(held.tokens)
     held.hold(token, [(fake, Watched(fake, memory))])
     return token
 
@@ -197,7 +205,7 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
 ) -> None:
     fakes[0].room, fakes[1].sends_apart = 1, True  # type: ignore[misc]
     parcel = channels.put(peer, tensors(5, 100, 150, 250, 99, 0))
-    table = decode_table(parcel.table(), [5, 150, 99, 0], LIMIT)
+    table = decode_table(parcel.table, [5, 150, 99, 0], LIMIT)
     assert [entry.channel for entry in table.entries] == [
         FOLLOWS,
         11,
@@ -219,9 +227,9 @@ def test_where_all_buffers_follow_there_is_no_table(
     channels: Channels, fakes: list[Fake], peer: SomePeer
 ) -> None:
     parcel = channels.put(peer, tensors(0, 10, 99))
-    assert parcel.table() == b""
+    assert parcel.table == b""
     assert len(parcel.following) == 3
-    assert channels.put(SomePeer(), tensors(1000)).table() == b""
+    assert channels.put(SomePeer(), tensors(1000)).table == b""
     assert peer.held.statistics() == (0, 0)
 
 

@@ -21,8 +21,7 @@ from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_unti
 from torchweft import knobs
 from torchweft.channel import channels, cuda, rdma
 from torchweft.channel.channel import CannotGet, Channel, Entry, NotInTime
-from torchweft.channel.channels import CHANNELS
-from torchweft.channel.ways import UNTRIED
+from torchweft.channel.channels import CHANNELS, UNTRIED
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.frames import Frame

@@ -43,11 +43,17 @@ def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
 def copy(request: pytest.FixtureRequest, copier: Copier) -> Copy:
     """Returns a function that fills the given memory with the pattern."""
     if request.param == "copy":
-        return lambda into: copier.copy(memoryview(PATTERN)[: into.nbytes], into)
+        return lambda into: copy_into(copier, into)
     if _obstacle:
         pytest.skip(f"no cma here: {_obstacle}")
     address = address_of(memoryview(PATTERN))
     return lambda into: copier.pull(os.getpid(), address, into)
+
+
+def copy_into(copier: Copier, into: memoryview, size_bytes: int | None = None) -> None:
+    source = memoryview(PATTERN)
+    size_bytes = into.nbytes if size_bytes is None else size_bytes
+    copier.copy(address_of(source), address_of(into), size_bytes, (source, into))
 
 
 def thread_names() -> set[str]:
@@ -101,7 +107,7 @@ def test_a_small_copy_starts_no_thread(copy: Copy) -> None:
 
 def test_nothing_is_written_past_the_end(copier: Copier) -> None:
     into = memory()
-    copier.copy(memoryview(PATTERN)[: SIZE - 5], into)
+    copy_into(copier, into, SIZE - 5)
     assert into == PATTERN[: SIZE - 5] + bytes(5)
 
 

@@ -17,7 +17,7 @@ from tests.unit.channel.home import SomePeer, make_home
 from tests.unit.channel.processes import dead_pid
 from tests.unit.worker.group import KEY, group_of
 from torchweft import knobs
-from torchweft.channel import rdma, rdma_transport
+from torchweft.channel import rdma
 from torchweft.channel.channel import Meeting
 from torchweft.channel.channels import Channels, close_all, read_description
 from torchweft.channel.pull import Nonce, Pull, find_obstacle
@@ -180,7 +180,7 @@ def test_rdma_is_for_other_hosts_unless_it_is_forced(
 def test_this_process_says_why_it_has_no_rdma() -> None:
     with knobs.RDMA.override("0"):
         assert Rdma(make_home()).describe() == {"obstacle": "WEFT_RDMA=0 is set"}
-        assert rdma_transport.own_obstacle() == "WEFT_RDMA=0 is set"
+        assert rdma.own_obstacle() == "WEFT_RDMA=0 is set"
 
 
 # Shared memory

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from torchweft.channel import page_locks as gpu_calls
-from torchweft.channel.page_locks import GpuCalls
+from torchweft.channel import device_copies as gpu_calls
+from torchweft.channel.device_copies import GpuCalls
 
 
 class Runtime:

@@ -8,8 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.unit.channel.fake_gpu import UNTOUCHED, FakeGpu
-from torchweft.channel.device_copies import CUT_FROM_BYTES, PART_BYTES, SMALL_BYTES, Part, Staging
-from torchweft.channel.page_locks import PageLocks
+from torchweft.channel.device_copies import (
+    CUT_FROM_BYTES,
+    PART_BYTES,
+    SMALL_BYTES,
+    PageLocks,
+    Part,
+    Staging,
+)
 
 MIB = 1 << 20
 

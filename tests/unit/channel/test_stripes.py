@@ -110,7 +110,7 @@ def test_tensors_arrive_over_connections_made_when_first_needed(pair: list[Membe
     sending = data.sending
     assert sending is not None
     assert len(sending.connections) == knobs.STRIPE_CONNECTIONS.default
-    wait_until(lambda: sending.outbox.is_empty)
+    wait_until(lambda: sending.is_empty)
 
 
 def test_traffic_counts_them_on_both_sides(pair: list[Member]) -> None:
@@ -268,8 +268,9 @@ class SlowCopy(HostCopies):
 def send_slowly(sender: Member, to: Member, copy: SlowCopy) -> list[torch.Tensor]:
     """Sends while the buffers are filled; returns the tensors that the receiver has."""
     peer, stripes = sender.peer(to), data_of(sender)
-    token = peer.held.token()
-    handles = [each for each in stripes.put(peer, token, copy.memories) if each is not None]
+    token = next(peer.held.tokens)
+    buffers = [torch.frombuffer(each, dtype=torch.uint8) for each in copy.memories]
+    handles = [each for each in stripes.put(peer, token, buffers) if each is not None]
     peer.held.hold(token, [(stripes, handle) for handle in handles])
     try:
         stripes.begin(peer, token, handles, may_wait=False, copies=copy)

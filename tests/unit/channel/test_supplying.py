@@ -26,7 +26,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[Member]]:
 
 def hold(sender: Member, to: Member, channel: type[Channel], *buffers: bytes) -> int:
     held, of = sender.peer(to).held, sender.agent.channels.of(channel)
-    token = held.token()
+    token = next(held.tokens)
     handles = [Handle(b"", len(buffer), memoryview(buffer)) for buffer in buffers]
     held.hold(token, [(of, handle) for handle in handles])
     return token

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.channel.fake_gpu import FakeGpu
-from torchweft.channel.page_locks import PageLocks
+from torchweft.channel.device_copies import PageLocks
 from torchweft.checkpoint import kinds
 from torchweft.checkpoint.device_copies import DeviceCopies
 from torchweft.checkpoint.kinds import DATA, MODULE

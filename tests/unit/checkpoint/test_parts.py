@@ -12,8 +12,7 @@ from torch import nn
 from tests.unit.optim.references import reference
 from torchweft.checkpoint import parts
 from torchweft.checkpoint.parts import Owned, parameter_names
-from torchweft.optim.groups import GroupPart
-from torchweft.optim.local import LocalOptimizer
+from torchweft.optim.local import GroupPart, LocalOptimizer
 from torchweft.threads.device_streams import new_guard
 
 LOCK = new_guard()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from torchweft.channel.rdma_transport import NO_DEVICE
+from torchweft.channel.rdma import NO_DEVICE
 from torchweft.errors import ProtocolError
 from torchweft.observe.doctor import Diagnosis, Finding, Level, diagnose, merged, sample
 from torchweft.protocol.observing.facts import (

@@ -9,14 +9,9 @@ import torch
 
 from tests.unit.optim.references import reference
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.optim.groups import (
-    Group,
-    GroupPart,
-    by_owner,
-    read_groups,
-    read_references,
-    split_groups,
-)
+from torchweft.optim.distributed import split_groups
+from torchweft.optim.local import GroupPart
+from torchweft.optim.states import Group, by_owner, read_groups, read_references
 
 A, B, C = (reference(owner, number) for owner, number in ((1, 0), (2, 0), (1, 1)))
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.optim.references import reference
-from torchweft.optim.groups import GroupPart
-from torchweft.optim.local import LocalOptimizer, Saved
+from torchweft.optim.local import GroupPart, LocalOptimizer, Saved
 from torchweft.threads.device_streams import new_guard
 
 

@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import SGD
 
 from torchweft.errors import ConfigurationError
-from torchweft.optim.moved import Moved
+from torchweft.optim.states import Moved
 
 
 def _trained(parameter: torch.nn.Parameter) -> SGD:

@@ -24,7 +24,6 @@ from torchweft.autograd.graph import roots_of
 from torchweft.errors import ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.rpc import options as options_module
-from torchweft.rpc.apart import own_copy
 from torchweft.rpc.ports import Ports
 from torchweft.serialize import tensors as tensor_tables
 from torchweft.serialize.objects import pack
@@ -32,7 +31,7 @@ from torchweft.serialize.tensors import describe
 from torchweft.worker import peers
 from torchweft.worker.current import current, is_set
 from torchweft.worker.peers import HOST, DeviceMaps, Peer
-from torchweft.worker.tensor_messages import LocalMessage
+from torchweft.worker.tensor_messages import LocalMessage, own_copy
 
 CALL, ANSWER, CALL_OF_CALLEE, ANSWER_OF_CALLER = 1, 4, 2, 3
 """The index of the faked device, by the map that a message followed."""

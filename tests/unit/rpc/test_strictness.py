@@ -27,8 +27,7 @@ from torchweft.mapreduce import ending, shared
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
 from torchweft.optim import clipping, local
-from torchweft.optim.groups import GroupPart
-from torchweft.optim.local import Saved
+from torchweft.optim.local import GroupPart, Saved
 from torchweft.rpc import RRef, collective
 from torchweft.rpc.calls import CALL_METHOD
 from torchweft.rpc.collective import Key

@@ -34,7 +34,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.optim.groups import GroupPart
+from torchweft.optim.local import GroupPart
 from torchweft.serialize import reducers, value_reading, values
 from torchweft.serialize import values as tags
 from torchweft.serialize.objects import pack, pack_plain, unpack

@@ -33,7 +33,6 @@ class End:
         ours, self.socket = socket.socketpair()
         self.causes: list[str] = []
         self.sending = SendingConnection(ours, outbox, self.causes.append)
-        outbox.add_connection()
         assert self.sending.write() == NOTHING  # The connection is idle from here on.
 
     def close(self) -> None:

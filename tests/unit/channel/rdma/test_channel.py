@@ -12,11 +12,9 @@ from torch import Tensor
 from tests.unit.channel.fake_transport import FakeNetwork
 from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.channel import rdma as channel
-from torchweft.channel import rdma_transport as rdma
-from torchweft.channel.rdma import Rdma
-from torchweft.channel.rdma_transport import SendingSlabs
-from torchweft.channel.ways import UNTRIED
+from torchweft.channel import rdma
+from torchweft.channel.channels import UNTRIED
+from torchweft.channel.rdma import Rdma, SendingSlabs
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
@@ -25,16 +23,15 @@ from torchweft.worker.tensor_messages import TensorMessage
 
 FROM_BYTES = 200_000
 SLAB_BYTES = 262_144
-TRIAL_READS = channel._TRIAL_READS
+TRIAL_READS = rdma._TRIAL_READS
 
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNetwork]:
     fake = FakeNetwork()
-    monkeypatch.setattr(channel, "open_endpoint", fake.open_endpoint)
-    monkeypatch.setattr(channel, "own_obstacle", lambda: "")
-    for module in (rdma, channel):
-        monkeypatch.setattr(module, "is_forced", lambda: True)
+    monkeypatch.setattr(rdma, "open_endpoint", fake.open_endpoint)
+    monkeypatch.setattr(rdma, "own_obstacle", lambda: "")
+    monkeypatch.setattr(rdma, "is_forced", lambda: True)
     yield fake
     assert not rdma._unclosed
     assert not fake.open_count

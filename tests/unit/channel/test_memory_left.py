@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from torchweft.channel import shared_area as kernel
+from torchweft.channel import memory as kernel
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from torchweft.channel import shared_area as layout
-from torchweft.channel.shared_area import SLABS_OFFSET, Area, attach, create
+from torchweft.channel import shm as layout
+from torchweft.channel.shm import SLABS_OFFSET, Area, attach, create
 
 MIB = 1 << 20
 
@@ -80,7 +80,7 @@ def test_memory_that_is_not_there_is_an_error(
 ) -> None:
     _, area = made
     code = errno.ENOMEM if is_supported else errno.EINVAL
-    monkeypatch.setattr(area, "_advise", lambda *arguments: code)
+    monkeypatch.setattr(layout, "madvise", lambda *arguments: code)
     if is_supported:
         with pytest.raises(MemoryError, match="no shared memory for 4096 bytes"):
             area.populate(SLABS_OFFSET, 4096)

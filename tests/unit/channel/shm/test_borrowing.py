@@ -12,9 +12,7 @@ import torch
 
 from tests.unit.channel.processes import forked
 from torchweft.channel import shm as borrowed_module
-from torchweft.channel.shared_area import SLABS_OFFSET, Area, attach, create
-from torchweft.channel.shared_pool import Loan
-from torchweft.channel.shm import Borrowed
+from torchweft.channel.shm import LOAN, SLABS_OFFSET, Area, Borrowed, attach, create
 from torchweft.errors import ProtocolError
 
 MIB = 1 << 20
@@ -49,12 +47,12 @@ def test_memory_outside_of_the_slabs_is_refused(
     borrowed: Borrowed, place: int, size_bytes: int
 ) -> None:
     with pytest.raises(ProtocolError, match="worker 'trainer' lends bytes"):
-        borrowed.take(Loan(place, 1), size_bytes)
+        borrowed.take(LOAN.pack(place, 1), size_bytes)
 
 
 def test_the_tag_is_written_once_the_last_view_is_gone(lender: Area, borrowed: Borrowed) -> None:
     tag = 77 << 16 | 5
-    tensor = torch.frombuffer(borrowed.take(Loan(SLABS_OFFSET, tag), MIB), dtype=torch.float32)
+    tensor = torch.frombuffer(borrowed.take(LOAN.pack(SLABS_OFFSET, tag), MIB), dtype=torch.float32)
     view = tensor.view(512, 512)[3:5].t()
     del tensor
     gc.collect()
@@ -68,7 +66,7 @@ def test_the_tag_is_written_once_the_last_view_is_gone(lender: Area, borrowed: B
 def test_a_loan_whose_end_is_interrupted_ends_later(lender: Area, borrowed: Borrowed) -> None:
     tags, interrupted = range(1 << 16, 64 << 16, 1 << 16), 0
     for step, tag in enumerate(tags, 1):
-        views = [borrowed.take(Loan(SLABS_OFFSET, tag | 5), MIB)]
+        views = [borrowed.take(LOAN.pack(SLABS_OFFSET, tag | 5), MIB)]
         *_, lease = borrowed_module._leases.values()
         if not interrupt_at(step, views.clear):
             break
@@ -99,7 +97,7 @@ def interrupt_at(step: int, run: Callable[[], object]) -> bool:
 
 
 def test_loans_that_are_in_use_go_on(lender: Area, borrowed: Borrowed) -> None:
-    view = borrowed.take(Loan(SLABS_OFFSET, 77 << 16 | 5), MIB)
+    view = borrowed.take(LOAN.pack(SLABS_OFFSET, 77 << 16 | 5), MIB)
     borrowed_module.end_dead_loans()
     assert lender.words[5] == 0
     del view
@@ -108,7 +106,7 @@ def test_loans_that_are_in_use_go_on(lender: Area, borrowed: Borrowed) -> None:
 
 def test_a_ticket_beyond_all_tickets_hits_no_other_memory(lender: Area, borrowed: Borrowed) -> None:
     tag = (1 << 64) - 1
-    borrowed.refuse(Loan(SLABS_OFFSET, tag))
+    borrowed.refuse(LOAN.pack(SLABS_OFFSET, tag))
     assert lender.words[0xFFFF] == tag
     assert not lender.memory[SLABS_OFFSET:].any()
 
@@ -117,7 +115,7 @@ def test_a_tensor_outlives_the_connection() -> None:
     descriptor, lender = create(4 * MIB)
     borrowed = Borrowed(attach(descriptor, lender.nonce), "ps")
     os.close(descriptor)
-    memory = borrowed.take(Loan(SLABS_OFFSET, 1 << 16), 10)
+    memory = borrowed.take(LOAN.pack(SLABS_OFFSET, 1 << 16), 10)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     del borrowed, memory
     gc.collect()
@@ -128,7 +126,7 @@ def test_a_tensor_outlives_the_connection() -> None:
 
 
 def test_a_forked_child_ends_no_loan_of_its_parent(lender: Area, borrowed: Borrowed) -> None:
-    memory = [borrowed.take(Loan(SLABS_OFFSET, 3 << 16), 10)]
+    memory = [borrowed.take(LOAN.pack(SLABS_OFFSET, 3 << 16), 10)]
 
     def drop(link: socket.socket) -> None:
         memory.clear()
@@ -149,18 +147,18 @@ def test_pages_are_mapped_when_a_slab_first_comes(
     mapped: list[tuple[int, int]] = []
     monkeypatch.setattr(borrowed._area, "map_pages", lambda *extent: mapped.append(extent))
     for place, size_bytes in [(0, 5000), (0, 4000), (8192, 10), (0, 6000), (8200, 10)]:
-        borrowed.take(Loan(SLABS_OFFSET + place, 1), size_bytes)
+        borrowed.take(LOAN.pack(SLABS_OFFSET + place, 1), size_bytes)
     expected = [(0, 5000), (8192, 10), (0, 6000), (8192, 18)]
     assert mapped == [(SLABS_OFFSET + place, size_bytes) for place, size_bytes in expected]
     mapped.clear()
     borrowed.forget_pages()
-    borrowed.take(Loan(SLABS_OFFSET, 1), 10)
+    borrowed.take(LOAN.pack(SLABS_OFFSET, 1), 10)
     assert mapped == [(SLABS_OFFSET, 10)]
 
 
 def test_no_lease_stays(borrowed: Borrowed) -> None:
     before = len(borrowed_module._leases)
-    kept = [borrowed.take(Loan(SLABS_OFFSET, tag), 10) for tag in range(100)]
+    kept = [borrowed.take(LOAN.pack(SLABS_OFFSET, tag), 10) for tag in range(100)]
     assert len(borrowed_module._leases) == before + 100
     kept.clear()
     assert len(borrowed_module._leases) == before

@@ -13,8 +13,8 @@ import pytest
 
 from tests.unit.channel.fake_transport import FakeNetwork, random_bytes
 from torchweft import knobs
-from torchweft.channel import rdma_transport as rdma
-from torchweft.channel.rdma_transport import Endpoint, TransportFailed, own_obstacle
+from torchweft.channel import rdma
+from torchweft.channel.rdma import Endpoint, TransportFailed, own_obstacle
 from torchweft.errors import ConfigurationError
 
 LIMIT_S = 20.0

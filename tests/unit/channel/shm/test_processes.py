@@ -4,7 +4,7 @@ import os
 import socket
 
 from tests.unit.channel.processes import dead_pid, forked
-from torchweft.channel.shared_area import Process, peer_of, process
+from torchweft.channel.shm import Process, peer_of, process
 
 
 def test_a_process_is_dead_once_it_has_ended_even_if_nobody_has_waited_for_it() -> None:

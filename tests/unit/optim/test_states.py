@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchweft.errors import ConfigurationError
-from torchweft.optim.groups import Parameter, as_state_dict, check_fits, read_options, read_state
+from torchweft.optim.states import Parameter, as_state_dict, check_fits, read_options, read_state
 
 SHAPES = [(2,), (3, 4), ()]
 PARAMETERS = [

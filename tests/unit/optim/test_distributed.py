@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from torchweft.errors import CallTimeout, OptimizerError, WorkerLost
-from torchweft.optim.owners import Failure, raise_failures
+from torchweft.optim.distributed import Failure, raise_failures
 from torchweft.worker import current
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.channel.shared_pool import Extents
+from torchweft.channel.shm import Extents
 
 
 def test_ranges_are_taken_from_the_start() -> None:

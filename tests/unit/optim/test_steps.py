@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.profiler import profile
 
-from torchweft.optim import eager
+from torchweft.optim import local
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def optimizer() -> Optimizer:
 
 
 def hooked_step(seen: list[str]) -> Callable[[Any], object]:
-    return eager.with_hooks(lambda optimizer: seen.append("step"))
+    return local.with_hooks(lambda optimizer: seen.append("step"))
 
 
 def test_hooks_run_around_a_step(optimizer: Optimizer) -> None:
@@ -48,7 +48,7 @@ def test_hooks_of_all_optimizers_run(optimizer: Optimizer) -> None:
 
 def test_a_profiler_sees_a_step_by_the_name_of_its_class(optimizer: Optimizer) -> None:
     with profile() as profiler:
-        eager.step(optimizer)
+        local.step_optimizer(optimizer)
     assert "Optimizer.step#SGD.step" in {event.name for event in profiler.events()}
     assert optimizer.param_groups[0]["params"][0].tolist() == [0.0, 0.0]
 

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from torchweft.channel import shared_pool as pool_module
+from torchweft.channel import shm as pool_module
 from torchweft.channel.copying import address_of
 from torchweft.channel.memory import slab_size
-from torchweft.channel.shared_area import TICKET_COUNT, Process, attach
-from torchweft.channel.shared_pool import AT_ONCE_BYTES, Borrower, Loan, SharedPool, make_pool
-from torchweft.channel.shm import Borrowed
+from torchweft.channel.shm import (
+    AT_ONCE_BYTES,
+    TICKET_COUNT,
+    Borrowed,
+    Borrower,
+    Loan,
+    Process,
+    SharedPool,
+    attach,
+    make_pool,
+)
 from torchweft.errors import ConfigurationError
 from torchweft.serialize.inline import may_be_shared, shared_ranges
 
@@ -61,7 +69,7 @@ def test_a_slab_comes_back_when_the_borrower_s_last_view_dies(
     pool: SharedPool, borrowed: Borrowed, borrower: Borrower
 ) -> None:
     entry = lend(pool, borrower, 100 * KIB)
-    tensor = torch.frombuffer(borrowed.take(entry, 100 * KIB), dtype=torch.float32)
+    tensor = torch.frombuffer(borrowed.take(entry.content, 100 * KIB), dtype=torch.float32)
     view = tensor[5:7]
     del tensor
     gc.collect()
@@ -78,7 +86,7 @@ def test_both_sides_see_the_same_bytes(
 ) -> None:
     entry = lend(pool, borrower, 3)
     pool.area.memory[entry.offset : entry.offset + 3] = [1, 2, 3]
-    memory = borrowed.take(entry, 3)
+    memory = borrowed.take(entry.content, 3)
     assert bytes(memory) == b"\1\2\3"
     assert not memory.readonly
 
@@ -87,13 +95,13 @@ def test_a_late_or_second_end_of_a_loan_ends_no_other(
     pool: SharedPool, borrowed: Borrowed, borrower: Borrower
 ) -> None:
     first = lend(pool, borrower, KIB)
-    borrowed.refuse(first)
+    borrowed.refuse(first.content)
     second = lend(pool, borrower, KIB)
     assert (second.offset, second.tag & 0xFFFF) == (first.offset, first.tag & 0xFFFF)
-    borrowed.refuse(first)
+    borrowed.refuse(first.content)
     assert pool.statistics().loan_count == 1
-    borrowed.refuse(second)
-    borrowed.refuse(second)
+    borrowed.refuse(second.content)
+    borrowed.refuse(second.content)
     assert pool.statistics().loan_count == 0
     assert pool.statistics().idle_bytes == slab_size(KIB)
 
@@ -123,7 +131,7 @@ def test_memory_is_bounded(pool: SharedPool, borrowed: Borrowed, borrower: Borro
     with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES"):
         pool.share(KIB)
     assert pool.statistics().resident_bytes == 16 * MIB
-    borrowed.refuse(entries[7])
+    borrowed.refuse(entries[7].content)
     assert pool.lend(KIB, borrower) is not None, "idle slabs of other sizes are in the way"
     assert pool.statistics().resident_bytes == 15 * MIB + slab_size(KIB)
 
@@ -139,11 +147,11 @@ def test_scattered_idle_memory_is_joined(
 ) -> None:
     entries = [lend(pool, borrower, MIB) for _ in range(16)]
     for entry in entries[::2]:
-        borrowed.refuse(entry)
+        borrowed.refuse(entry.content)
     assert pool.lend(4 * MIB, borrower) is None
     assert pool.lend(4 * MIB, borrower) is None, "the rest lies in between"
     for entry in entries[1::2]:
-        borrowed.refuse(entry)
+        borrowed.refuse(entry.content)
     assert all(pool.lend(4 * MIB, borrower) is not None for _ in range(4))
 
 
@@ -228,12 +236,12 @@ def test_a_lost_borrower_that_lives_keeps_what_it_has(
     pool.lose(borrower)
     pool.trim()
     assert pool.statistics().loan_count == 2
-    borrowed.refuse(first)
+    borrowed.refuse(first.content)
     assert pool.statistics().loan_count == 1
     type(borrower.process).dead = True  # type: ignore[attr-defined]
     pool.trim()
     assert pool.statistics().loan_count == 0
-    borrowed.refuse(second)
+    borrowed.refuse(second.content)
     assert pool.statistics().idle_bytes == 0
 
 
@@ -251,7 +259,7 @@ def test_a_borrower_s_tensors_outlive_the_pool(
     pool: SharedPool, borrowed: Borrowed, borrower: Borrower
 ) -> None:
     entry = lend(pool, borrower, KIB)
-    tensor = torch.frombuffer(borrowed.take(entry, KIB), dtype=torch.uint8)
+    tensor = torch.frombuffer(borrowed.take(entry.content, KIB), dtype=torch.uint8)
     tensor.fill_(5)
     pool.close()
     assert pool.lend(KIB, borrower) is None
@@ -280,7 +288,7 @@ def test_shared_memory_may_be_lent_many_times_at_once(
     tensors = []
     for loan in loans:
         assert loan is not None
-        tensors.append(torch.frombuffer(borrowed.take(loan, 3), dtype=torch.uint8))
+        tensors.append(torch.frombuffer(borrowed.take(loan.content, 3), dtype=torch.uint8))
     assert [bytes(tensor.numpy()) for tensor in tensors] == [b"abc", b"bc\0"]
     tensors[1].fill_(ord("x"))
     assert bytes(memory[:4]) == b"axxx"
@@ -289,7 +297,7 @@ def test_shared_memory_may_be_lent_many_times_at_once(
     assert pool.statistics() == (slab_size(KIB), 0, 2, 2)
     tensors.clear()
     assert pool.statistics() == (slab_size(KIB), slab_size(KIB), 0, 2)
-    assert not pool.has_shared
+    assert not pool.shared
 
 
 def test_memory_of_others_is_not_lent_as_shared(pool: SharedPool, borrower: Borrower) -> None:
@@ -342,7 +350,7 @@ def test_many_threads_lend_and_give_back(pool: SharedPool, borrowed: Borrowed) -
                 kept.clear()
                 continue
             pool.area.memory[loan.offset : loan.offset + size_bytes] = mark
-            memory = borrowed.take(loan, size_bytes)
+            memory = borrowed.take(loan.content, size_bytes)
             kept.append(torch.frombuffer(memory, dtype=torch.uint8))
             wrong.extend(
                 (mark, each.numel()) for each in kept if each[0] != mark or each[-1] != mark

@@ -19,9 +19,7 @@ from hypothesis.stateful import (
 
 from tests.thorough import examples
 from torchweft.channel.copying import address_of
-from torchweft.channel.shared_area import Process, attach
-from torchweft.channel.shared_pool import Borrower, Loan, SharedPool
-from torchweft.channel.shm import Borrowed
+from torchweft.channel.shm import LOAN, Borrowed, Borrower, Process, SharedPool, attach
 
 KIB = 1 << 10
 LIMIT = 512 * KIB
@@ -73,7 +71,7 @@ class Loans(RuleBasedStateMachine):
             return number
         mark = number % 251
         self.pool.area.memory[loan.offset : loan.offset + size_bytes] = mark
-        memory = self.borrowed.take(loan, size_bytes)
+        memory = self.borrowed.take(loan.content, size_bytes)
         self.in_use[number] = Held(memory, mark, self.borrower.process.started)
         self.old_tags.append(loan.tag)
         return number
@@ -82,7 +80,7 @@ class Loans(RuleBasedStateMachine):
     def lend_in_vain(self, size_bytes: int, is_told: bool) -> None:
         loan = self.pool.lend(size_bytes, self.borrower)
         if loan is not None and is_told:
-            self.borrowed.refuse(loan)
+            self.borrowed.refuse(loan.content)
         elif loan is not None:
             self.pool.take_back(loan.tag)
 
@@ -95,7 +93,7 @@ class Loans(RuleBasedStateMachine):
         """A stray store of a tag whose loan has ended must have no effect."""
         ended = [tag for tag in self.old_tags if tag not in self.live_tags()]
         if ended:
-            self.borrowed.refuse(Loan(1 << 21, ended[index % len(ended)]))
+            self.borrowed.refuse(LOAN.pack(1 << 21, ended[index % len(ended)]))
 
     def live_tags(self) -> set[int]:
         self.pool.statistics()
@@ -121,7 +119,9 @@ class Loans(RuleBasedStateMachine):
         loan = self.pool.lend_shared(address_of(memory), memory.nbytes, self.borrower)
         assert loan is not None
         name = self.borrower.process.started
-        self.in_use[taken] = Held(self.borrowed.take(loan, memory.nbytes), number % 251, name)
+        self.in_use[taken] = Held(
+            self.borrowed.take(loan.content, memory.nbytes), number % 251, name
+        )
         return taken
 
     @rule(number=consumes(shared))
