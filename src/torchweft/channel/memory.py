@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import sys
@@ -237,6 +238,7 @@ class BufferPool:
                 self._idle_bytes -= size_bytes
 
 
+@functools.lru_cache(1024)
 def slab_size(size_bytes: int) -> int:
     """Rounds a size up to that of a slab: a few steps for every doubling, in whole pages.
 

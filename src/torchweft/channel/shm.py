@@ -655,16 +655,19 @@ class SharedPool:
         """Takes back all slabs that have become free."""
         if len(self._loans) <= _FEW_LOANS:
             words = self._words
-            ended = [ticket for ticket, loan in self._loans.items() if words[ticket] == loan[0]]
+            for ticket, loan in list(self._loans.items()):
+                if words[ticket] == loan[0]:
+                    self._end(ticket)
         else:
             used = self._tickets_used
             tags = self._tags[:used]
-            ended = np.flatnonzero((self.area.words[:used] == tags) & (tags != 0)).tolist()
-        for ticket in ended:
-            self._end(ticket)
-        for slab in self._owned.take_ended():
-            slab.is_owned = False
-            self._put_if_unused(slab)
+            ended = np.flatnonzero((self.area.words[:used] == tags) & (tags != 0))
+            for ticket in ended.tolist():
+                self._end(ticket)
+        if self._owned.ended:
+            for slab in self._owned.take_ended():
+                slab.is_owned = False
+                self._put_if_unused(slab)
 
     def _reclaim_from_dead(self) -> None:
         lost = {borrower for _, _, borrower in self._loans.values() if borrower.is_lost}
@@ -868,11 +871,14 @@ class SharedMemory(Channel):
 
     def get(self, peer: Peer, token: int, entries: Sequence[Entry]) -> Sequence[memoryview]:
         borrowed = self._of(peer)
+        buffers: list[memoryview] = []
         try:
-            return [borrowed.take(entry.content, entry.size_bytes) for entry in entries]
+            for _, size_bytes, handle, _ in entries:
+                buffers.append(borrowed.take(handle, size_bytes))
         except ProtocolError:
             self.drop(peer, token, entries)
             raise
+        return buffers
 
     def drop(self, peer: Peer, token: int, entries: Sequence[Entry]) -> None:
         borrowed = self._of(peer)

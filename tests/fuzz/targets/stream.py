@@ -13,7 +13,8 @@ import torch
 from tests.fuzz.target import Target
 from torchweft.autograd import codec
 from torchweft.autograd.codec import PassMode
-from torchweft.channel.channel import Entry, decode_table, encode_table
+from torchweft.channel.channel import Entry
+from torchweft.channel.channels import decode_table, encode_table
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress

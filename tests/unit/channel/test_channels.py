@@ -12,16 +12,16 @@ import torch
 
 from tests.unit.channel.home import Posts, SomePeer, make_home
 from torchweft import knobs
-from torchweft.channel.channel import (
+from torchweft.channel.channel import CannotGet, Channel, Entry, Handle
+from torchweft.channel.channels import (
     FOLLOWS,
-    CannotGet,
-    Channel,
-    Entry,
-    Handle,
+    UNTRIED,
+    Channels,
+    Held,
+    Ways,
     decode_table,
     encode_table,
 )
-from torchweft.channel.channels import UNTRIED, Channels, Held, Ways
 from torchweft.errors import ProtocolError
 from torchweft.wire.messages import Kind, decode_ints
 

@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tables import cases
-from torchweft.channel.channel import (
+from torchweft.channel.channel import Entry
+from torchweft.channel.channels import (
     EMPTY_TABLE,
     FOLLOWS,
     BufferTable,
-    Entry,
     decode_table,
     encode_table,
 )
