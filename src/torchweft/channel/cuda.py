@@ -311,17 +311,16 @@ class Place(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """An allocation that can be shared, and its number among this worker's handles."""
+    """An allocation that can be shared: where it begins here, and its handle."""
 
-    number: int
-    buffer_id: int
     start: int
-    size_bytes: int
-    handle: bytes
+    shared: SharedHandle
 
 
 class _Event(NamedTuple):
-    number: int
+    """An event that can be shared, and the device whose work it marks."""
+
+    shared: SharedHandle
     event: Any
     device: int
 
@@ -338,18 +337,13 @@ class Offered(Handle):
     is_slow = True
 
     def __init__(
-        self,
-        exports: Exports,
-        tensor: Tensor,
-        place: Place,
-        needed: tuple[SharedHandle, ...],
-        ready: _Event | None,
+        self, exports: Exports, tensor: Tensor, allocation: Allocation, ready: _Event | None
     ) -> None:
         super().__init__(b"", tensor.numel() * tensor.element_size(), tensor)
-        self._exports = exports
-        self.place = place
-        self.needed = needed
-        self._ready = ready
+        self._exports, self._ready = exports, ready
+        shared, offset = allocation.shared, tensor.data_ptr() - allocation.start
+        self.place = Place(shared.number, READY if ready is None else ready.shared.number, offset)
+        self.needed = (shared,) if ready is None else (shared, ready.shared)
         self._known: set[int] = set()
 
     def address_to(self, known: set[int], sent: set[int]) -> None:
@@ -394,7 +388,6 @@ class Exports:
         self._lock = threading.RLock()
         self._allocations: dict[int, Allocation | None] = {}
         self._idle: dict[int, deque[_Event]] = {}
-        self._handles: dict[int, bytes] = {}
 
     def offer(self, tensor: Tensor, device: int) -> Offered | None:
         """Offers the memory of a flat tensor on a device; None if it cannot be shared.
@@ -406,12 +399,7 @@ class Exports:
             return None
         stream = self._driver.stream(device)
         ready = None if stream.query() else self._record(device, stream)
-        number = READY if ready is None else ready.number
-        place = Place(found.number, number, tensor.data_ptr() - found.start)
-        handles = [SharedHandle(found.number, found.size_bytes, found.handle)]
-        if ready is not None:
-            handles.append(SharedHandle(number, 0, self._handles[number]))
-        return Offered(self, tensor, place, tuple(handles), ready)
+        return Offered(self, tensor, found, ready)
 
     def idle(self, device: int) -> deque[_Event]:
         """Returns the events of a device that nothing waits for; any thread may append one."""
@@ -429,7 +417,7 @@ class Exports:
         with self._lock:
             for buffer_id, _ in gone:
                 self._allocations.pop(buffer_id, None)
-        return [allocation.number for _, allocation in gone if allocation is not None]
+        return [allocation.shared.number for _, allocation in gone if allocation is not None]
 
     def _find(self, address: int) -> Allocation | None:
         buffer_id = self._driver.buffer_id(address)
@@ -440,18 +428,17 @@ class Exports:
         start, size_bytes = self._driver.allocation_at(address)
         with self._lock:
             if buffer_id not in self._allocations:
-                self._allocations[buffer_id] = self._export(buffer_id, start, size_bytes)
+                self._allocations[buffer_id] = self._export(start, size_bytes)
             return self._allocations[buffer_id]
 
-    def _export(self, buffer_id: int, start: int, size_bytes: int) -> Allocation | None:
+    def _export(self, start: int, size_bytes: int) -> Allocation | None:
         number = next(self._numbers)
         if number >= _NUMBER_LIMIT:
             return None
         try:
-            handle = self._driver.export(start)
+            return Allocation(start, SharedHandle(number, size_bytes, self._driver.export(start)))
         except DriverError:
             return None
-        return Allocation(number, buffer_id, start, size_bytes, handle)
 
     def _record(self, device: int, stream: Any) -> _Event | None:
         """Returns an event behind the present work of a stream.
@@ -462,14 +449,14 @@ class Exports:
             made = self.idle(device).pop()
         except IndexError:
             try:
-                made = _Event(next(self._numbers), self._driver.new_event(), device)
-                made.event.record(stream)
-                self._handles[made.number] = self._driver.handle_of(made.event)
+                event = self._driver.new_event()
+                event.record(stream)
+                handle = self._driver.handle_of(event)
             except RuntimeError:
                 stream.synchronize()
                 return None
-        else:
-            made.event.record(stream)
+            return _Event(SharedHandle(next(self._numbers), 0, handle), event, device)
+        made.event.record(stream)
         return made
 
 

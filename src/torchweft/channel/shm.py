@@ -102,7 +102,8 @@ _UNSEEN_BYTES = 32 << 20
 _UNSEEN_SHARE = 64
 _LOOK_S = 1.0
 """How far the pool may grow on one look at the memory left: by so many bytes, by one such share of
-what was left, and for so long. A look takes longer than to make a slab of 256 KiB."""
+what was left, and for so long. A look takes up to half a millisecond, and a receiver that keeps its
+tensors makes every one of them grow the pool."""
 
 # The kernel's part: memory, and processes
 

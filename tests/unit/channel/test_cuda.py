@@ -282,7 +282,7 @@ def test_few_events_serve_many_messages(
         driver.is_busy = False
         check(received.next(), [tensor])
         wait_until(lambda: exports._idle[0])  # a moment after the message is released
-    assert len(exports._handles) == 1
+    assert len(exports._idle[0]) == 1
 
 
 def test_without_an_event_the_sender_waits_for_its_own_work(
