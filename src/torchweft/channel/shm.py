@@ -779,7 +779,8 @@ class Borrowed:
                 f"from {SLABS_OFFSET} to {area.size_bytes}"
             )
         if self._mapped.get(start, 0) < size_bytes:
-            # Faster than by single page faults. Two threads may both do it, which does no harm.
+            # Faster than by single page faults. Two threads may both do it, and ``forget_pages``
+            # may come in between: then pages are mapped once more, or one by one.
             first = start - start % 4096
             area.map_pages(first, end - first)
             self._mapped[start] = size_bytes

@@ -536,6 +536,37 @@ def test_a_lost_peer_makes_no_data_connection(pair: list[Member]) -> None:
         assert "lost worker" in handshake.receive(Kind.WELCOME).refusal
 
 
+def go_on(sender: Member, to: Member, may_go_on: threading.Event) -> None:
+    """Lets connections send that ``hold_back`` has made idle."""
+    may_go_on.set()
+    data = data_of(sender)._of(sender.peer(to))
+    assert data.sending is not None
+    for connection in data.sending.connections:
+        data_of(sender)._pump.arm(connection.fd, connection.write())
+
+
+def test_a_wait_for_tensors_says_whose_they_are(
+    pair: list[Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = pair
+    received = Received(second)
+    may_go_on = hold_back(monkeypatch, 0)
+    send(first, second, torch.randn(SIZE))
+
+    def waits() -> list[Any]:
+        notes = [note() for note in list(second.agent.reactor.notes.values())]
+        return [part for note in notes if note is not None for part in note.parts()]
+
+    wait_until(waits)
+    name = first.agent.info.name
+    assert [(wait.name, wait.workers) for wait in waits()] == [
+        (f"tensors of worker {name!r}", (name,))
+    ]
+    go_on(first, second, may_go_on)
+    received.next()
+    wait_until(lambda: not second.agent.reactor.notes)
+
+
 def test_waits_beyond_the_spare_ones_count_as_running(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -558,10 +589,6 @@ def test_waits_beyond_the_spare_ones_count_as_running(
 
     wait_until(lambda: len(second.agent.reactor.tasks) > 0)
     assert serving() <= 2 + 2 + 2
-    may_go_on.set()
-    data = data_of(first)._of(first.peer(second))
-    assert data.sending is not None
-    for connection in data.sending.connections:
-        data_of(first)._pump.arm(connection.fd, connection.write())
+    go_on(first, second, may_go_on)
     for _ in range(count):
         received.next()
