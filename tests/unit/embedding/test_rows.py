@@ -162,7 +162,7 @@ def test_gradients_of_several_parts_are_summed_by_row(parts: list[Any], size: in
     total = torch.zeros(10, 2)
     for chunk, values in chunks:
         total[chunk] = values
-    assert torch.allclose(total, dense(parts))
+    assert torch.allclose(total, dense(parts), atol=1e-6)  # Rows may sum to almost nothing.
     if parts:
         rows_at_once, values = sum_rows(parts)
         assert torch.equal(total[rows_at_once], values)
