@@ -171,7 +171,7 @@ def _run(
             target = function
         value = target(value, *to_device(step.args, device), **to_device(step.kwargs, device))
     if device != HOST and _is_answered_on_host():
-        return _moved(value, Tensor.cpu)
+        return _to_host(value)
     return value
 
 
@@ -269,6 +269,11 @@ def to_device(value: Any, device: str) -> Any:
     if device == HOST:
         return value
     return _moved(value, lambda each: each.to(device) if each.device.type == HOST else each)
+
+
+def _to_host(value: Any) -> Any:
+    """Returns ``value`` with the tensors in lists, tuples and dicts moved to the CPU."""
+    return _moved(value, Tensor.cpu)
 
 
 def _moved(value: Any, move: Callable[[Tensor], Tensor]) -> Any:
