@@ -645,26 +645,23 @@ class Channels:
             # The usual message, one tensor in shared memory: what follows takes 5 us.
             return self._get(peer, first, token, entries)
         waiting = self._by_channel(peer, entries)
-        found: list[Received | None] = [None] * len(entries)
+        found: dict[int, Received] = {}
         is_held = any(channel.is_held for channel in waiting)
         try:
-            if any(channel.is_for_devices for channel in waiting):
-                devices = wanted()
-                entries = [each._replace(device=devices.get(n)) for n, each in enumerate(entries)]
+            devices = wanted() if any(channel.is_for_devices for channel in waiting) else {}
             while waiting:
                 channel = next(iter(waiting))
-                positions = waiting.pop(channel)
-                own = [entries[position] for position in positions]
-                got = self._get(peer, channel, token, own)
-                for position, buffer in zip(positions, got, strict=True):
-                    found[position] = buffer
+                own = waiting.pop(channel)
+                if channel.is_for_devices:
+                    own = {n: each._replace(device=devices.get(n)) for n, each in own.items()}
+                got = self._get(peer, channel, token, list(own.values()))
+                found.update(zip(own, got, strict=True))
         finally:
-            if waiting:
-                self._drop(peer, token, entries, waiting)
+            self._drop(peer, token, waiting)
             if is_held:
                 self._home.post(peer, Kind.PULLED, encode_ints(token))
         rest = iter(following)
-        return [next(rest) if buffer is None else buffer for buffer in found]
+        return [found[n] if n in found else next(rest) for n in range(len(entries))]
 
     def _get(
         self, peer: Peer, channel: Channel, token: int, entries: Sequence[Entry]
@@ -690,7 +687,7 @@ class Channels:
         """
         token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
         waiting = self._by_channel(peer, entries)
-        self._drop(peer, token, entries, waiting)
+        self._drop(peer, token, waiting)
         if any(channel.is_held for channel in waiting):
             self._home.post(peer, Kind.PULLED, encode_ints(token))
 
@@ -723,8 +720,9 @@ class Channels:
         batch.wait()
         return [copies.get(place, buffer) for place, buffer in enumerate(buffers)]
 
-    def _by_channel(self, peer: Peer, entries: Sequence[Entry]) -> dict[Channel, list[int]]:
-        found: dict[Channel, list[int]] = {}
+    def _by_channel(self, peer: Peer, entries: Sequence[Entry]) -> dict[Channel, dict[int, Entry]]:
+        """Returns the buffers to get over each channel, by their positions."""
+        found: dict[Channel, dict[int, Entry]] = {}
         for position, entry in enumerate(entries):
             if entry.channel != FOLLOWS:
                 channel = self._by_number.get(entry.channel)
@@ -733,18 +731,12 @@ class Channels:
                         f"worker {peer.name!r} sends by channel {entry.channel}, which this "
                         "version does not have"
                     )
-                found.setdefault(channel, []).append(position)
+                found.setdefault(channel, {})[position] = entry
         return found
 
-    def _drop(
-        self,
-        peer: Peer,
-        token: int,
-        entries: Sequence[Entry],
-        waiting: Mapping[Channel, Sequence[int]],
-    ) -> None:
-        for channel, positions in waiting.items():
-            channel.drop(peer, token, [entries[position] for position in positions])
+    def _drop(self, peer: Peer, token: int, waiting: Mapping[Channel, Mapping[int, Entry]]) -> None:
+        for channel, own in waiting.items():
+            channel.drop(peer, token, list(own.values()))
 
     # Housekeeping
 

@@ -8,7 +8,7 @@ that of ``torch.nn.utils.clip_grad_norm_`` in one process, to the last bit.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -69,30 +69,23 @@ def clip_grad_norm_(
         for owner, members in by_owner(references).items()
     }
     with enter(context_id):
-        total = _total_norm(context_id, addresses, norm_type)
+        arguments = {owner: (context_id, own, norm_type) for owner, own in addresses.items()}
+        answers, failures = run_on_owners(norms, arguments)
+        raise_failures("measuring gradients", failures)
+        by_position: dict[int, Tensor] = {}
+        for positions, measured in answers.values():
+            by_position.update(zip(positions, measured.unbind(), strict=True))
+        total = norm_of([by_position[position] for position in sorted(by_position)], norm_type)
         coefficient = coefficient_of(total, max_norm, error_if_nonfinite=error_if_nonfinite)
         if coefficient is not None:
-            _scale_all(context_id, addresses, coefficient)
+            _, failures = run_on_owners(
+                scale, {owner: (context_id, own, coefficient) for owner, own in addresses.items()}
+            )
+            raise_failures("scaling gradients", failures)
     return total
 
 
 Members = list[tuple[int, Address]]
-
-
-def _total_norm(context_id: int, addresses: Mapping[int, Members], norm_type: float) -> Tensor:
-    arguments = {owner: (context_id, own, norm_type) for owner, own in addresses.items()}
-    answers, failures = run_on_owners(norms, arguments)
-    raise_failures("measuring gradients", failures)
-    by_position: dict[int, Tensor] = {}
-    for positions, measured in answers.values():
-        by_position.update(zip(positions, measured.unbind(), strict=True))
-    return norm_of([by_position[position] for position in sorted(by_position)], norm_type)
-
-
-def _scale_all(context_id: int, addresses: Mapping[int, Members], coefficient: Tensor) -> None:
-    arguments = {owner: (context_id, own, coefficient) for owner, own in addresses.items()}
-    _, failures = run_on_owners(scale, arguments)
-    raise_failures("scaling gradients", failures)
 
 
 def check_norms(max_norm: float, norm_type: float) -> tuple[float, float]:
