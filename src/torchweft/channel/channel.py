@@ -35,7 +35,6 @@ from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.probe import Facts
 from torchweft.protocol.observing.keys import VALUE, Wait
-from torchweft.serialize.tensors import as_memory
 from torchweft.threads.reactor import Reactor, Waiting
 from torchweft.wire.frames import Buffer as Bytes
 from torchweft.wire.messages import Kind
@@ -92,7 +91,7 @@ class Handle:
     Attributes:
         content: The handle's bytes in the message.
         size_bytes: Size of the buffer.
-        kept: The tensor, or memory, that the receiver gets it from, if that must stay meanwhile.
+        kept: The memory that the receiver gets it from, if that must stay meanwhile.
     """
 
     __slots__ = ("content", "kept", "size_bytes")
@@ -109,7 +108,8 @@ class Handle:
 
     def memory(self) -> memoryview:
         """Returns the bytes, for a receiver that could not get them over the channel."""
-        return as_memory(self.kept) if isinstance(self.kept, Tensor) else memoryview(self.kept)
+        memory: memoryview = self.kept
+        return memory
 
     def acknowledge(self) -> None:
         """Notes that the receiver has read this handle."""

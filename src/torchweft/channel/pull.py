@@ -19,6 +19,7 @@ from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
 from torchweft.channel.copying import PullError, pull, unavailable
 from torchweft.errors import ProtocolError
+from torchweft.serialize.tensors import as_memory
 
 NONCE_BYTES = 16
 _ADDRESS = struct.Struct("<Q")
@@ -78,8 +79,9 @@ class Pull(Channel):
         return obstacle
 
     def put(self, peer: Peer, token: int, buffers: Sequence[Tensor]) -> Sequence[Handle | None]:
+        # The view of the memory, unlike the tensor, keeps a program from resizing its storage.
         return [
-            Handle(_ADDRESS.pack(buffer.data_ptr()), buffer.nbytes, buffer)
+            Handle(_ADDRESS.pack(buffer.data_ptr()), buffer.nbytes, as_memory(buffer))
             if buffer.nbytes >= self.from_bytes
             else None
             for buffer in buffers
