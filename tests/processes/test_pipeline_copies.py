@@ -44,9 +44,9 @@ def count_copies() -> None:
     copier: Any = current_worker().agent.channels._home.copier
     copy, pull = copier.copy, copier.pull
 
-    def counted_copy(source: memoryview, into: memoryview) -> None:
-        copied.append(source.nbytes)
-        copy(source, into)
+    def counted_copy(source: int, target: int, size_bytes: int, keep: object) -> None:
+        copied.append(size_bytes)
+        copy(source, target, size_bytes, keep)
 
     def counted_pull(pid: int, address: int, into: memoryview) -> None:
         copied.append(into.nbytes)
