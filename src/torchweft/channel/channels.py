@@ -71,6 +71,7 @@ UNTRIED = "no tensor has been large enough to try it"
 _UNCONFIRMED = "the peer has not confirmed yet that it can receive this way"
 
 _IS_ON_HOST = operator.attrgetter("is_cpu")
+_SIZE = operator.attrgetter("size_bytes")
 _FACTS = "facts"
 
 C = TypeVar("C", bound=Channel)
@@ -676,7 +677,7 @@ class Channels:
                     f"worker {peer.name!r} could not resend tensors that did not come: {error}"
                 ) from None
             return supplied
-        self.on_pulled(peer, channel.name, sum([entry.size_bytes for entry in entries]))
+        self.on_pulled(peer, channel.name, sum(map(_SIZE, entries)))
         return buffers
 
     def drop(self, peer: Peer, table: Buffer, following: Sequence[Received]) -> None:
