@@ -46,7 +46,7 @@ from torchweft.channel.shared_area import (
     create,
 )
 from torchweft.errors import ConfigurationError
-from torchweft.serialize.inline import shared_ranges
+from torchweft.serialize.tensors import shared_ranges
 
 _FEW_LOANS = 16  # Up to this number, checking them one by one is faster.
 AT_ONCE_BYTES = 1 << 20

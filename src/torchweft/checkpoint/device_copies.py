@@ -7,7 +7,7 @@ from torch import Tensor
 
 from torchweft.channel.device_copies import HostCopies, Staging
 from torchweft.channel.page_locks import PageLocks
-from torchweft.serialize.table import flatten
+from torchweft.serialize.tensors import flatten
 from torchweft.worker.current import current
 
 

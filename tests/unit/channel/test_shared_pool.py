@@ -17,7 +17,7 @@ from torchweft.channel.shared_area import TICKET_COUNT, Process, attach
 from torchweft.channel.shared_pool import AT_ONCE_BYTES, Borrower, Loan, SharedPool, make_pool
 from torchweft.channel.shm import Borrowed
 from torchweft.errors import ConfigurationError
-from torchweft.serialize.inline import may_be_shared, shared_ranges
+from torchweft.serialize.tensors import may_be_shared, shared_ranges
 
 KIB, MIB = 1 << 10, 1 << 20
 
