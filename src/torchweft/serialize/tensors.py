@@ -29,8 +29,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import string_at
+from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,6 +106,11 @@ def may_be_shared(address: int) -> bool:
     return any(start <= address < end for start, end in tuple(shared_ranges.items()))
 
 
+@lru_cache(maxsize=256)
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
 # The memory of one tensor
 
 
@@ -157,7 +163,7 @@ def _is_worth_a_union(union_bytes: int, tensors: Iterable[Tensor]) -> bool:
 def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
     """Returns the elements that travel, and strides unless they are the contiguous ones."""
     if tensor.is_contiguous():
-        return tensor.view(-1), None
+        return tensor if tensor.dim() == 1 else tensor.view(-1), None
     strides = tensor.stride()
     length = extent(tensor.shape, strides)
     is_small = length * tensor.element_size() <= UNION_FLOOR_BYTES
@@ -254,11 +260,12 @@ def describe(
     """
     described: list[_Described] = []
     for tensor in tensors:
-        source = _as_dense(tensor)
-        device = source.device if place is None else place(source.device)
-        described.append(
-            _Described(source.data_ptr(), source, _flags_of(tensor), device_code(device))
-        )
+        source, device = _as_dense(tensor), HOST
+        if place is not None:
+            device = device_code(place(source.device))
+        elif not source.is_cpu:
+            device = device_code(source.device)
+        described.append(_Described(source.data_ptr(), source, _flags_of(tensor), device))
     buffers: list[Tensor] = []
     content = _write(described, buffers, NO_LIMIT)
     assert content is not None
@@ -302,9 +309,8 @@ def _as_dense(tensor: Tensor) -> Tensor:
             f"{tensor.device} has no plain memory; send it as an argument or a result, which takes "
             "it apart, or as its dense equivalent"
         )
-    tensor = tensor.detach()
-    if type(tensor) is not Tensor:
-        tensor = tensor.as_subclass(Tensor)
+    if tensor.requires_grad or type(tensor) is not Tensor:
+        tensor = tensor.detach().as_subclass(Tensor)
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     try:
@@ -316,7 +322,9 @@ def _as_dense(tensor: Tensor) -> Tensor:
             f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
             f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
         )
-    return tensor.resolve_conj().resolve_neg()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
 
 
 def _write(
@@ -348,27 +356,29 @@ def _write(
             if union.bringer is None:
                 union.bringer = place
                 memory = union.memory(is_apart=apart is not None)
-            numbers += (*(union.strides or tensor.stride()), offset, union.bringer)
+            numbers = (*numbers, *(union.strides or tensor.stride()), offset, union.bringer)
         elif tensor.numel():
             memory, strides = flatten(tensor)
             if strides is not None:
                 flags |= STRIDED
-                numbers += strides
+                numbers = (*numbers, *strides)
         if device != HOST and (union is None or memory is not None):
             flags |= ON_DEVICE
-            numbers += (device,)
+            numbers = (*numbers, device)
         content = b""
-        if apart is None:
-            content = bytes(as_memory(memory)) if isinstance(memory, Tensor) else memory or b""
-        elif isinstance(memory, Tensor):
-            flags |= APART
-            # Only the host's memory becomes tensors of the receiver's CPU.
-            apart.append(memory.cpu() if device == HOST and not memory.is_cpu else memory)
+        if memory is not None:
+            if apart is None:
+                content = memory if isinstance(memory, bytes) else bytes(as_memory(memory))
+            else:
+                assert isinstance(memory, Tensor)
+                flags |= APART
+                # Only the host's memory becomes tensors of the receiver's CPU.
+                apart.append(memory.cpu() if device == HOST and not memory.is_cpu else memory)
+        head = _HEAD.pack(CODES[tensor.dtype], flags, tensor.dim(), len(content))
+        parts += (head, _numbers(len(numbers)).pack(*numbers), content)
         size_bytes += _HEAD.size + 8 * len(numbers) + len(content)
         if size_bytes > limit_bytes:
             return None
-        head = CODES[tensor.dtype], flags, tensor.dim(), len(content)
-        parts += (struct.pack(f"<BBBI{len(numbers)}Q", *head, *numbers), content)
     return b"".join(parts)
 
 
@@ -424,7 +434,7 @@ def _unions(described: Sequence[_Described], *, is_apart: bool) -> dict[int, _Un
         # A channel moves memory of one storage; arrays of numpy may have one storage each.
         is_one = not is_apart or len({each.untyped_storage().data_ptr() for each in tensors}) == 1
         if is_one and _is_worth_a_union(end - start, tensors):
-            start -= first.storage_offset() * first.itemsize % _ALIGNMENT
+            start -= int(first.storage_offset()) * first.itemsize % _ALIGNMENT
             unions.update(dict.fromkeys(places, _Union(start, end, first)))
         else:
             _unite_equal(described, places, unions)
@@ -495,6 +505,10 @@ class Entry(NamedTuple):
     device: int
 
 
+# The named tuple's own constructor is Python code.
+_new_entry = partial(tuple.__new__, Entry)
+
+
 def decode_tensors(
     data: bytes | bytearray | memoryview, position: int
 ) -> tuple[list[Tensor], bytes]:
@@ -552,15 +566,20 @@ def read(
             code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
             count = ndim * (2 if flags & STRIDED else 1)
             count += (2 if flags & SHARED else 0) + (1 if flags & ON_DEVICE else 0)
-            numbers = struct.unpack_from(f"<{count}Q", data, position + _HEAD.size)
+            numbers = _numbers(count).unpack_from(data, position + _HEAD.size)
         except struct.error as error:
             raise ProtocolError(f"the description of a tensor is cut short: {error}") from None
         position += _HEAD.size + 8 * count
         dtype = dtype_of(code)
-        _check_flags(flags, known_flags, dtype)
+        if flags:
+            _check_flags(flags, known_flags, dtype)
         shape, strides = numbers[:ndim], numbers[ndim : 2 * ndim] if flags & STRIDED else None
         offset, bringer = numbers[2 * ndim : 2 * ndim + 2] if flags & SHARED else (0, place)
-        length = _length(shape, strides, offset, numbers)
+        length = prod(shape)
+        if not length or max(numbers, default=0) >= INT64_LIMIT or length >= INT64_LIMIT:
+            _check_sizes(shape, strides, numbers)
+        if strides is not None:
+            length = offset + extent(shape, strides)
         memory: bytearray | int | None = None
         if bringer != place:
             source = entries[bringer] if bringer < place else None
@@ -573,12 +592,13 @@ def read(
             memory = bytearray(data[position : position + size_bytes])
             if not flags & SHARED and length * dtype.itemsize != size_bytes:
                 raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
-        is_right = bool(length) or memory is None
-        if size_bytes != (len(memory) if isinstance(memory, bytearray) else 0) or not is_right:
+        held_bytes = len(memory) if isinstance(memory, bytearray) else 0
+        if held_bytes != size_bytes or (memory is not None and not length):
             raise ProtocolError(f"a tensor of {length} elements comes with other memory")
         position += size_bytes
         device = numbers[-1] if flags & ON_DEVICE else HOST
-        entries.append(Entry(dtype, flags, shape, strides, offset, length, bringer, memory, device))
+        parts = dtype, flags, shape, strides, offset, length, bringer, memory, device
+        entries.append(_new_entry(parts))
     return entries
 
 
@@ -589,19 +609,14 @@ def _check_flags(flags: int, known_flags: int, dtype: torch.dtype) -> None:
         raise ProtocolError(f"a tensor of {dtype} has the impossible flags {flags:#x}")
 
 
-def _length(
-    shape: tuple[int, ...], strides: tuple[int, ...] | None, offset: int, numbers: tuple[int, ...]
-) -> int:
-    """Counts the elements of the memory up to the last one of a tensor."""
-    count = prod(shape)
+def _check_sizes(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, numbers: tuple[int, ...]
+) -> None:
     # Leave out zero sizes: torch multiplies the sizes of an empty shape in this order too.
-    product = count or prod(size or 1 for size in shape)
-    is_impossible = product >= INT64_LIMIT or max(numbers, default=0) >= INT64_LIMIT
-    if is_impossible or (not count and strides is not None):
+    product = prod(size or 1 for size in shape)
+    is_strided = 0 in shape and strides is not None
+    if is_strided or product >= INT64_LIMIT or max(numbers, default=0) >= INT64_LIMIT:
         raise ProtocolError(f"no tensor has the shape {shape} and the strides {strides}")
-    if strides is None or not count:
-        return count
-    return offset + extent(shape, strides)
 
 
 def rebuild(
@@ -622,90 +637,88 @@ def rebuild(
         ProtocolError: The descriptions reach beyond the memory.
         SerializationError: This worker lacks a device.
     """
-    count = sum([type(entry.memory) is int for entry in entries])
-    if count != len(buffers):
-        raise ProtocolError(f"the tensors of a message want {count} buffers; {len(buffers)} came")
-    shared: dict[tuple[int, torch.dtype], Tensor] = {}
-    tensors = [
-        _tensor(entry, index, buffers, shared, worker) for index, entry in enumerate(entries)
-    ]
-    flags = bytes([entry.flags & _TOLD for entry in entries])
-    return tensors, flags if any(flag & _PLACED for flag in flags) else b""
-
-
-def _tensor(
-    entry: Entry,
-    index: int,
-    buffers: Sequence[Memory],
-    shared: dict[tuple[int, torch.dtype], Tensor],
-    worker: str,
-) -> Tensor:
-    """Makes a tensor of a message; ``shared`` has the memory of views, by tensor and dtype."""
-    dtype, flags, shape, strides, offset, length, place, memory, device_number = entry
-    device = device_of(device_number, index, worker)
-    if not length:
-        return torch.empty(shape, dtype=dtype, device="cpu" if device is None else device)
-    buffer = buffers[memory] if isinstance(memory, int) else memory
-    if flags & SHARED:
-        if buffer is not None:
-            whole = _flat(buffer, index, _BYTES, None)
-            shared[place, _BYTES] = whole if device is None else whole.to(device)
-        flat = _typed(shared, place, dtype)
+    tensors: list[Tensor] = []
+    told, all_flags, buffer_count = bytearray(), 0, 0
+    shared: dict[int, dict[torch.dtype, Tensor]] = {}
+    for index, entry in enumerate(entries):
+        dtype, flags, shape, strides, offset, length, place, memory, number = entry
+        told.append(flags & _TOLD)
+        all_flags |= flags
+        device = device_of(number, index, worker) if flags & ON_DEVICE else None
+        if not length:
+            tensors.append(torch.empty(shape, dtype=dtype, device=device or "cpu"))
+            continue
+        if memory is None:
+            flat = _as(dtype, shared[place])
+        else:
+            if isinstance(memory, int):
+                buffer_count += 1
+                if buffer_count > len(buffers):
+                    break
+                flat = _flat(buffers[memory], dtype, length, flags, index)
+            else:
+                flat = _flat(memory, dtype, length, flags, index)
+            if device is not None:
+                flat = flat.to(device)
+            if flags & SHARED:
+                shared[place] = {flat.dtype: flat}
+                flat = _as(dtype, shared[place])
+        if strides is None:
+            tensors.append(flat if len(shape) == 1 else flat.view(shape))
+            continue
         if length > flat.numel():
             raise ProtocolError(f"tensor {index} of the message leaves the memory of its buffer")
-        view = flat.as_strided(shape, strides or (), flat.storage_offset() + offset)
+        view = flat.as_strided(shape, strides, flat.storage_offset() + offset)
         # Detached, so no view to autograd, but with the shared version counter: autograd notices if
         # another view was changed in place after this one was saved for a backward pass.
-        return view.detach()
-    assert buffer is not None
-    flat = _flat(buffer, index, dtype, length)
-    if device is not None:
-        flat = flat.to(device)
-    if strides is None:
-        return flat if len(shape) == 1 else flat.view(shape)
-    return flat.as_strided(shape, strides, flat.storage_offset())
+        tensors.append(view.detach() if flags & SHARED else view)
+    if buffer_count != len(buffers):
+        raise ProtocolError(f"the tensors of a message do not go with its {len(buffers)} buffers")
+    return tensors, bytes(told) if all_flags & _PLACED else b""
 
 
-def _flat(buffer: Memory, index: int, dtype: torch.dtype, count: int | None) -> Tensor:
-    """Returns a flat tensor on the first elements of a buffer, or on a copy of them.
+def _flat(buffer: Memory, dtype: torch.dtype, length: int, flags: int, index: int) -> Tensor:
+    """Returns a flat tensor on the memory of a buffer, or on a copy of that.
 
     Args:
         buffer: The memory.
+        dtype: The dtype of the tensor; of shared memory, if it has a whole number of elements.
+        length: How many elements the tensor takes of it.
+        flags: Its flags. With ``SHARED``, others have the rest of the memory, as any dtype.
         index: Position of the tensor in its message, for the error message.
-        dtype: The dtype.
-        count: The number of elements; None for all, aligned for any dtype.
     """
-    alignment = _ALIGNMENT if count is None else dtype.itemsize
-    memory = (
-        buffer.detach().view(-1).view(_BYTES) if isinstance(buffer, Tensor) else memoryview(buffer)
-    )
-    if count is None:
-        count = memory.nbytes
-    size_bytes = count * dtype.itemsize
-    if not 0 < size_bytes <= memory.nbytes:
+    alignment = dtype.itemsize
+    size_bytes = length * alignment
+    is_tensor = isinstance(buffer, Tensor)
+    memory: Any = buffer.detach().view(-1).view(_BYTES) if is_tensor else memoryview(buffer)
+    if size_bytes > memory.nbytes:
         raise ProtocolError(
             f"tensor {index} of the message needs {size_bytes} bytes of a buffer of "
             f"{memory.nbytes} bytes"
         )
-    if isinstance(memory, Tensor):
+    if flags & SHARED:
+        size_bytes, alignment = memory.nbytes, _ALIGNMENT
+        if size_bytes % dtype.itemsize:
+            dtype = _BYTES
+        length = size_bytes // dtype.itemsize
+    if is_tensor:
         part = memory[:size_bytes]
-        if part.data_ptr() % alignment or part.storage_offset() % alignment:
-            part = part.clone()
-        return part.view(dtype)
+        is_aligned = not (part.data_ptr() % alignment or part.storage_offset() % alignment)
+        return (part if is_aligned else part.clone()).view(dtype)
     if not memory.readonly:
-        flat = torch.frombuffer(memory, dtype=dtype, count=count)
+        flat = torch.frombuffer(memory, dtype=dtype, count=length)
         if not flat.data_ptr() % alignment:
             return flat
     return torch.frombuffer(bytearray(memory[:size_bytes]), dtype=dtype)
 
 
-def _typed(shared: dict[tuple[int, torch.dtype], Tensor], place: int, dtype: torch.dtype) -> Tensor:
-    """Returns the memory that a tensor has brought as whole elements of a dtype."""
-    found = shared.get((place, dtype))
+def _as(dtype: torch.dtype, memories: dict[torch.dtype, Tensor]) -> Tensor:
+    """Returns memory as whole elements of a dtype, and keeps that beside its other forms."""
+    found = memories.get(dtype)
     if found is None:
-        memory = shared[place, _BYTES]
+        memory = next(iter(memories.values())).view(_BYTES)
         rest = memory.numel() % dtype.itemsize
-        found = shared[place, dtype] = (memory[:-rest] if rest else memory).view(dtype)
+        found = memories[dtype] = (memory[:-rest] if rest else memory).view(dtype)
     return found
 
 

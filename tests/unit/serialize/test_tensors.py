@@ -20,7 +20,7 @@ from tests.unit.serialize.trips import copies, object_trip, random_tensor, raw
 from torchweft.errors import SerializationError
 from torchweft.native import native, reason
 from torchweft.serialize import tensors as codec
-from torchweft.serialize.dtypes import CODES, device_code
+from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.tensors import (
     COMPUTED,
     PARAMETER,
@@ -531,17 +531,8 @@ def test_a_tensor_within_a_transform_of_torch_func_is_refused() -> None:
 # Devices
 
 
-def say_that_tensors_are_on(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Describes CPU tensors as tensors of ``device``, which a test machine may lack."""
-    code = device_code(torch.device(device))
-    monkeypatch.setattr(codec, "device_code", lambda _: code)
-
-
-def test_a_missing_device_names_the_device_the_worker_and_the_fix(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    say_that_tensors_are_on("cuda:97", monkeypatch)
-    table, buffers = describe([torch.ones(2)] * 2)
+def test_a_missing_device_names_the_device_the_worker_and_the_fix() -> None:
+    table, buffers = describe([torch.ones(2)] * 2, lambda _: torch.device("cuda:97"))
     with pytest.raises(SerializationError) as caught:
         rebuild(read(table), copies(buffers), "trainer3")
     text = str(caught.value)
@@ -555,8 +546,8 @@ def test_tensors_on_a_device_are_put_there(monkeypatch: pytest.MonkeyPatch, shar
     monkeypatch.setattr(codec, "device_of", lambda code, index, worker: torch.device("cpu", 0))
     base = torch.arange(12.0).view(3, 4)
     tensors = [base.t(), base[1] if shared else torch.ones(4), torch.ones(0)]
-    say_that_tensors_are_on("cuda:0", monkeypatch)
-    rebuilt, _ = apart(tensors)
+    table, buffers = describe(tensors, lambda _: torch.device("cuda:0"))
+    rebuilt, _ = rebuild(read(table), copies(buffers))
     check_all(rebuilt, tensors)
     rebuilt[0].zero_()
     assert rebuilt[1].any() != shared
