@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import string_at
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -689,8 +689,9 @@ def _flat(buffer: Memory, dtype: torch.dtype, length: int, flags: int, index: in
     """
     alignment = dtype.itemsize
     size_bytes = length * alignment
-    is_tensor = isinstance(buffer, Tensor)
-    memory: Any = buffer.detach().view(-1).view(_BYTES) if is_tensor else memoryview(buffer)
+    memory = (
+        buffer.detach().view(-1).view(_BYTES) if isinstance(buffer, Tensor) else memoryview(buffer)
+    )
     if size_bytes > memory.nbytes:
         raise ProtocolError(
             f"tensor {index} of the message needs {size_bytes} bytes of a buffer of "
@@ -701,7 +702,7 @@ def _flat(buffer: Memory, dtype: torch.dtype, length: int, flags: int, index: in
         if size_bytes % dtype.itemsize:
             dtype = _BYTES
         length = size_bytes // dtype.itemsize
-    if is_tensor:
+    if isinstance(memory, Tensor):
         part = memory[:size_bytes]
         is_aligned = not (part.data_ptr() % alignment or part.storage_offset() % alignment)
         return (part if is_aligned else part.clone()).view(dtype)
