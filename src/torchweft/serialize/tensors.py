@@ -314,14 +314,16 @@ def _as_dense(tensor: Tensor) -> Tensor:
     if tensor._is_zerotensor():
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     try:
-        is_usual = tensor.data_ptr() >= _USUAL_ADDRESS
+        start = tensor.data_ptr()
     except RuntimeError as error:
         raise SerializationError(NO_MEMORY) from error
-    if not is_usual and (tensor.is_cpu or tensor.is_cuda) and _is_freed(tensor):
+    if start < _USUAL_ADDRESS and (tensor.is_cpu or tensor.is_cuda) and _is_freed(tensor):
         raise SerializationError(
             f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
             f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
         )
+    if not start and tensor.numel():
+        raise SerializationError(NO_MEMORY)
     if tensor.is_conj() or tensor.is_neg():
         return tensor.resolve_conj().resolve_neg()
     return tensor

@@ -523,7 +523,8 @@ def test_a_tensor_within_a_transform_of_torch_func_is_refused() -> None:
         describe([tensor])
         return tensor.sum()
 
-    for transform in (torch.func.vmap(send), torch.func.grad(send)):
+    functionalized = torch.func.functionalize(send)
+    for transform in (torch.func.vmap(send), torch.func.grad(send), functionalized):
         with pytest.raises(SerializationError, match=r"torch\.func.*in the remote function"):
             transform(torch.ones(2))
 
