@@ -665,15 +665,19 @@ def rebuild(
             if flags & SHARED:
                 shared[place] = {flat.dtype: flat}
                 flat = _as(dtype, shared[place])
-        if strides is None:
-            tensors.append(flat if len(shape) == 1 else flat.view(shape))
-            continue
-        if length > flat.numel():
-            raise ProtocolError(f"tensor {index} of the message leaves the memory of its buffer")
-        view = flat.as_strided(shape, strides, flat.storage_offset() + offset)
-        # Detached, so no view to autograd, but with the shared version counter: autograd notices if
-        # another view was changed in place after this one was saved for a backward pass.
-        tensors.append(view.detach() if flags & SHARED else view)
+        if flags & SHARED:
+            if length > flat.numel():
+                raise ProtocolError(f"tensor {index} of the message leaves the memory it is on")
+            view = flat.as_strided(shape, strides or (), flat.storage_offset() + offset)
+            # Detached, so no view to autograd, but with the shared version counter: autograd
+            # notices if another view was changed in place after this one was saved for a backward
+            # pass.
+            flat = view.detach()
+        elif strides is not None:
+            flat = flat.as_strided(shape, strides)
+        elif len(shape) != 1:
+            flat = flat.view(shape)
+        tensors.append(flat)
     if buffer_count != len(buffers):
         raise ProtocolError(f"the tensors of a message do not go with its {len(buffers)} buffers")
     return tensors, bytes(told) if all_flags & _PLACED else b""
