@@ -1,4 +1,4 @@
-/* Small tensors as bytes inside their message; the plain twin is serialize/inline.py.
+/* Small tensors as bytes inside their message; the plain twin is serialize/tensors.py.
  *
  * Layout of each tensor, little-endian:
  *
@@ -19,7 +19,7 @@ enum { REQUIRES_GRAD = 1, PARAMETER = 2, STRIDED = 4, COMPUTED = 16 };
 enum {
     MOST_DIMENSIONS = 8,
     HEAD_BYTES = 7,
-    /* The same limits as in inline.py. */
+    /* The same limits as in tensors.py. */
     LIMIT_BYTES = 260 * 1024,
     FURTHER_BYTES = 8 * 1024,
     MESSAGE_LIMIT_BYTES = 2 << 20,

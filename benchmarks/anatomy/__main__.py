@@ -26,8 +26,8 @@ from torchweft.protocol.calls import CallTable
 from torchweft.rpc import serving
 from torchweft.rpc.serving import Call
 from torchweft.rpc.worker import WORKER, Worker
-from torchweft.serialize import inline
 from torchweft.serialize.functions import name_of, resolve
+from torchweft.serialize.tensors import decode_tensors, encode_tensors
 from torchweft.serialize.value_reading import decode
 from torchweft.serialize.values import encode
 from torchweft.threads.fair_queue import FairQueue
@@ -103,7 +103,7 @@ def parts() -> list[Part]:
     rpc.rpc_sync("worker0", echo, args=(tensor,))
     request = worker.encoder.request(peer, echo, (tensor,), {}, 60.0)
     sent = b"".join(bytes(piece) for piece in request.message(1))  # type: ignore[arg-type]
-    inlined = inline.encode([tensor])
+    inlined = encode_tensors([tensor])
     assert inlined is not None
     [answer] = encode_frame(Kind.REPLY, 0, 1, encode_reply(0, 0, (), b"", inlined[0]))
     return [
@@ -126,7 +126,7 @@ def _requests(
         Part("caller", "find the worker and the name of the function", 0, lambda: (
             current(), agent.find("worker0"), name_of(echo, True))),
         Part("caller", "arguments to bytes", 0, lambda: (
-            encode((tensor,), [], True), inline.encode([tensor]))),
+            encode((tensor,), [], True), encode_tensors([tensor]))),
         Part("caller", "head and frame", 0, lambda: request.message(1)),
         Part("caller", "open the call, and close it again", 0, open_and_close),
     ]  # fmt: skip
@@ -230,12 +230,12 @@ def _nothing(*_: object) -> None:
 
 
 def _decoding(tensor: torch.Tensor) -> Callable[[], object]:
-    inlined = inline.encode([tensor])
+    inlined = encode_tensors([tensor])
     payload = encode((tensor,), [], True)
     assert inlined is not None
     assert payload is not None
     inside = inlined[0]
-    return lambda: decode(payload, inline.decode(inside, 0)[0], ())
+    return lambda: decode(payload, decode_tensors(inside, 0)[0], ())
 
 
 def _parsing(data: Buffer) -> Callable[[], Any]:

@@ -39,16 +39,16 @@ class Native(Protocol):
         is_differentiable: bool,
         /,
     ) -> None:
-        """Takes a dtype of ``serialize.inline``; called once for each."""
+        """Takes a dtype of ``serialize.dtypes``; called once for each."""
 
     def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
         """Takes what ``serialize.value_reading`` needs of Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
-        """Does as ``inline.encode``; None for tensors that it leaves to the plain twin."""
+        """Does as ``tensors.encode_tensors``; None for tensors that it leaves to the plain twin."""
 
     def decode_tensors(self, data: Buffer, position: int, /) -> tuple[list[Tensor], bytes] | None:
-        """Does as ``inline.decode``; None for tensors that it leaves to the plain twin."""
+        """Does as ``tensors.decode_tensors``; None for tensors that it leaves to the plain twin."""
 
     def encode_values(
         self,

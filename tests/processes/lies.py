@@ -18,7 +18,8 @@ from torchweft.errors import WorkerLost
 from torchweft.ids import scoped_id
 from torchweft.protocol.backward import Abort, Gradients, Message
 from torchweft.protocol.leaving import Step
-from torchweft.serialize import inline, values
+from torchweft.serialize import values
+from torchweft.serialize.tensors import encode_tensors
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
     NO_CREATION,
@@ -152,7 +153,7 @@ def _answers() -> Iterator[bytes]:
 def _call(message_id: int = 0, references: bytes = b"", count: int = 0) -> bytes:
     name, payload = b"tests.processes.lies:give_back", values.Encoder(True, ()).encode((1,))
     (content, _) = (
-        inline.encode([torch.ones(3, requires_grad=True) * 2]) if message_id else (b"", 0)
+        encode_tensors([torch.ones(3, requires_grad=True) * 2]) if message_id else (b"", 0)
     )
     parts = name, b"", b"", (), references + bytes(payload), content
     control = bytearray(encode_call(30.0, NO_CREATION, 0, 0, *parts))
@@ -184,7 +185,7 @@ def _passes(message: Callable[[], Message]) -> Iterator[bytes]:
 
 
 def _gradients() -> Iterator[bytes]:
-    content, _ = inline.encode([torch.full((3,), 1000.0)]) or (b"", 0)
+    content, _ = encode_tensors([torch.full((3,), 1000.0)]) or (b"", 0)
     for number in range(1, _MOST):
         pass_id = scoped_id(RANKS[LIAR], number)
         context_id = scoped_id(RANKS[HONEST], number)

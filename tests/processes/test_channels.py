@@ -14,7 +14,8 @@ from tests.processes import internals
 from torchweft import knobs, rpc
 from torchweft.errors import SerializationError
 from torchweft.launch import Cluster
-from torchweft.serialize import tensors
+from torchweft.serialize.tensors import describe
+from torchweft.worker import tensor_messages
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
@@ -122,10 +123,11 @@ def test_many_threads_send_large_tensors(group: Cluster) -> None:
 def test_a_device_that_the_receiver_lacks(group: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = rpc.remote("worker0", functions.Tracked)
     with monkeypatch.context() as forged:
-        forged.setattr(tensors, "_describe_simple", lambda tensors, place: None)
-        forged.setattr(tensors, "device_code", lambda device: (1, 0))
-        # A type that needs a table, which names its device.
-        sent = torch.zeros(2, dtype=torch.uint8).view(torch.bits8)
+        missing = torch.device("cuda", 0)
+        forged.setattr(
+            tensor_messages, "describe", lambda tensors, _: describe(tensors, lambda _: missing)
+        )
+        sent = torch.zeros(PULLED)  # Too large for the message.
         with pytest.raises(SerializationError, match=r"on device cuda:0, but worker 'worker0' has"):
             rpc.rpc_sync("worker0", functions.collect, args=(sent, reference))
     assert rpc.rpc_sync("worker0", functions.add, args=(torch.ones(2), 1)).sum() == 4

@@ -19,7 +19,7 @@ from torchweft.worker.current import current
 
 pytestmark = pytest.mark.keeps("threads", "descriptors")
 
-LARGE = torch.zeros(1 << 16)
+LARGE = torch.zeros(1 << 17)
 """Beside it, all tensors of a message go by tables."""
 
 

@@ -20,7 +20,8 @@ import torchweft.native as loading
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
-from torchweft.serialize import inline, value_reading, values
+from torchweft.serialize import value_reading, values
+from torchweft.serialize.tensors import decode_tensors, encode_tensors
 from torchweft.wire.frames import HEADER_BYTES
 from torchweft.wire.messages import NO_CREATION, decode_reply, encode_call, encode_reply
 
@@ -143,10 +144,10 @@ def test_encoding_and_decoding_leak_nothing() -> None:
     def run() -> None:
         tensors: list[torch.Tensor] = []
         payload = values.encode(value, tensors, True)
-        content = inline.encode(tensors)
+        content = encode_tensors(tensors)
         assert payload is not None
         assert content is not None
-        value_reading.decode(payload, inline.decode(content[0], 0)[0], ())
+        value_reading.decode(payload, decode_tensors(content[0], 0)[0], ())
 
     assert _rounds(run) < 2000
 
@@ -156,7 +157,7 @@ def test_every_cut_leaks_nothing() -> None:
     value = _every_kind()
     tensors: list[torch.Tensor] = []
     payload = values.encode(value, tensors, True)
-    content = inline.encode([*tensors, torch.ones(3, requires_grad=True)])
+    content = encode_tensors([*tensors, torch.ones(3, requires_grad=True)])
     assert payload is not None
     assert content is not None
 
@@ -166,7 +167,7 @@ def test_every_cut_leaks_nothing() -> None:
                 value_reading.decode(payload[:end], tensors, ())
         for end in range(1, len(content[0]), 7):
             try:
-                inline.decode(content[0][:end], 0)
+                decode_tensors(content[0][:end], 0)
             except ProtocolError:
                 pass
 
@@ -225,9 +226,9 @@ def test_frames_and_heads_leak_nothing() -> None:
 
 @needs_native
 def test_tensors_hold_their_memory_and_nothing_else() -> None:
-    content = inline.encode([torch.arange(1000.0), torch.arange(1000.0).view(10, 100)[:, :99]])
+    content = encode_tensors([torch.arange(1000.0), torch.arange(1000.0).view(10, 100)[:, :99]])
     assert content is not None
-    (whole, part), _ = inline.decode(content[0], 0)
+    (whole, part), _ = decode_tensors(content[0], 0)
     del content
     row = part[3]
     del part

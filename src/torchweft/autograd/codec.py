@@ -29,10 +29,11 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.serialize import inline, values
+from torchweft.serialize import values
 from torchweft.serialize.exceptions import pack_error
 from torchweft.serialize.objects import pack, pack_plain
 from torchweft.serialize.reading import Reader
+from torchweft.serialize.tensors import decode_tensors, encode_tensors
 from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import TABLES, Kind, decode_ints, encode_ints
@@ -393,12 +394,12 @@ class Envelopes:
             payload = values.encode(tuple(gradients), tensors, main_by_name=True)
         maps = peer.device_maps
         is_back = maps.is_any and self._is_back(name, message.message_id)
-        inlined = None if payload is None else inline.encode(tensors)
+        inlined = None if payload is None else encode_tensors(tensors)
         if inlined is None:
             is_strict = peer.registration.is_strict
             packed = (pack_plain if is_strict else pack)(gradients, main_by_name=True)
             payload, tensors = packed.payload, packed.tensors
-            inlined = inline.encode(tensors)
+            inlined = encode_tensors(tensors)
         assert payload is not None
         recorded_id = 0
         if name.mode.create_graph:
@@ -444,9 +445,9 @@ class Envelopes:
         if flags & TABLES:
             carried = self._tensor_messages.read(frame)
             self._tensor_messages.fetch(peer, carried)
-            tensors, tensor_flags = carried.tensors(detached=True), bytes(carried.flags())
+            tensors, tensor_flags = carried.tensors()
         else:
-            tensors, tensor_flags = inline.decode(control, end)
+            tensors, tensor_flags = decode_tensors(control, end)
         if recorded_id and tensor_flags:
             context = self._contexts.get_or_create(name.context_id, peer.id)
             is_back = self._is_back(name, message.message_id)

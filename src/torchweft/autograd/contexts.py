@@ -33,7 +33,7 @@ from torchweft.errors import AutogradError
 from torchweft.free_threading import shared_count
 from torchweft.ids import WORKER_SHIFT, scoped_id, worker_of
 from torchweft.protocol.numbers import Tombstones
-from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD, SHARED, separated
+from torchweft.serialize.tensors import PARAMETER, REQUIRES_GRAD, SHARED, separated
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import keep, new_guard, new_order
 

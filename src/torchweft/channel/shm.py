@@ -82,7 +82,7 @@ from torchweft.channel.memory import (
     slab_size,
 )
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.serialize.inline import shared_ranges
+from torchweft.serialize.tensors import shared_ranges
 
 Words = npt.NDArray[np.uint64]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchweft.channel.device_copies import HostCopies, PageLocks, Staging
-from torchweft.serialize.table import flatten
+from torchweft.serialize.tensors import flatten
 from torchweft.worker.current import current
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from torchweft import knobs
 from torchweft.autograd.contexts import Context, Contexts
@@ -17,12 +16,18 @@ from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.native import native
 from torchweft.rpc.handles import Handle
-from torchweft.serialize import inline
 from torchweft.serialize.exceptions import unpack_error
 from torchweft.serialize.objects import unpack
 from torchweft.serialize.reading import Reader
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED, STRIDED, separated
-from torchweft.serialize.tensors import too_many
+from torchweft.serialize.tensors import (
+    COMPUTED,
+    SHARED,
+    STRIDED,
+    decode_tensors,
+    separated,
+    too_many,
+    with_flags,
+)
 from torchweft.serialize.value_reading import decode, refusal_of, unfolded_limit
 from torchweft.serialize.values import PICKLE
 from torchweft.threads import device_streams
@@ -209,21 +214,22 @@ class Decoder:
             externals = [self._receive(handed, peer) for handed in references]
         context = self._context_of(context_id, peer) if context_id else None
         tensors: Sequence[Tensor] = ()
-        if message is not None:
-            tensors = self._receive_tensors(peer, message, context, head, is_answer)
-        elif end < len(control):
+        if message is not None or end < len(control):
             try:
-                received, flags = inline.decode(control, end)
-                if len(received) > self._tensor_limit:
-                    raise too_many(len(received), self._tensor_limit, self._agent.info.name)
+                if message is None:
+                    received, flags = decode_tensors(control, end)
+                    if len(received) > self._tensor_limit:
+                        raise too_many(self._tensor_limit, self._agent.info.name)
+                else:
+                    received, flags = message.tensors()
                 if self._is_strict:
-                    unfolded_limit(len(control), received)
+                    unfolded_limit(len(control) if message is None else 0, received)
+                tensors = received
+                if flags:
+                    tensors = self._place(peer, received, flags, context, head, is_answer)
             except BaseException:
                 self.give_back(peer, context_id, message_id)
                 raise
-            tensors = received
-            if flags:
-                tensors = self._place_inlined(peer, received, flags, context, head, is_answer)
         if start == end:  # As ``unpack`` does; most results are one tensor or None.
             return tensors[0] if tensors else None
         payload = control[start:end]
@@ -291,33 +297,7 @@ class Decoder:
             raise _reference_gone(handed.reference)
         return self.reference_type.from_received(self._references, handed.reference)
 
-    def _receive_tensors(
-        self,
-        peer: Peer,
-        message: TensorMessage,
-        context: Context | None,
-        head: ValueHead,
-        is_answer: bool,
-    ) -> list[Tensor]:
-        context_id, message_id, *_ = head
-        if context is not None and message_id:
-            tensors = message.tensors(detached=True)
-            if self._is_strict:
-                unfolded_limit(0, tensors)
-            flags = message.flags()
-            return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
-        try:
-            tensors = message.tensors(detached=False)
-            if self._is_strict:
-                unfolded_limit(0, tensors)
-            if message.some_are_computed:
-                self._place_computed(peer, tensors, message.flags(), head, is_answer)
-            return tensors
-        except BaseException:
-            self.give_back(peer, context_id, message_id)
-            raise
-
-    def _place_inlined(
+    def _place(
         self,
         peer: Peer,
         tensors: list[Tensor],
@@ -326,16 +306,11 @@ class Decoder:
         head: ValueHead,
         is_answer: bool,
     ) -> list[Tensor]:
-        """Does the same for tensors that stand in the message."""
+        """Places the tensors of a message in their graphs."""
         message_id = head[1]
         if context is not None and message_id:
             return context.record_receive(message_id, peer.id, tensors, flags, is_answer)
-        for place, flag in enumerate(flags):
-            if flag & PARAMETER:
-                tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
-            elif flag & REQUIRES_GRAD:
-                tensors[place].requires_grad_()
-        self._place_computed(peer, tensors, flags, head, is_answer)
+        self._place_computed(peer, with_flags(tensors, flags), flags, head, is_answer)
         return tensors
 
     def _place_computed(

@@ -24,12 +24,18 @@ from torchweft.native import native
 from torchweft.protocol.registration import why_not_by_value
 from torchweft.protocol.sessions import Outgoing
 from torchweft.rpc.handles import Handle
-from torchweft.serialize import inline
-from torchweft.serialize.functions import name_of, resolve, take_apart
-from torchweft.serialize.inline import NO_TENSORS, Inlined
+from torchweft.serialize.by_value import take_apart
+from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.objects import Packed, pack, pack_by_name, pack_plain
-from torchweft.serialize.reducers import is_dense
-from torchweft.serialize.tensors import NO_MEMORY, too_many
+from torchweft.serialize.tensors import (
+    NO_MEMORY,
+    NO_TENSORS,
+    Encoded,
+    encode_tensors,
+    is_dense,
+    shared_ranges,
+    too_many,
+)
 from torchweft.serialize.values import encode, no_home, split_names, with_names
 from torchweft.threads.interrupts import call, is_of_handler
 from torchweft.threads.thread_modes import MODES, check_untraced, plain_operations
@@ -148,9 +154,9 @@ def plain_frame(
     payload = encode(values, tensors, main_by_name, home_of)
     if payload is None:
         return None
-    inlined: Inlined | None = NO_TENSORS
+    inlined: Encoded | None = NO_TENSORS
     if tensors:
-        inlined = inline.encode(tensors) if inlines and not any(map(call, MODES)) else None
+        inlined = encode_tensors(tensors) if inlines and not any(map(call, MODES)) else None
     if inlined is None:
         return None
     content, requires_grad = inlined
@@ -254,7 +260,7 @@ class Encoder:
         flags, values = (NAMED, with_names(args, kwargs)) if kwargs else (0, tuple(args))
         # No caller waits for a remote() call or keeps its references: hand them on.
         home_of = peer.home_of if creation == NO_CREATION else no_home
-        inlines = not (peer.device_maps.moves_host_of_calls or inline.shared_ranges)
+        inlines = not (peer.device_maps.moves_host_of_calls or shared_ranges)
         tensors: list[Tensor] = []
         made, code, sent = None, b"", values
         if name is not None and not peer.is_self:
@@ -370,7 +376,7 @@ class Encoder:
         """
         if tensors:
             if len(tensors) > self._tensor_limit:
-                raise too_many(len(tensors), self._tensor_limit)
+                raise too_many(self._tensor_limit)
             if forward_ad._current_level >= 0 and not peer.is_self:
                 _check_tangents(tensors)
         context_id = current_id()
@@ -381,11 +387,11 @@ class Encoder:
             return self.record_send(context_id, tensors, peer)
         return 0, 0
 
-    def _inlined(self, peer: Peer, tensors: Sequence[Tensor]) -> Inlined | None:
+    def _inlined(self, peer: Peer, tensors: Sequence[Tensor]) -> Encoded | None:
         """Returns the tensors of a call as they stand in the message; None if they need tables."""
         if not tensors:
             return NO_TENSORS
-        return None if peer.device_maps.moves_host_of_calls else inline.encode(tensors)
+        return None if peer.device_maps.moves_host_of_calls else encode_tensors(tensors)
 
     def _check_whole(self, peer: Peer, values: tuple[Any, ...]) -> None:
         """Raises SerializationError for an argument that a transform of ``torch.func`` has made."""
@@ -440,7 +446,7 @@ class Encoder:
 
     def packed_result(
         self, peer: Peer, result: Any
-    ) -> tuple[bytes, list[Tensor], Sequence[object], Inlined | None]:
+    ) -> tuple[bytes, list[Tensor], Sequence[object], Encoded | None]:
         """Returns the parts of ``Packed``, and the tensors if they stand in the message."""
         kind = type(result)
         if peer.is_self:
@@ -451,7 +457,7 @@ class Encoder:
             return (*packed, None if packed.tensors else NO_TENSORS)
         if kind is Tensor and not result.__dict__:
             # Most results are a tensor, or None.
-            inlined = inline.encode((result,))
+            inlined = encode_tensors((result,))
             if inlined is not None or is_dense(result):
                 return b"", [result], (), inlined
         elif result is None:
@@ -461,16 +467,16 @@ class Encoder:
             payload = encode(result, tensors, peer.main_by_name)
             if payload is not None:
                 self._check_count(tensors)
-                inlined = inline.encode(tensors) if tensors else NO_TENSORS
+                inlined = encode_tensors(tensors) if tensors else NO_TENSORS
                 if inlined is not None or all(map(is_dense, tensors)):
                     return payload, tensors, (), inlined
         packed = peer.pack(result)
         self._check_count(packed.tensors)
-        return (*packed, inline.encode(packed.tensors) if packed.tensors else NO_TENSORS)
+        return (*packed, encode_tensors(packed.tensors) if packed.tensors else NO_TENSORS)
 
     def _check_count(self, tensors: Sequence[Tensor]) -> None:
         if len(tensors) > self._tensor_limit:
-            raise too_many(len(tensors), self._tensor_limit)
+            raise too_many(self._tensor_limit)
 
     def record_send(
         self, context_id: int, tensors: Sequence[Tensor], peer: Peer, is_answer: bool = False

@@ -29,10 +29,10 @@ from torchweft.rpc.current_call import TAKEN, reference_in
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.functions import ASYNC_MARK
 from torchweft.rpc.worker import Worker, current_worker
+from torchweft.serialize.by_value import Code, received
 from torchweft.serialize.exceptions import pack_error, unpack_error
-from torchweft.serialize.functions import Code, describe, resolve
+from torchweft.serialize.functions import describe, resolve
 from torchweft.serialize.registry import remotely_callable
-from torchweft.serialize.value_pickling import received
 from torchweft.serialize.values import split_names
 from torchweft.threads import device_streams
 from torchweft.threads.reports import log_exception

@@ -35,9 +35,9 @@ from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.unseen import UnseenErrors
 from torchweft.serialize.exceptions import pack_error
-from torchweft.serialize.inline import shared_ranges
 from torchweft.serialize.objects import Packed
 from torchweft.serialize.reading import TRUSTING, Reader
+from torchweft.serialize.tensors import shared_ranges
 from torchweft.serialize.values import no_home
 from torchweft.threads.reports import log_exception
 from torchweft.wire.frames import Buffer, encode_frame

@@ -29,8 +29,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.errors import NotAllowed, UnknownFunction
 from torchweft.serialize import registry
+from torchweft.serialize.by_value import MARKERS
 from torchweft.serialize.functions import import_module, resolve, text_of, unknown, without_alias
-from torchweft.serialize.value_pickling import MARKERS
 
 BY_THEMSELVES = tuple(
     f"torchweft.{name}"

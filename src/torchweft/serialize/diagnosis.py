@@ -26,7 +26,7 @@ from torchweft.errors import SerializationError
 _DEPTH_LIMIT = 30
 _SHOWN_LENGTH = 60
 
-_Why = Callable[[object], "Exception | None"]
+_Pack = Callable[[object], object]
 
 _LOCK = (
     "a lock works within one process only: leave it out in __getstate__, or leave its owner "
@@ -66,15 +66,15 @@ _GENERAL_ADVICE = (
 )
 
 
-def diagnose(value: object, error: Exception, why_not: _Why) -> SerializationError:
+def diagnose(value: object, error: Exception, pack: _Pack) -> SerializationError:
     """Returns the error that says which part of ``value`` cannot be sent.
 
     Args:
         value: The object that could not be packed.
         error: The error that packing it raised.
-        why_not: Returns why a part cannot be packed by itself, None if it can.
+        pack: Packs a part by itself, or raises.
     """
-    path, culprit, reason = _find(value, error, why_not)
+    path, culprit, reason = _find(value, error, pack)
     kind = type(culprit)
     name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
     if _is_too_deep(reason):
@@ -107,7 +107,7 @@ def _is_too_deep(error: Exception) -> bool:
     return isinstance(error, RecursionError) or isinstance(error.__cause__, RecursionError)
 
 
-def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, Exception]:
+def _find(value: object, error: Exception, pack: _Pack) -> tuple[str, object, Exception]:
     names = _call_parts(value)
     path = "" if names else "value"
     culprit, reason, seen = value, error, {id(value)}
@@ -116,7 +116,7 @@ def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, 
     parts = iter(names or _parts(value))
     for _ in range(_DEPTH_LIMIT):
         try:
-            found = _first_failing(parts, seen, why_not)
+            found = _first_failing(parts, seen, pack)
         except Exception:
             break  # the object cannot be inspected: name its container
         if found is None:
@@ -129,15 +129,16 @@ def _find(value: object, error: Exception, why_not: _Why) -> tuple[str, object, 
 
 
 def _first_failing(
-    parts: Iterator[tuple[str, object]], seen: set[int], why_not: _Why
+    parts: Iterator[tuple[str, object]], seen: set[int], pack: _Pack
 ) -> tuple[str, object, Exception] | None:
     for step, part in parts:
         if id(part) in seen:
             continue
         seen.add(id(part))
-        reason = why_not(part)
-        if reason is not None:
-            return step, part, reason
+        try:
+            pack(part)
+        except Exception as error:
+            return step, part, error
     return None
 
 

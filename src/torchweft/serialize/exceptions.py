@@ -33,7 +33,7 @@ from torchweft.serialize import value_reading, values
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.registry import rebuilds_pickled
-from torchweft.serialize.tensors import as_memory, describe, rebuild
+from torchweft.serialize.tensors import as_memory, describe, read, rebuild, with_flags
 from torchweft.serialize.tracebacks import (
     PRINTS_NOTES,
     RemoteTraceback,
@@ -368,8 +368,8 @@ class _Rebuilder:
         if len(blob) == 1:
             return blob[0]
         payload, table, buffers = blob
-        tensors = rebuild(table, [bytearray(buffer) for buffer in buffers])
-        return self._unpack(payload, tensors, ())
+        tensors, flags = rebuild(read(table), [bytearray(buffer) for buffer in buffers])
+        return self._unpack(payload, with_flags(tensors, flags), ())
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -1,39 +1,20 @@
-"""Sends callables by name, or by their code.
+"""Sends callables by name.
 
 A function that the other side can import is sent as ``b"module:path"``. Both directions are cheap
 after the first time. The caller caches the name of each callable until the callable dies. The
 callee caches the object that holds the callable, and looks up the name's last part on every call: a
 function that is replaced in its module is found at once.
-
-A function that the other side cannot import goes by value. cloudpickle writes a function whole: its
-code, and the globals, cells and defaults that it refers to. That takes hundreds of bytes, and more
-time than the rest of a small call. But the code of a function cannot change, and a program sends
-the same functions again and again. So a function is *taken apart* here into a ``Code`` and the
-captured values. These may change at any time, and are sent anew with each call. Nothing about
-captured values is remembered, so nothing can be outdated; and each call gets a new function.
-
-A ``Code`` has all parts of a function that are texts, and the names of captured modules:
-
-- the code object, the function's name, qualified name, module and docstring;
-- ``__name__``, ``__package__`` and ``__file__`` of the module that it was written in;
-- which globals and cells are modules, and their names; the submodules that the code refers to;
-- which globals are captured, and how many cells, defaults and annotations there are.
-
-An unusual function (an empty cell, a docstring that is no text, constants that a program has put
-into a code object) is left to cloudpickle, which writes it whole.
 """
 
 from __future__ import annotations
 
-import dis
 import importlib
-import marshal
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from types import CellType, CodeType, FunctionType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import cloudpickle
@@ -49,15 +30,6 @@ MAIN_MODULES = ("__main__", "__mp_main__")
 
 _MAIN_PREFIX = b"__main__:"
 _KNOWN_NAMES_LIMIT = 4096
-_STABLE_VERSION = 2
-"""Format of ``marshal`` in which equal objects have equal bytes, however they came about."""
-_KNOWN_LIMIT = 4096
-_LAYOUTS_LIMIT = 4
-_GLOBAL_STEPS = frozenset({"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL"})
-MODULE_TEXTS = ("__name__", "__package__", "__file__")
-_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type(...), CodeType)
-ABSENT = object()
-_TEXTS = (str, type(None))
 
 # Keyed by id, because a callable may be unhashable or define its own equality. The reference
 # reveals an id that was given to another object, and removes the entry with its callable.
@@ -300,197 +272,3 @@ def _is_there(module: str, path: str, function: object) -> bool:
         return True
     # Each access to a class method makes a new object.
     return isinstance(getattr(function, "__self__", None), type) and found == function
-
-
-# Functions that go by value
-
-
-class Code:
-    """The part of a function that never changes. Thread-safe.
-
-    Args:
-        content: Its bytes. A worker that loads false bytes may run or crash on anything.
-
-    Attributes:
-        loaded: The parts that the receiver makes of it, by ``value_pickling``; None before.
-        is_slow: Whether the last function made of it took long; see ``SlowFunctions``.
-    """
-
-    __slots__ = ("content", "is_slow", "loaded")
-
-    def __init__(self, content: bytes) -> None:
-        self.content = content
-        self.is_slow = True
-        self.loaded: Any = None
-
-
-class _Known:
-    """The known facts about a code object; they do not keep the code object alive.
-
-    Attributes:
-        reference: The code object.
-        globals: The names of the globals that it refers to.
-        is_constant: Whether it has only constants that cannot change.
-        codes: The codes of its latest functions, by their layouts.
-    """
-
-    __slots__ = ("codes", "globals", "is_constant", "reference")
-
-    def __init__(self, code: CodeType, reference: weakref.ref[CodeType]) -> None:
-        self.reference = reference
-        self.globals = (*dict.fromkeys(_globals_of(code)), "__path__")
-        self.is_constant = _is_constant(code)
-        self.codes: dict[tuple[Any, ...], Code] = {}
-
-
-# Keyed by id: comparing code objects takes longer. The reference reveals an id that was given to
-# another object.
-_known: dict[int, _Known] = {}
-
-
-def take_apart(function: FunctionType) -> tuple[Code, list[Any]] | None:
-    """Returns the code of a function and the values that it captures, except its attributes.
-
-    Returns None for an unusual function, which can only travel whole.
-    """
-    code = function.__code__
-    known = _known.get(id(code))
-    if known is None or known.reference() is not code:
-        known = _learn(code)
-    if function.__module__ is None or not known.is_constant:
-        return None
-    of_module = function.__globals__.get
-    captured: list[Any] = []
-    used: list[ModuleType] = []
-    modules, names = [], []
-    for name in known.globals:
-        value = of_module(name, ABSENT)
-        if type(value) is ModuleType:
-            modules.append((name, value.__name__))
-            used.append(value)
-        elif value is not ABSENT:
-            names.append(name)
-            captured.append(value)
-    cells: list[str | None] = []
-    for cell in function.__closure__ or ():
-        value = content_of(cell)
-        if value is ABSENT:
-            return None
-        if type(value) is ModuleType:
-            cells.append(value.__name__)
-            used.append(value)
-        else:
-            cells.append(None)
-            captured.append(value)
-    if used and not all(map(_goes_by_name, used)):
-        return None
-    defaults, keywords = function.__defaults__, function.__kwdefaults__
-    annotations = function.__annotations__
-    if defaults:
-        captured += defaults
-    if keywords:
-        captured += keywords.values()
-    if annotations:
-        captured += annotations.values()
-    # As ``value_pickling.Layout``, which takes longer to make.
-    layout = (
-        (function.__name__, function.__qualname__, function.__module__, function.__doc__),
-        (of_module("__name__"), of_module("__package__"), of_module("__file__")),
-        tuple(modules),
-        tuple(names),
-        tuple(cells),
-        -1 if defaults is None else len(defaults),
-        None if keywords is None else tuple(keywords),
-        tuple(annotations),
-        tuple(_submodules(code, used)) if used else (),
-        bool(used),
-    )
-    try:
-        made = known.codes.get(layout)
-    except TypeError:  # A text of the function is none, and has no hash.
-        return None
-    if made is None:
-        made = _new_code(code, known, layout)
-    return None if made is None else (made, captured)
-
-
-def _new_code(code: CodeType, known: _Known, layout: tuple[Any, ...]) -> Code | None:
-    """Returns a code that was not sent lately; None if a text or a constant has no bytes."""
-    if not all(isinstance(each, _TEXTS) for each in (*layout[0], *layout[1])):
-        return None
-    content = _marshalled((code, *layout))
-    if content is None:
-        return None
-    if len(known.codes) >= _LAYOUTS_LIMIT:
-        known.codes.clear()
-    made = known.codes[layout] = Code(content)
-    return made
-
-
-def _learn(code: CodeType) -> _Known:
-    if len(_known) >= _KNOWN_LIMIT:
-        _known.clear()
-    key = id(code)
-    known = _known[key] = _Known(code, weakref.ref(code, lambda _: _known.pop(key, None)))
-    return known
-
-
-def _marshalled(value: Any) -> bytes | None:
-    """Returns the bytes of a code; None if a constant has none."""
-    for version in (_STABLE_VERSION, marshal.version):
-        try:
-            return marshal.dumps(value, version)
-        except ValueError:  # An older version has no slices, which may be constants since 3.14.
-            pass
-    return None
-
-
-def _goes_by_name(module: ModuleType) -> bool:
-    name = module.__name__
-    by_value = is_registered_by_value(name) and name not in MAIN_MODULES
-    return name in sys.modules and not by_value
-
-
-def content_of(cell: CellType) -> object:
-    """Returns the value in a cell; a value that is nothing else if there is none."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return ABSENT
-
-
-def _is_constant(code: CodeType) -> bool:
-    """Whether a code object has only constants that the compiler makes, which cannot change."""
-    return all(map(_is_constant_value, code.co_consts))
-
-
-def _is_constant_value(value: object) -> bool:
-    if isinstance(value, (tuple, frozenset)):
-        return all(map(_is_constant_value, value))
-    if type(value) is slice:
-        return _is_constant_value((value.start, value.stop, value.step))
-    if type(value) is CodeType:
-        return _is_constant(value)
-    return type(value) in _CONSTANTS
-
-
-def _globals_of(code: CodeType) -> Iterator[str]:
-    """Yields the globals that a function and those defined in it refer to, as cloudpickle does."""
-    for step in dis.get_instructions(code):
-        if step.opname in _GLOBAL_STEPS and step.argval not in MODULE_TEXTS:
-            yield step.argval
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _globals_of(constant)
-
-
-def _submodules(code: CodeType, modules: Iterable[ModuleType]) -> Iterator[str]:
-    """Yields the imported submodules that code refers to as attributes of modules."""
-    parents = [module.__name__ for module in modules if getattr(module, "__package__", None)]
-    while parents:
-        parent = parents.pop()
-        for name in code.co_names:
-            child = f"{parent}.{name}"
-            if sys.modules.get(child) is not None:
-                yield child
-                parents.append(child)

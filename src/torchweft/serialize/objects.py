@@ -18,24 +18,30 @@ starts with the few instructions that put it into the reader's memo.
 from __future__ import annotations
 
 import copyreg
-import functools
 import io
 import operator
 import pickle
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import cloudpickle
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.serialize import value_reading, values
+from torchweft.serialize.by_value import (
+    MARKERS,
+    NAMED_TYPES,
+    NotByValue,
+    Reducers,
+    ValuePickler,
+)
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
 from torchweft.serialize.reducers import (
@@ -45,16 +51,7 @@ from torchweft.serialize.reducers import (
     reducer_count,
     set_attributes,
 )
-from torchweft.serialize.table import CODES
-from torchweft.serialize.value_pickling import (
-    MARKERS,
-    NAMED_TYPES,
-    NamedFunctionsPickler,
-    NotByValue,
-    Reducers,
-    ReducingPickler,
-    ValuePickler,
-)
+from torchweft.serialize.tensors import is_dense
 from torchweft.threads.interrupts import is_of_handler
 
 Kind = TypeVar("Kind")
@@ -62,7 +59,6 @@ _PROTOCOL = 5
 _MARKER_MODULE = "torchweft"
 _MARKER_NAME = "tensor"
 
-_STRIDED = torch.strided
 _MAIN_NAMES = frozenset(MAIN_MODULES)
 _external_types: tuple[type, ...] = ()
 
@@ -82,7 +78,7 @@ class Packed(NamedTuple):
 
 
 # The named tuple's own constructor is Python code.
-new_packed = functools.partial(tuple.__new__, Packed)
+new_packed = partial(tuple.__new__, Packed)
 
 
 def register_external(kind: type[Kind]) -> type[Kind]:
@@ -99,6 +95,7 @@ def pack(
     *,
     main_by_name: bool,
     not_by_value: str = "",
+    reducers: Reducers | None = None,
 ) -> Packed:
     """Turns an object into bytes, tensors and references.
 
@@ -107,30 +104,35 @@ def pack(
         main_by_name: Whether the receiver runs the same main program, so that the program's
             definitions can go by name.
         not_by_value: Why functions cannot travel by value; empty where they can.
+        reducers: A program's own reducers of the pickle protocol by class, subclasses not included.
+            They take precedence over everything else.
 
     Raises:
         SerializationError: Some part cannot be sent; the text names it and says what to do.
     """
-    if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
-        return packed
+    packed: Packed | None = None
+    if reducers is None:
+        if type(value) in _SIMPLE_TYPES:
+            packed = _pack_simple(value)
+        if packed is None:
+            packed = pack_by_name(value, main_by_name=main_by_name)
+        if packed is not None:
+            return packed
+    # Usually an object has no importable name. With any other cause, this fails too:
     try:
-        return _pack_by_name(value, main_by_name)
-    except Exception as error:
-        if is_of_handler(error):
-            raise
-        # Usually an object has no importable name. With any other cause, this fails too:
-    try:
-        return _pack_by_value(value, main_by_name, None, not_by_value)
+        return _pack_by_value(value, main_by_name, reducers, not_by_value)
     except NotByValue as error:
         raise SerializationError(str(error)) from None
     except Exception as error:
         if is_of_handler(error):
             raise
-        raise diagnose(value, error, lambda part: _why_not(part, main_by_name)) from error
+        again = partial(_pack_by_value, main_by_name=main_by_name, reducers=reducers)
+        by_name = partial(pack_by_name, main_by_name=main_by_name)
+        raise diagnose(value, error, lambda part: by_name(part) or again(part)) from error
 
 
 def pack_by_name(value: object, *, main_by_name: bool) -> Packed | None:
-    """Does the same as ``pack`` for a value in which nothing goes by value; None for others."""
+    """Does as ``pack`` for a value in which nothing goes by value; None for others."""
     try:
         return _pack_by_name(value, main_by_name)
     except Exception as error:
@@ -149,16 +151,17 @@ def pack_plain(value: object, *, main_by_name: bool) -> Packed:
     Raises:
         SerializationError: Some part is of another kind; the text names it and says what to do.
     """
-    if type(value) in _SIMPLE_TYPES and (packed := _pack_simple(value)) is not None:
-        return packed
-    encoder = values.Encoder(main_by_name, _external_types)
     try:
-        payload = encoder.encode(value)
+        return _pack_plain(value, main_by_name)
     except Exception as error:
         if is_of_handler(error):
             raise
-        raise diagnose(value, error, lambda part: _why_not_a_value(part, main_by_name)) from error
-    return Packed(payload, encoder.tensors, encoder.externals)
+        raise diagnose(value, error, lambda part: _pack_plain(part, main_by_name)) from error
+
+
+def _pack_plain(value: object, main_by_name: bool) -> Packed:
+    encoder = values.Encoder(main_by_name, _external_types)
+    return Packed(encoder.encode(value), encoder.tensors, encoder.externals)
 
 
 _SIMPLE_TYPES = frozenset({type(None), bool, int, float, str, bytes, Tensor, Parameter})
@@ -170,25 +173,6 @@ def _pack_simple(value: object) -> Packed | None:
         return new_packed((b"", [value], [])) if _is_plain(value) else None
     payload = b"" if value is None else values.encode(value, [], main_by_name=True)
     return None if payload is None else new_packed((payload, [], []))
-
-
-def pack_with(value: object, reducers: Reducers) -> Packed:
-    """Does the same as ``pack``, with a program's own reducers for some classes.
-
-    Args:
-        value: Any object that ``pack`` takes; the receiver runs the same main program.
-        reducers: Reducers of the pickle protocol by class, subclasses not included. They take
-            precedence over everything that ``pack`` does.
-
-    Raises:
-        SerializationError: Some part cannot be sent; the text names it and says what to do.
-    """
-    try:
-        return _pack_by_value(value, True, reducers)
-    except Exception as error:
-        if is_of_handler(error):
-            raise
-        raise diagnose(value, error, lambda part: _why_not(part, True, reducers)) from error
 
 
 def unpack(
@@ -237,10 +221,7 @@ def _is_plain(value: object) -> TypeGuard[Tensor]:
     """Whether a value is a tensor that its memory and its entry in the table fully describe."""
     return (
         (type(value) is Tensor or type(value) is Parameter)
-        and value.layout is _STRIDED
-        and value.dtype in CODES
-        and not value.is_nested
-        and not value.is_meta
+        and is_dense(value)
         and not value.__dict__
     )
 
@@ -489,15 +470,8 @@ def _pack_by_value(
         # cloudpickle knows the main program only as `__main__`.
         cloudpickle.register_pickle_by_value(sys.modules["__mp_main__"])
     buffer = io.BytesIO()
-    pickler: ValuePickler
-    if not_by_value:
-        pickler = NamedFunctionsPickler(buffer, _PROTOCOL)
-        pickler.not_by_value = not_by_value
-    elif reducers is None:
-        pickler = ValuePickler(buffer, _PROTOCOL)
-    else:
-        pickler = ReducingPickler(buffer, _PROTOCOL)
-        pickler.reducers = reducers
+    pickler = ValuePickler(buffer, _PROTOCOL)
+    pickler.reducers, pickler.not_by_value = reducers or {}, not_by_value
     pickler.memo = _VALUE_MEMO
     pickler.tensors, pickler.externals = [], []
     pickler.main_by_name = main_by_name
@@ -505,25 +479,3 @@ def _pack_by_value(
     pickler.dump(value)
     parts = (_VALUE_MARKERS, buffer.getvalue())
     return _packed(parts, pickler.tensors, pickler.externals)
-
-
-def _why_not(
-    part: object, main_by_name: bool, reducers: Reducers | None = None
-) -> Exception | None:
-    """Returns why one part of an object cannot be packed, None if it can."""
-    try:
-        _pack_by_name(part, main_by_name)
-    except Exception:
-        try:
-            _pack_by_value(part, main_by_name, reducers)
-        except Exception as error:
-            return error
-    return None
-
-
-def _why_not_a_value(part: object, main_by_name: bool) -> Exception | None:
-    try:
-        values.Encoder(main_by_name, _external_types).encode(part)
-    except Exception as error:
-        return error
-    return None

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from torchweft.errors import NotAllowed, SerializationError, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.serialize import functions, objects, value_pickling, value_reading, values
+from torchweft.serialize import by_value, functions, objects, value_reading, values
 from torchweft.serialize.allowed import AllowList
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.exceptions import unpack_error
-from torchweft.serialize.functions import Code
 from torchweft.serialize.registry import StrictNames
 from torchweft.serialize.value_reading import limit_of_repetition
 from torchweft.threads.interrupts import is_of_handler
@@ -40,7 +40,7 @@ class Reader(NamedTuple):
         resolve_value: Returns the function or class with a name that is a value.
         method_of: Returns the method of a value of this worker that another worker asks for.
         check_called: Raises if a function that a message contains may not be called.
-        bind: Does the same as ``value_pickling.bind``.
+        bind: Does the same as ``by_value.bind``.
         unpack: Does the same as ``objects.unpack``.
         unpack_error: Does the same as ``exceptions.unpack_error``.
     """
@@ -67,7 +67,7 @@ TRUSTING = Reader(
     functions.resolve,
     getattr,
     _may_be_called,
-    value_pickling.bind,
+    by_value.bind,
     objects.unpack,
     unpack_error,
 )

@@ -24,11 +24,10 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.nn import Parameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchweft.errors import ProtocolError, SerializationError
+from torchweft.errors import AutogradError, ProtocolError, SerializationError
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.registry import loads_script, rebuilds_pickled, rebuilds_plain
-from torchweft.serialize.sparse_graphs import indices_of, values_of, with_values
-from torchweft.serialize.table import CODES, INT64_LIMIT
+from torchweft.serialize.tensors import INT64_LIMIT, is_dense
 
 Reduced = tuple[Any, ...]
 """A callable, its arguments, and the further items that the pickle protocol allows."""
@@ -60,16 +59,6 @@ def reduce_tensor(tensor: Tensor) -> Any:
         if tensor.is_quantized:
             return _reduce_quantized(tensor)
         return _reduce_layout(tensor)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Tells whether a tensor of torch's own type is nothing but memory, shape and strides."""
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not tensor.is_meta
-        and tensor.dtype in CODES
-    )
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -221,10 +210,10 @@ def _reduce_layout(tensor: Tensor) -> Reduced:
     if tensor.layout is torch.sparse_coo:
         if tensor.requires_grad:
             tensor = tensor.coalesce()  # only then torch returns values that carry gradients
-            return _sparse_coo, (tensor.indices(), values_of(tensor), shape, True)
+            return _sparse_coo, (tensor.indices(), _values_of(tensor), shape, True)
         return _sparse_coo, (tensor._indices(), tensor._values(), shape, tensor.is_coalesced())
     if tensor.layout in _COMPRESSED:
-        return _sparse_compressed, (*indices_of(tensor), values_of(tensor), shape, tensor.layout)
+        return _sparse_compressed, (*_indices_of(tensor), _values_of(tensor), shape, tensor.layout)
     if tensor.is_mkldnn:
         return _mkldnn, (tensor.to_dense(),)
     if tensor.is_meta:
@@ -252,7 +241,7 @@ def _sparse_coo(
         check_invariants=not (is_coalesced and _are_coalesced(indices, shape)),
         device=values.device,
     )
-    return with_values(made, values) if is_coalesced else made
+    return _with_values(made, values) if is_coalesced else made
 
 
 def _are_coalesced(indices: Tensor, shape: tuple[int, ...]) -> bool:
@@ -287,7 +276,119 @@ def _sparse_compressed(
         check_invariants=True,
         device=values.device,
     )
-    return with_values(made, values)
+    return _with_values(made, values)
+
+
+# Constructors of sparse tensors, and ``values()`` of compressed ones, lose terms of second
+# derivatives without an error. Both are linear, and each is the other's derivative. So here are two
+# functions for them whose derivatives are made of one another.
+
+_BY_COLUMN = (torch.sparse_csc, torch.sparse_bsc)
+
+
+def _indices_of(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Returns the tensors that say where the values of a sparse tensor are.
+
+    Args:
+        tensor: A coalesced tensor of coordinates, or a compressed tensor.
+    """
+    if tensor.layout is torch.sparse_coo:
+        return (tensor.indices(),)
+    if tensor.layout in _BY_COLUMN:
+        return tensor.ccol_indices(), tensor.row_indices()
+    return tensor.crow_indices(), tensor.col_indices()
+
+
+def _values_of(tensor: Tensor) -> Tensor:
+    """Returns the values of a coalesced or compressed tensor, in its graph."""
+    if not tensor.requires_grad:
+        return tensor.values()
+    apply: Any = _Values.apply
+    values: Tensor = apply(tensor)
+    return values
+
+
+def _with_values(tensor: Tensor, values: Tensor) -> Tensor:
+    """Returns a tensor with the pattern of a coalesced or compressed one, in the graph of values.
+
+    Args:
+        tensor: The tensor, which may have the values already, but no graph.
+        values: Its values.
+    """
+    if not values.requires_grad:
+        return tensor
+    apply: Any = _WithValues.apply
+    made: Tensor = apply(values, tensor)
+    return made
+
+
+class _Values(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.pattern = tensor.detach()
+        return tensor.detach().values().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return _with_values(_rebuilt(ctx.pattern, gradient.detach()), gradient)
+
+
+class _WithValues(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, tensor: Tensor) -> Tensor:
+        ctx.pattern = tensor.detach()
+        return _rebuilt(tensor, values.detach())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _values_at(ctx.pattern, gradients[0]), None
+
+
+def _rebuilt(pattern: Tensor, values: Tensor) -> Tensor:
+    """Returns a tensor with the pattern of another one, whose indices have been checked."""
+    places: Any = _indices_of(pattern)
+    if pattern.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(
+            places[0], values, pattern.shape, is_coalesced=True, check_invariants=False
+        )
+    compressed, plain = places
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, pattern.shape, layout=pattern.layout, check_invariants=False
+    )
+
+
+def _values_at(pattern: Tensor, gradient: Tensor) -> Tensor:
+    """Returns what a gradient of any layout has at the values of ``pattern``, in its graph.
+
+    Raises:
+        AutogradError: The gradient has elements where the tensor has none. They have no place in
+            the message to the sender.
+    """
+    if gradient.layout is torch.sparse_coo:
+        gradient = gradient.coalesce()
+    if gradient.layout is pattern.layout and _are_same(_indices_of(gradient), _indices_of(pattern)):
+        return _values_of(gradient)
+    if gradient.layout is pattern.layout is torch.sparse_coo and not torch.is_grad_enabled():
+        values = gradient.sparse_mask(pattern).values()  # without a dense tensor
+        given = gradient.values()
+    else:
+        given = gradient if gradient.layout is torch.strided else gradient.to_dense()
+        if pattern.layout is torch.sparse_coo:
+            values = given[tuple(pattern.indices())]
+        else:
+            values = _values_of(given.sparse_mask(pattern))
+    if values.count_nonzero() != given.count_nonzero():
+        raise AutogradError(
+            f"the gradient of a sparse tensor of shape {tuple(pattern.shape)} that another worker "
+            "computed has elements where the tensor has none, which would be lost on the way "
+            "back; send the tensor as tensor.to_dense()"
+        )
+    return values
+
+
+def _are_same(some: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> bool:
+    return all(map(torch.equal, some, others))
 
 
 @rebuilds_pickled

@@ -1,24 +1,35 @@
-"""Converts tensors to a table and plain memory, and back without a copy.
+"""Describes the dense tensors of a message, and makes them of what arrived.
 
-``describe`` returns a small binary table and the memory that has to travel; the receiver's
-``rebuild`` wraps the memory that arrived. Pickling a tensor the default way takes some hundred
-microseconds. Contiguous tensors take a fast path of 2 us through each function.
+A tensor is described once; its memory stands behind the description (small tensors), or is a buffer
+of the message, which a channel moves. Layout, little-endian, for each tensor until the end::
+
+    dtype u8 · flags u8 · dimensions u8 · size in bytes u32 · u64 a dimension
+    with the flag STRIDED: u64 a stride, in elements
+    with the flag SHARED as well: offset u64, in elements · place u64 of the tensor with the memory
+    with the flag ON_DEVICE: u64, the number of a device
+    memory; with the flag APART, the next buffer of the message, and no size
 
 Sending each tensor by itself would separate views that share memory: an assignment to one view
 would no longer show in the other. Sending whole storages would ship a gigabyte for one row of an
-embedding. So, storage by storage:
+embedding. So:
 
 1. Tensors whose extents (first to last byte) overlap form a cluster.
-2. A cluster travels as one buffer, the union of its extents, and its tensors as views onto it. If
-   the union is mostly memory outside the tensors (two columns of a huge matrix), the tensors travel
-   one by one, and equal views still as one.
+2. A cluster travels as the union of its extents, which its first tensor brings, and its tensors as
+   views onto it. If the union is mostly memory outside the tensors (two columns of a huge matrix),
+   the tensors travel one by one, and equal views still as one.
 3. A tensor by itself travels with its strides when it fills its extent (transposed,
    channels-last, expanded) or the extent is small, else as a contiguous copy.
+
+Descriptions come from another process and must never cause a read outside of the memory. So extents
+are computed here with Python's integers, which do not overflow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from ctypes import string_at
+from functools import lru_cache, partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -27,149 +38,56 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.table import (
+from torchweft.native import native
+from torchweft.serialize.dtypes import (
     CODES,
-    COMPUTED,
-    ENTRY,
-    HEADER,
     HOST,
-    NO_BUFFER,
     NUMPY_DTYPES,
-    PARAMETER,
-    REAL_CODES,
-    REQUIRES_GRAD,
-    SHARED,
-    SIMPLE,
-    SIMPLE_NDIM,
-    SIZES,
-    SOME_ON_DEVICE,
-    STRIDED,
-    USUAL_ADDRESS,
-    Entry,
     device_code,
     device_of,
     dtype_of,
-    extent,
-    flatten,
-    header_flags,
-    is_freed,
-    is_worth_a_union,
-    read,
-    write,
+    is_differentiable,
 )
-
-_ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
-
-
-class _Span(NamedTuple):
-    """The extent of one tensor in its storage, in bytes; and its entry in the table."""
-
-    start: int
-    end: int
-    tensor: Tensor
-    entry: Entry
-
-
-def _place(tensors: Sequence[Tensor], entries: Sequence[Entry]) -> list[Tensor]:
-    """Chooses the memory that travels for dense, detached tensors, and completes their entries.
-
-    Returns:
-        The buffers: flat contiguous tensors, on the device of the tensors in them, that share the
-        tensors' memory where that is possible.
-    """
-    buffers: list[Tensor] = []
-    for cluster in _clusters(tensors, entries):
-        if len(cluster) == 1:
-            _place_alone(cluster, buffers)
-        elif is_worth_a_union(_length(cluster), [each.tensor for each in cluster]):
-            _place_union(cluster, buffers)
-        else:
-            for equal in _equal_views(cluster):
-                _place_alone(equal, buffers)
-    return buffers
-
-
-def _clusters(tensors: Sequence[Tensor], entries: Sequence[Entry]) -> Iterator[list[_Span]]:
-    """Yields tensors that are not empty, together if their extents overlap."""
-    storages: dict[tuple[torch.device, int], list[_Span]] = {}
-    for tensor, entry in zip(tensors, entries, strict=True):
-        if tensor.numel():
-            start = int(tensor.storage_offset()) * tensor.itemsize
-            end = start + int(extent(tensor.shape, tensor.stride())) * tensor.itemsize
-            key = (tensor.device, tensor.untyped_storage().data_ptr())
-            storages.setdefault(key, []).append(_Span(start, end, tensor, entry))
-    for spans in storages.values():
-        spans.sort(key=lambda span: span.start)
-        cluster, end = [spans[0]], spans[0].end
-        for span in spans[1:]:
-            if span.start < end:
-                cluster.append(span)
-            else:
-                yield cluster
-                cluster = [span]
-            end = max(end, span.end)
-        yield cluster
-
-
-def _length(cluster: list[_Span]) -> int:
-    """Counts the bytes from the first to the last one of a cluster."""
-    return int(max(span.end for span in cluster) - cluster[0].start)
-
-
-def _place_union(cluster: list[_Span], buffers: list[Tensor]) -> None:
-    start = cluster[0].start // _ALIGNMENT * _ALIGNMENT
-    end = cluster[0].start + _length(cluster)
-    first = cluster[0].tensor
-    union = torch.empty(0, dtype=torch.uint8, device=first.device)
-    union.set_(first.untyped_storage(), start, (end - start,), (1,))
-    for span in cluster:
-        span.entry.buffer, span.entry.strides = len(buffers), span.tensor.stride()
-        span.entry.offset = (span.start - start) // span.tensor.itemsize
-        span.entry.flags |= STRIDED | SHARED
-    buffers.append(union)
-
-
-def _place_alone(equal: list[_Span], buffers: list[Tensor]) -> None:
-    """Gives one buffer to all tensors that are the same view of the same memory."""
-    flat, strides = flatten(equal[0].tensor)
-    is_shared = len(equal) > 1
-    if is_shared and strides is None:
-        strides = torch.empty(equal[0].tensor.shape, device="meta").stride()
-    for span in equal:
-        span.entry.buffer, span.entry.strides = len(buffers), strides
-        if strides is not None:
-            span.entry.flags |= STRIDED | SHARED if is_shared else STRIDED
-    buffers.append(flat)
-
-
-def _equal_views(cluster: list[_Span]) -> list[list[_Span]]:
-    views: dict[object, list[_Span]] = {}
-    for span in cluster:
-        tensor = span.tensor
-        key = (span.start, tensor.dtype, tensor.shape, tensor.stride())
-        views.setdefault(key, []).append(span)
-    return list(views.values())
-
-
-# Describing and rebuilding
-
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     Memory = Buffer | Tensor
-    Table = bytes | bytearray | memoryview
 
-SMALLEST_BYTES = ENTRY.size
-"""The minimum size of one tensor's entry in a table."""
+REQUIRES_GRAD = 1
+PARAMETER = 2
+STRIDED = 4
+SHARED = 8
+"""Several tensors have the same memory, and must become views onto one storage."""
+COMPUTED = 16
+"""The tensor requires grad and is not a leaf: it has a graph at its sender."""
+APART = 32
+ON_DEVICE = 64
+"""The tensor belongs on a device other than the CPU."""
 
+_IN_MESSAGE = REQUIRES_GRAD | PARAMETER | STRIDED | SHARED | COMPUTED
+_TOLD = REQUIRES_GRAD | PARAMETER | SHARED | COMPUTED
+_PLACED = REQUIRES_GRAD | PARAMETER
+
+LIMIT_BYTES = 260 * 1024
+"""Bytes that one tensor in a message may have, 256 KiB and its head; above it, channels are
+faster."""
+FURTHER_BYTES = 8 * 1024
+"""Bytes more for each further tensor of a message: buffers take as long as copying so much."""
+MESSAGE_LIMIT_BYTES = 2 << 20
+"""Bytes that all tensors in a message may have; above it, new memory makes copies slow."""
+
+INT64_LIMIT = 1 << 63
 NO_LIMIT = 1 << 32
-_EMPTY = memoryview(bytearray())
+_HEAD = struct.Struct("<BBBI")
 _STRIDED_LAYOUT = torch.strided
-_HOST = torch.device("cpu")
-HOST_DEVICE = (0, 0)
-"""The numbers of the CPU in the entry of a simple tensor."""
+_EMPTY = memoryview(bytearray())
+_BYTES = torch.uint8
+_ALIGNMENT = 16  # the largest element, complex128: a view's offset stays a whole number
 
+Encoded = tuple[bytes, bool]
+"""The bytes of tensors, and whether some tensor requires grad."""
+NO_TENSORS: Encoded = (b"", False)
 
 NO_MEMORY = (
     "a tensor has no memory that could be sent; within torch.func.grad, vmap, jvp and "
@@ -177,11 +95,153 @@ NO_MEMORY = (
     "through calls, use torchweft.autograd.grad"
 )
 
+shared_ranges: dict[int, int] = {}
+"""Start and end of every memory range that may hold tensors which the user shares with other
+workers; usually empty. The layer that lends the memory registers it here. These tensors are never
+copied into a message, however small they are: the receiver must get the same memory."""
+
+
+def may_be_shared(address: int) -> bool:
+    """Whether a tensor that begins at ``address`` may be shared."""
+    return any(start <= address < end for start, end in tuple(shared_ranges.items()))
+
+
+@lru_cache(maxsize=256)
+def _numbers(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}Q")
+
+
+# The memory of one tensor
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tells whether a tensor of torch's own type is nothing but memory, shape and strides."""
+    return (
+        tensor.layout is _STRIDED_LAYOUT
+        and not tensor.is_nested
+        and not tensor.is_meta
+        and tensor.dtype in CODES
+    )
+
+
+UNION_FLOOR_BYTES = 4096
+"""A union or extent up to this size is sent whole, whatever part of it the tensors use."""
+_UNION_FACTOR = 2
+_USUAL_ADDRESS = 1 << 40
+"""Few tensors begin below it; those of a storage that the program has freed do."""
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Counts the elements from the first to the last one of a tensor that is not empty."""
+    if len(shape) == 1:
+        return 1 + (shape[0] - 1) * strides[0]
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def _distinct(tensor: Tensor) -> int:
+    """Counts the elements of ``tensor`` that can lie at distinct addresses."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return prod(size for size, stride in pairs if stride or not size)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Whether the storage of a dense tensor has been made too small for it."""
+    if not tensor.numel():
+        return False
+    end = tensor.storage_offset() + extent(tensor.shape, tensor.stride())
+    return bool(tensor.untyped_storage().nbytes() < end * tensor.element_size())
+
+
+def _is_worth_a_union(union_bytes: int, tensors: Iterable[Tensor]) -> bool:
+    """Whether the memory from the first to the last byte of tensors should travel whole."""
+    if union_bytes <= UNION_FLOOR_BYTES:
+        return True
+    wanted_bytes = sum(_distinct(tensor) * tensor.element_size() for tensor in tensors)
+    return bool(union_bytes <= _UNION_FACTOR * wanted_bytes)
+
+
+def flatten(tensor: Tensor) -> tuple[Tensor, tuple[int, ...] | None]:
+    """Returns the elements that travel, and strides unless they are the contiguous ones."""
+    if tensor.is_contiguous():
+        return tensor if tensor.dim() == 1 else tensor.view(-1), None
+    strides = tensor.stride()
+    length = extent(tensor.shape, strides)
+    is_small = length * tensor.element_size() <= UNION_FLOOR_BYTES
+    if is_small or length <= _distinct(tensor):
+        return tensor.as_strided((length,), (1,)), strides
+    if tensor.element_size() == 1:
+        tensor = tensor.view(_BYTES)  # torch cannot copy every one-byte dtype
+    # Dimensions that were expanded hold one element each, in the copy too.
+    for dimension, stride in enumerate(strides):
+        if stride == 0:
+            tensor = tensor.narrow(dimension, 0, 1)
+    copy = tensor.contiguous()
+    if 0 not in strides:
+        return copy.view(-1), None
+    pairs = zip(copy.stride(), strides, strict=True)
+    return copy.view(-1), tuple(stride if before else 0 for stride, before in pairs)
+
+
+def as_memory(tensor: Tensor) -> memoryview:
+    """Returns the bytes of a flat tensor without a copy; the view keeps it alive."""
+    if not tensor.numel():
+        return _EMPTY
+    if tensor.dtype not in NUMPY_DTYPES:
+        if tensor.stride(-1) != 1:  # a single element, cut out of a larger tensor
+            tensor = tensor.as_strided((1,), (1,))
+        tensor = tensor.view(_BYTES)
+    return tensor.numpy().data.cast("B")
+
+
+def separated(tensor: Tensor) -> Tensor:
+    """Returns a copy of a dense tensor without a graph, which takes no more than its memory.
+
+    A copy by torch takes as much as the shape announces: an expanded tensor has one element in
+    memory for many.
+    """
+    strides = tensor.stride()
+    length = extent(tensor.shape, strides) if tensor.numel() else 0
+    if length >= tensor.numel():
+        return tensor.clone()
+    memory = tensor.as_strided((length,), (1,)).clone()
+    return memory.as_strided(tensor.shape, strides).detach()  # No view to autograd.
+
+
+# Encoding
+
+
+class _Described(NamedTuple):
+    """A detached dense tensor, its address, flags and the number of its device at the receiver."""
+
+    start: int
+    tensor: Tensor
+    flags: int
+    device: int = HOST
+
+
+def encode_tensors(tensors: Sequence[Tensor]) -> Encoded | None:
+    """Returns tensors of any kind with their memory; None if they need buffers."""
+    if native is not None and not shared_ranges:
+        made = native.encode_tensors(tensors)
+        if made is not None:
+            return made
+    limit_bytes = min(LIMIT_BYTES + (len(tensors) - 1) * FURTHER_BYTES, MESSAGE_LIMIT_BYTES)
+    described: list[_Described] = []
+    all_flags = 0
+    for tensor in tensors:
+        each = _small(tensor, limit_bytes)
+        if each is None:
+            return None
+        described.append(each)
+        all_flags |= each.flags
+    content = _write(described, None, limit_bytes)
+    return None if content is None else (content, bool(all_flags & REQUIRES_GRAD))
+
 
 def describe(
     tensors: Sequence[Tensor], place: Callable[[torch.device], torch.device] | None = None
 ) -> tuple[bytes, list[Tensor]]:
-    """Returns a table that describes tensors, and the memory that has to travel for them.
+    """Returns the descriptions of tensors, and the buffers that have to travel for them.
 
     Args:
         tensors: Dense tensors of any shape, strides and dtype; ``objects.pack`` has already taken
@@ -190,380 +250,519 @@ def describe(
             the device of the same name.
 
     Returns:
-        The table, and one-dimensional contiguous tensors, each on the device that the tensors in it
-        are on. They share the memory of ``tensors`` wherever that is possible, so it may not change
-        until they are sent.
+        The descriptions, and one-dimensional contiguous tensors, each on the device that the
+        tensors in it are on. They share the memory of ``tensors`` wherever that is possible, so it
+        may not change until they are sent.
 
     Raises:
         SerializationError: A tensor has no memory of its own that could be sent, or ``place``
             raised it.
     """
-    if place is None or place(_HOST) == _HOST:
+    described: list[_Described] = []
+    for tensor in tensors:
+        source, device = _as_dense(tensor), HOST
+        if place is not None:
+            device = device_code(place(source.device))
+        elif not source.is_cpu:
+            device = device_code(source.device)
+        described.append(_Described(source.data_ptr(), source, _flags_of(tensor), device))
+    buffers: list[Tensor] = []
+    content = _write(described, buffers, NO_LIMIT)
+    assert content is not None
+    return content, buffers
+
+
+def _flags_of(tensor: Tensor) -> int:
+    flags = PARAMETER if type(tensor) is Parameter else 0
+    if tensor.requires_grad:
+        flags |= REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
+    return flags
+
+
+def _small(tensor: Tensor, limit_bytes: int) -> _Described | None:
+    """Describes a tensor whose memory stands in the message; None for others."""
+    if not tensor.is_cpu or not is_dense(tensor):
+        return None
+    flags = _flags_of(tensor)
+    if flags:
+        tensor = tensor.detach()
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError:
+        return None  # It stands for another one, in a transform of torch.func.
+    if tensor.is_neg() or tensor.is_conj():
+        return None
+    if start < _USUAL_ADDRESS and tensor.numel() and (not start or _is_freed(tensor)):
+        return None
+    if shared_ranges and may_be_shared(start):
+        return None
+    if tensor.nbytes > limit_bytes and _distinct(tensor) * tensor.itemsize > limit_bytes:
+        return None
+    return _Described(start, tensor, flags)
+
+
+def _as_dense(tensor: Tensor) -> Tensor:
+    """Returns a detached tensor whose memory holds the values as the user sees them."""
+    if not is_dense(tensor):
+        raise SerializationError(
+            f"a tensor of dtype {tensor.dtype} and layout {tensor.layout} on device "
+            f"{tensor.device} has no plain memory; send it as an argument or a result, which takes "
+            "it apart, or as its dense equivalent"
+        )
+    if tensor.requires_grad or type(tensor) is not Tensor:
+        tensor = tensor.detach().as_subclass(Tensor)
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    try:
+        start = tensor.data_ptr()
+    except RuntimeError as error:
+        raise SerializationError(NO_MEMORY) from error
+    if start < _USUAL_ADDRESS and (tensor.is_cpu or tensor.is_cuda) and _is_freed(tensor):
+        raise SerializationError(
+            f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
+            f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
+        )
+    if not start and tensor.numel():
+        raise SerializationError(NO_MEMORY)
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor.resolve_conj().resolve_neg()
+    return tensor
+
+
+def _write(
+    described: Sequence[_Described], apart: list[Tensor] | None, limit_bytes: int
+) -> bytes | None:
+    """Returns the descriptions of tensors.
+
+    Args:
+        described: The tensors.
+        apart: A list that gets their memory; None for memory in the message.
+        limit_bytes: How many bytes may be returned.
+
+    Returns:
+        The bytes; None if there are too many, or if the elements of a tensor do not lie at a whole
+        distance from those of another one.
+    """
+    unions = _unions(described, is_apart=apart is not None) if len(described) > 1 else {}
+    parts: list[bytes] = []
+    size_bytes = 0
+    for place, (start, tensor, flags, device) in enumerate(described):
+        numbers: tuple[int, ...] = tensor.shape
+        memory: Tensor | bytes | None = None
+        union = unions.get(place)
+        if union is not None:
+            flags |= STRIDED | SHARED
+            offset, rest = divmod(start - union.start, tensor.itemsize)
+            if rest:
+                return None
+            if union.bringer is None:
+                union.bringer = place
+                memory = union.memory(is_apart=apart is not None)
+            numbers = (*numbers, *(union.strides or tensor.stride()), offset, union.bringer)
+        elif tensor.numel():
+            memory, strides = flatten(tensor)
+            if strides is not None:
+                flags |= STRIDED
+                numbers = (*numbers, *strides)
+        if device != HOST and (union is None or memory is not None):
+            flags |= ON_DEVICE
+            numbers = (*numbers, device)
+        content = b""
+        if memory is not None:
+            if apart is None:
+                content = memory if isinstance(memory, bytes) else bytes(as_memory(memory))
+            else:
+                assert isinstance(memory, Tensor)
+                flags |= APART
+                # Only the host's memory becomes tensors of the receiver's CPU.
+                apart.append(memory.cpu() if device == HOST and not memory.is_cpu else memory)
+        head = _HEAD.pack(CODES[tensor.dtype], flags, tensor.dim(), len(content))
+        parts += (head, _numbers(len(numbers)).pack(*numbers), content)
+        size_bytes += _HEAD.size + 8 * len(numbers) + len(content)
+        if size_bytes > limit_bytes:
+            return None
+    return b"".join(parts)
+
+
+class _Union:
+    """Memory that several tensors of a message have.
+
+    Args:
+        start: Its first address.
+        end: The address behind it.
+        first: One of the tensors.
+        strides: The strides of the tensors, all of which are the same view; None for their own.
+    """
+
+    __slots__ = ("_end", "_first", "bringer", "start", "strides")
+
+    def __init__(
+        self, start: int, end: int, first: Tensor, strides: tuple[int, ...] | None = None
+    ) -> None:
+        self.start = start
+        self._end = end
+        self._first = first
+        self.strides = strides
+        self.bringer: int | None = None
+
+    def memory(self, *, is_apart: bool) -> Tensor | bytes:
+        """Returns its bytes, or a tensor that shares them."""
+        first = self._first
+        if self.strides is not None:
+            return first
+        if not is_apart:
+            return string_at(self.start, self._end - self.start)
+        storage = first.untyped_storage()
+        union = torch.empty(0, dtype=_BYTES, device=first.device)
+        return union.set_(storage, self.start - storage.data_ptr(), (self._end - self.start,), (1,))
+
+
+_Span = tuple[int, int, int, int]
+"""The device, the first address, the end and the place of a tensor in its message."""
+
+
+def _unions(described: Sequence[_Described], *, is_apart: bool) -> dict[int, _Union]:
+    """Returns the memory of each tensor that has some in common with others, by its place."""
+    spans: list[_Span] = []
+    for place, (start, tensor, _, _) in enumerate(described):
+        if tensor.numel():
+            is_whole = tensor.is_contiguous()
+            count = tensor.numel() if is_whole else extent(tensor.shape, tensor.stride())
+            spans.append((tensor.get_device(), start, start + count * tensor.itemsize, place))
+    unions: dict[int, _Union] = {}
+    for start, end, places in _clusters(spans):
+        tensors = [described[place].tensor for place in places]
+        first = tensors[0]
+        # A channel moves memory of one storage; arrays of numpy may have one storage each.
+        is_one = not is_apart or len({each.untyped_storage().data_ptr() for each in tensors}) == 1
+        if is_one and _is_worth_a_union(end - start, tensors):
+            start -= int(first.storage_offset()) * first.itemsize % _ALIGNMENT
+            unions.update(dict.fromkeys(places, _Union(start, end, first)))
+        else:
+            _unite_equal(described, places, unions)
+    return unions
+
+
+def _clusters(spans: list[_Span]) -> Iterator[tuple[int, int, list[int]]]:
+    """Yields the first address, the end and the places of tensors whose extents overlap."""
+    spans.sort()
+    places: list[int] = []
+    here, begin, last = 0, 0, -1
+    for device, start, end, place in spans:
+        if start >= last or device != here:
+            if len(places) > 1:
+                yield begin, last, places
+            places, here, begin, last = [], device, start, end
+        places.append(place)
+        last = max(last, end)
+    if len(places) > 1:
+        yield begin, last, places
+
+
+def _unite_equal(
+    described: Sequence[_Described], places: Sequence[int], unions: dict[int, _Union]
+) -> None:
+    """Unites tensors that are the same view of the same memory."""
+    views: dict[object, list[int]] = {}
+    for place in places:
+        start, tensor, *_ = described[place]
+        key = (start, tensor.dtype, tensor.shape, tensor.stride())
+        views.setdefault(key, []).append(place)
+    for equal in views.values():
+        if len(equal) > 1:
+            start, tensor, *_ = described[equal[0]]
+            flat, strides = flatten(tensor)
+            if strides is None:
+                strides = torch.empty(tensor.shape, device="meta").stride()
+            unions.update(dict.fromkeys(equal, _Union(start, start, flat, strides)))
+
+
+# Decoding. Every extent is checked against the memory it lies in before torch makes a tensor there:
+# versions of torch differ in the errors that they raise, or miss, about sizes.
+
+
+class Entry(NamedTuple):
+    """The description of one tensor, as it was received and checked.
+
+    Attributes:
+        dtype: The dtype.
+        flags: The flags.
+        shape: The sizes.
+        strides: The strides; None for the contiguous ones.
+        offset: Where its elements begin in the memory.
+        length: The elements of the memory up to the last one of the tensor; 0 for an empty one.
+        place: The tensor of the message that brings the memory.
+        memory: The memory that it brings, or the number of its buffer; None if it brings none.
+        device: The number of its device.
+    """
+
+    dtype: torch.dtype
+    flags: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    offset: int
+    length: int
+    place: int
+    memory: bytearray | int | None
+    device: int
+
+
+# The named tuple's own constructor is Python code.
+_new_entry = partial(tuple.__new__, Entry)
+
+
+def decode_tensors(
+    data: bytes | bytearray | memoryview, position: int
+) -> tuple[list[Tensor], bytes]:
+    """Returns the tensors in a message, without grad, and their flags.
+
+    Args:
+        data: A message.
+        position: Where in ``data`` the tensors begin; they go on to the end.
+
+    Returns:
+        The tensors, and a byte of flags for each; none if no tensor required grad or was a
+        parameter.
+
+    Raises:
+        ProtocolError: The bytes are malformed.
+        SerializationError: This worker lacks a dtype.
+    """
+    if native is not None:
+        made = native.decode_tensors(data, position)
+        if made is not None:
+            return made
+    if not 0 <= len(data) - position <= MESSAGE_LIMIT_BYTES:
+        raise ProtocolError(f"the tensors of a message have {len(data) - position} bytes")
+    return rebuild(read(data, position, known_flags=_IN_MESSAGE))
+
+
+def read(
+    data: bytes | bytearray | memoryview,
+    position: int = 0,
+    *,
+    known_flags: int = _IN_MESSAGE | APART | ON_DEVICE,
+    worker: str = "",
+    limit: int = NO_LIMIT,
+) -> list[Entry]:
+    """Reads the descriptions of tensors, from a position to the end.
+
+    Args:
+        data: A message, or what ``describe`` returned.
+        position: Where they begin.
+        known_flags: The flags that may occur.
+        worker: Name of this worker, for error messages.
+        limit: How many tensors this worker accepts in one message.
+
+    Raises:
+        ProtocolError: The bytes are malformed, or describe an impossible tensor.
+        SerializationError: This worker lacks a dtype, or there are more tensors than the limit.
+    """
+    entries: list[Entry] = []
+    buffer_count = 0
+    while position < len(data):
+        place = len(entries)
+        if place >= limit:
+            raise too_many(limit, worker)
         try:
-            described = _describe_simple(tensors, place)
-        except RuntimeError as error:  # A tensor has no address.
-            raise SerializationError(NO_MEMORY) from error
-        if described is not None:
-            return described
-    sources = [as_dense(tensor) for tensor in tensors]
-    entries = [
-        _entry(tensor, source, place) for tensor, source in zip(tensors, sources, strict=True)
-    ]
-    buffers = _place(sources, entries)
-    if place is not None:  # Only the host's memory becomes tensors of the receiver's CPU.
-        on_host = {entry.buffer for entry in entries if entry.device[0] == HOST[0]}
-        buffers = [each.cpu() if n in on_host else each for n, each in enumerate(buffers)]
-    return write(entries, len(buffers)), buffers
+            code, flags, ndim, size_bytes = _HEAD.unpack_from(data, position)
+            count = ndim * (2 if flags & STRIDED else 1)
+            count += (2 if flags & SHARED else 0) + (1 if flags & ON_DEVICE else 0)
+            numbers = _numbers(count).unpack_from(data, position + _HEAD.size)
+        except struct.error as error:
+            raise ProtocolError(f"the description of a tensor is cut short: {error}") from None
+        position += _HEAD.size + 8 * count
+        dtype = dtype_of(code)
+        if flags:
+            _check_flags(flags, known_flags, dtype)
+        shape, strides = numbers[:ndim], numbers[ndim : 2 * ndim] if flags & STRIDED else None
+        offset, bringer = numbers[2 * ndim : 2 * ndim + 2] if flags & SHARED else (0, place)
+        length = prod(shape)
+        if not length or max(numbers, default=0) >= INT64_LIMIT or length >= INT64_LIMIT:
+            _check_sizes(shape, strides, numbers)
+        if strides is not None:
+            length = offset + extent(shape, strides)
+        memory: bytearray | int | None = None
+        if bringer != place:
+            source = entries[bringer] if bringer < place else None
+            if source is None or source.memory is None or not source.flags & SHARED:
+                raise ProtocolError(f"a view is on the memory of tensor {bringer}, which has none")
+        elif flags & APART:
+            memory = buffer_count
+            buffer_count += 1
+        elif length:
+            memory = bytearray(data[position : position + size_bytes])
+            if not flags & SHARED and length * dtype.itemsize != size_bytes:
+                raise ProtocolError(f"a tensor of shape {shape} comes with {size_bytes} bytes")
+        held_bytes = len(memory) if isinstance(memory, bytearray) else 0
+        if held_bytes != size_bytes or (memory is not None and not length):
+            raise ProtocolError(f"a tensor of {length} elements comes with other memory")
+        position += size_bytes
+        device = numbers[-1] if flags & ON_DEVICE else HOST
+        parts = dtype, flags, shape, strides, offset, length, bringer, memory, device
+        entries.append(_new_entry(parts))
+    return entries
+
+
+def _check_flags(flags: int, known_flags: int, dtype: torch.dtype) -> None:
+    is_known = not flags & ~known_flags and (flags & STRIDED or not flags & SHARED)
+    is_right = flags & REQUIRES_GRAD and is_differentiable(dtype)
+    if not is_known or (flags & (REQUIRES_GRAD | COMPUTED) and not is_right):
+        raise ProtocolError(f"a tensor of {dtype} has the impossible flags {flags:#x}")
+
+
+def _check_sizes(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None, numbers: tuple[int, ...]
+) -> None:
+    # Leave out zero sizes: torch multiplies the sizes of an empty shape in this order too.
+    product = prod(size or 1 for size in shape)
+    is_strided = 0 in shape and strides is not None
+    if is_strided or product >= INT64_LIMIT or max(numbers, default=0) >= INT64_LIMIT:
+        raise ProtocolError(f"no tensor has the shape {shape} and the strides {strides}")
 
 
 def rebuild(
-    table: Table,
-    buffers: Sequence[Memory],
-    *,
-    detached: bool = False,
-    worker: str = "",
-    limit: int = NO_LIMIT,
-) -> list[Tensor]:
-    """Returns the tensors that a table describes, made of the memory that arrived.
+    entries: Sequence[Entry], buffers: Sequence[Memory] = (), worker: str = ""
+) -> tuple[list[Tensor], bytes]:
+    """Returns the tensors of descriptions, without grad, and their flags; see ``decode_tensors``.
 
     Tensors share the memory of ``buffers`` that is on their device, and keep it alive. Memory that
     is read-only or not aligned to the element size is copied instead; align it to 16 bytes.
 
     Args:
-        table: The table that ``describe`` returned at the sender.
+        entries: What ``read`` returned.
         buffers: The bytes of the sender's buffers, in order, each at least as long; flat tensors
             where they are on a device already.
-        detached: Whether to drop ``requires_grad`` and ``Parameter``; see ``grad_flags``.
         worker: Name of this worker, for error messages.
-        limit: How many tensors this worker accepts in one message.
 
     Raises:
-        ProtocolError: The table is malformed, or reaches beyond the buffers.
-        SerializationError: This worker lacks a device or dtype that is needed, or there are more
-            tensors than the limit.
+        ProtocolError: The descriptions reach beyond the memory.
+        SerializationError: This worker lacks a device.
     """
-    if len(buffers) > limit:
-        raise too_many(len(buffers), limit, worker)
-    simple = _rebuild_simple(table, buffers, detached)
-    if simple is not None:
-        return simple
-    if len(table) >= HEADER.size and count_of(table) > limit:
-        raise too_many(count_of(table), limit, worker)
-    entries, buffer_count = read(table)
-    if buffer_count != len(buffers):
-        raise ProtocolError(
-            f"the tensor table wants {buffer_count} buffers and {len(buffers)} came"
-        )
-    memory = _ReceivedMemory(buffers, worker)
-    tensors = []
+    tensors: list[Tensor] = []
+    told, all_flags, buffer_count = bytearray(), 0, 0
+    shared: dict[int, dict[torch.dtype, Tensor]] = {}
     for index, entry in enumerate(entries):
-        tensor = memory.tensor(entry, index)
-        tensors.append(tensor if detached else _with_flags(tensor, entry.flags))
+        dtype, flags, shape, strides, offset, length, place, memory, number = entry
+        told.append(flags & _TOLD)
+        all_flags |= flags
+        device = device_of(number, index, worker) if flags & ON_DEVICE else None
+        if not length:
+            tensors.append(torch.empty(shape, dtype=dtype, device=device or "cpu"))
+            continue
+        if memory is None:
+            flat = _as(dtype, shared[place])
+        else:
+            if isinstance(memory, int):
+                buffer_count += 1
+                if buffer_count > len(buffers):
+                    break
+                flat = _flat(buffers[memory], dtype, length, flags, index)
+            else:
+                flat = _flat(memory, dtype, length, flags, index)
+            if device is not None:
+                flat = flat.to(device)
+            if flags & SHARED:
+                shared[place] = {flat.dtype: flat}
+                flat = _as(dtype, shared[place])
+        if flags & SHARED:
+            if length > flat.numel():
+                raise ProtocolError(f"tensor {index} of the message leaves the memory it is on")
+            view = flat.as_strided(shape, strides or (), flat.storage_offset() + offset)
+            # Detached, so no view to autograd, but with the shared version counter: autograd
+            # notices if another view was changed in place after this one was saved for a backward
+            # pass.
+            flat = view.detach()
+        elif strides is not None:
+            flat = flat.as_strided(shape, strides)
+        elif len(shape) != 1:
+            flat = flat.view(shape)
+        tensors.append(flat)
+    if buffer_count != len(buffers):
+        raise ProtocolError(f"the tensors of a message do not go with its {len(buffers)} buffers")
+    return tensors, bytes(told) if all_flags & _PLACED else b""
+
+
+def _flat(buffer: Memory, dtype: torch.dtype, length: int, flags: int, index: int) -> Tensor:
+    """Returns a flat tensor on the memory of a buffer, or on a copy of that.
+
+    Args:
+        buffer: The memory.
+        dtype: The dtype of the tensor; of shared memory, if it has a whole number of elements.
+        length: How many elements the tensor takes of it.
+        flags: Its flags. With ``SHARED``, others have the rest of the memory, as any dtype.
+        index: Position of the tensor in its message, for the error message.
+    """
+    alignment = dtype.itemsize
+    size_bytes = length * alignment
+    memory = (
+        buffer.detach().view(-1).view(_BYTES) if isinstance(buffer, Tensor) else memoryview(buffer)
+    )
+    if size_bytes > memory.nbytes:
+        raise ProtocolError(
+            f"tensor {index} of the message needs {size_bytes} bytes of a buffer of "
+            f"{memory.nbytes} bytes"
+        )
+    if flags & SHARED:
+        size_bytes, alignment = memory.nbytes, _ALIGNMENT
+        if size_bytes % dtype.itemsize:
+            dtype = _BYTES
+        length = size_bytes // dtype.itemsize
+    if isinstance(memory, Tensor):
+        part = memory[:size_bytes]
+        is_aligned = not (part.data_ptr() % alignment or part.storage_offset() % alignment)
+        return (part if is_aligned else part.clone()).view(dtype)
+    if not memory.readonly:
+        flat = torch.frombuffer(memory, dtype=dtype, count=length)
+        if not flat.data_ptr() % alignment:
+            return flat
+    return torch.frombuffer(bytearray(memory[:size_bytes]), dtype=dtype)
+
+
+def _as(dtype: torch.dtype, memories: dict[torch.dtype, Tensor]) -> Tensor:
+    """Returns memory as whole elements of a dtype, and keeps that beside its other forms."""
+    found = memories.get(dtype)
+    if found is None:
+        memory = next(iter(memories.values())).view(_BYTES)
+        rest = memory.numel() % dtype.itemsize
+        found = memories[dtype] = (memory[:-rest] if rest else memory).view(dtype)
+    return found
+
+
+def with_flags(tensors: list[Tensor], flags: Sequence[int]) -> list[Tensor]:
+    """Has received tensors require grad, and makes parameters of them, as their flags say."""
+    for place, flag in enumerate(flags):
+        if flag & PARAMETER:
+            tensors[place] = Parameter(tensors[place], bool(flag & REQUIRES_GRAD))
+        elif flag & REQUIRES_GRAD:
+            tensors[place].requires_grad_()
     return tensors
 
 
-def count_of(table: Table) -> int:
-    """Returns the number of tensors that a non-empty table claims to describe.
+def devices_of(entries: Sequence[Entry], worker: str = "") -> dict[int, torch.device | None]:
+    """Returns the device on which each buffer of a message belongs; None for the CPU.
 
     Raises:
-        ProtocolError: The table is cut short.
+        ProtocolError: A device has an unknown type.
+        SerializationError: This worker lacks a device.
     """
-    if len(table) < HEADER.size:
-        raise ProtocolError(f"a tensor table of {len(table)} bytes is shorter than its own head")
-    count: int = HEADER.unpack_from(table)[0]
-    return count
+    return {
+        entry.memory: device_of(entry.device, index, worker)
+        for index, entry in enumerate(entries)
+        if isinstance(entry.memory, int)
+    }
 
 
-def too_many(count: int, limit: int, worker: str = "") -> SerializationError:
+def too_many(limit: int, worker: str = "") -> SerializationError:
     """Returns the error for a message of more tensors than the limit.
 
     Args:
-        count: How many tensors the message has.
         limit: How many tensors it may have.
         worker: Name of the receiving worker; empty at the sender.
     """
     who = f"worker {worker!r} accepts" if worker else "this worker sends"
     return SerializationError(
-        f"a message has {count} tensors, and {who} at most {limit}; stack some of them, or "
+        f"a message has too many tensors, and {who} at most {limit}; stack some of them, or "
         "send several messages",
         worker=worker,
     )
-
-
-def devices_of(table: Table, worker: str = "") -> dict[int, torch.device | None]:
-    """Returns the device on which each buffer of a table belongs; None for the CPU.
-
-    Raises:
-        ProtocolError: The table is malformed.
-        SerializationError: This worker lacks a device.
-    """
-    entries, _ = read(table)
-    return {
-        entry.buffer: device_of(entry.device, index, worker)
-        for index, entry in enumerate(entries)
-        if entry.buffer != NO_BUFFER
-    }
-
-
-def grad_flags(table: Table) -> list[int]:
-    """Returns the flags of each tensor, among them those that the autograd layer needs."""
-    entries, _ = read(table)
-    return [entry.flags for entry in entries]
-
-
-def as_memory(tensor: Tensor) -> memoryview:
-    """Returns the bytes of a buffer of ``describe`` without a copy; the view keeps it alive."""
-    if not tensor.numel():
-        return _EMPTY
-    if tensor.dtype not in NUMPY_DTYPES:
-        if tensor.stride(-1) != 1:  # a single element, cut out of a larger tensor
-            tensor = tensor.as_strided((1,), (1,))
-        tensor = tensor.view(torch.uint8)
-    return tensor.numpy().data.cast("B")
-
-
-def _is_simple(tensor: Tensor) -> bool:
-    return (
-        (type(tensor) is Tensor or type(tensor) is Parameter)
-        and (tensor.is_cpu or tensor.is_cuda)
-        and tensor.layout is _STRIDED_LAYOUT
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        # Neither empty, nor a lazy zero, nor freed.
-        and (tensor.data_ptr() >= USUAL_ADDRESS or not (tensor.numel() == 0 or is_freed(tensor)))
-        and tensor.data_ptr() != 0
-        and not tensor.is_neg()
-        and tensor.dim() <= SIMPLE_NDIM
-    )
-
-
-def _describe_simple(
-    tensors: Sequence[Tensor], place: Callable[[torch.device], torch.device] | None
-) -> tuple[bytes, list[Tensor]] | None:
-    """Describes contiguous tensors on storages of their own; None for anything else.
-
-    One inlined loop: this is most of the cost of a small call's tensors.
-    """
-    parts = [b""]
-    buffers: list[Tensor] = []
-    storages: set[int] = set()
-    all_flags = on_device = 0
-    kind, index = HOST_DEVICE
-    count = len(tensors)
-    for number, tensor in enumerate(tensors):
-        code = REAL_CODES.get(tensor.dtype)
-        if code is None or not _is_simple(tensor):
-            return None
-        if count > 1:
-            storages.add(tensor.untyped_storage().data_ptr())
-        shape = tensor.shape
-        ndim = len(shape)
-        flags = 0 if type(tensor) is Tensor else PARAMETER
-        if tensor.requires_grad:
-            flags |= REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
-            all_flags |= flags
-        if not tensor.is_cpu:
-            device = tensor.device if place is None else place(tensor.device)
-            kind, index = device_code(device)
-            if kind == HOST[0]:
-                return None
-            on_device = SOME_ON_DEVICE
-        elif on_device:
-            kind, index = HOST_DEVICE
-        parts.append(SIMPLE[ndim].pack(code, flags, ndim, kind, index, number, *shape))
-        if flags:
-            tensor = tensor.detach()
-        buffers.append(tensor if ndim == 1 else tensor.view(-1))
-    if count > 1 and len(storages) < count:
-        return None
-    of_header = all_flags and header_flags(all_flags)
-    parts[0] = HEADER.pack(count, count, of_header | on_device)
-    return b"".join(parts), buffers
-
-
-def _rebuild_simple(table: Table, buffers: Sequence[Memory], detached: bool) -> list[Tensor] | None:
-    """Rebuilds contiguous tensors; None leaves any other table to the general path."""
-    position, end = HEADER.size, len(table)
-    if end < HEADER.size or HEADER.unpack_from(table)[:2] != (len(buffers),) * 2:
-        return None
-    tensors: list[Tensor] = []
-    for buffer in buffers:
-        if position + ENTRY.size > end:
-            return None
-        code, flags, ndim, kind, index, number = ENTRY.unpack_from(table, position)
-        position += ENTRY.size
-        following = position + 8 * ndim
-        if (
-            flags & ~(REQUIRES_GRAD | PARAMETER | COMPUTED)
-            or ndim > SIMPLE_NDIM
-            or number != len(tensors)
-            or following > end
-        ):
-            return None
-        make = _on_device_memory if kind else _on_memory
-        tensor = make(buffer, dtype_of(code), SIZES[ndim].unpack_from(table, position))
-        if tensor is None or (kind and (kind, index) != device_code(tensor.device)):
-            return None
-        tensors.append(_with_flags(tensor, flags) if flags and not detached else tensor)
-        position = following
-    return tensors if position == end else None
-
-
-def _on_memory(buffer: Memory, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
-    if isinstance(buffer, Tensor):
-        return None
-    view, count = memoryview(buffer), prod(shape)
-    if view.readonly or not 0 < count * dtype.itemsize <= view.nbytes:
-        return None
-    tensor = torch.frombuffer(view, dtype=dtype, count=count)
-    if tensor.data_ptr() % dtype.itemsize:
-        return None
-    return tensor if len(shape) == 1 else tensor.view(shape)
-
-
-def _on_device_memory(buffer: Memory, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor | None:
-    """Makes a tensor of memory that is all its own, and on a device already."""
-    if not isinstance(buffer, Tensor) or prod(shape) * dtype.itemsize != buffer.nbytes:
-        return None
-    tensor = buffer.view(dtype)
-    return tensor if len(shape) == 1 else tensor.view(shape)
-
-
-def _with_flags(tensor: Tensor, flags: int) -> Tensor:
-    needs_grad = bool(flags & REQUIRES_GRAD)
-    if needs_grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ProtocolError(f"the tensor table wants grad for a tensor of {tensor.dtype}")
-    if flags & PARAMETER:
-        return Parameter(tensor, requires_grad=needs_grad)
-    return tensor.requires_grad_() if needs_grad else tensor
-
-
-def as_dense(tensor: Tensor) -> Tensor:
-    """Returns a detached tensor whose memory holds the values as the user sees them."""
-    if tensor.dtype not in CODES or tensor.layout is not _STRIDED_LAYOUT or tensor.is_nested:
-        raise SerializationError(
-            f"a tensor of dtype {tensor.dtype} and layout {tensor.layout} has no plain memory; "
-            "send it as an argument or a result, which takes it apart, or as its dense equivalent"
-        )
-    if tensor.is_meta:
-        raise SerializationError("a tensor on the meta device has no memory that could be sent")
-    tensor = tensor.detach()
-    if type(tensor) is not Tensor:
-        tensor = tensor.as_subclass(Tensor)
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if (tensor.is_cpu or tensor.is_cuda) and is_freed(tensor):
-        raise SerializationError(
-            f"the memory of a tensor of shape {tuple(tensor.shape)} has been freed: its storage "
-            f"has {tensor.untyped_storage().nbytes()} bytes; send it before that is resized"
-        )
-    return tensor.resolve_conj().resolve_neg()
-
-
-def _entry(
-    tensor: Tensor, source: Tensor, place: Callable[[torch.device], torch.device] | None
-) -> Entry:
-    flags = 0
-    if tensor.requires_grad:
-        flags = REQUIRES_GRAD if tensor.is_leaf else REQUIRES_GRAD | COMPUTED
-    if isinstance(tensor, Parameter):
-        flags |= PARAMETER
-    device = device_code(source.device if place is None else place(source.device))
-    return Entry(CODES[source.dtype], flags, tuple(source.shape), NO_BUFFER, device)
-
-
-# The receiver's memory. Every extent is checked against the buffer it lies in before torch makes a
-# tensor there: versions of torch differ in the errors that they raise, or miss, about sizes.
-
-
-class _ReceivedMemory:
-    """The buffers of one message, and the storages made of them so far.
-
-    Args:
-        buffers: Objects with the buffer protocol, or flat CPU tensors.
-        worker: Name of this worker, for error messages.
-    """
-
-    def __init__(self, buffers: Sequence[Memory], worker: str) -> None:
-        self._buffers = buffers
-        self._worker = worker
-        self._bytes: dict[int, Tensor] = {}
-        self._shared: dict[tuple[int, torch.device | None], Tensor] = {}
-        self._alone: set[int] = set()
-
-    def tensor(self, entry: Entry, index: int) -> Tensor:
-        """Makes the tensor ``index`` of the message, without grad."""
-        dtype = dtype_of(entry.code)
-        device = device_of(entry.device, index, self._worker)
-        if entry.buffer == NO_BUFFER:
-            return _checked_empty(entry, dtype, device)
-        memory = self._memory(entry.buffer)
-        needed = entry.end() * dtype.itemsize
-        if needed > memory.numel():
-            raise ProtocolError(
-                f"tensor {index} of the message needs {needed} bytes of a buffer of "
-                f"{memory.numel()} bytes"
-            )
-        if not entry.flags & SHARED:
-            # A tensor by itself may be copied: many with one buffer would multiply its memory.
-            if entry.buffer in self._alone:
-                raise ProtocolError(f"two tensors have buffer {entry.buffer} and do not share it")
-            self._alone.add(entry.buffer)
-        else:
-            return _view(self._on_device(entry.buffer, memory, device), entry, dtype)
-        flat = _aligned(memory.narrow(0, 0, needed), dtype).view(dtype)
-        if device is not None:
-            flat = flat.to(device)
-        if entry.strides is None:
-            return flat.view(entry.shape)
-        return flat.as_strided(entry.shape, entry.strides, flat.storage_offset() + entry.offset)
-
-    def _memory(self, number: int) -> Tensor:
-        memory = self._bytes.get(number)
-        if memory is None:
-            memory = self._bytes[number] = _as_bytes(self._buffers[number])
-        return memory
-
-    def _on_device(self, number: int, memory: Tensor, device: torch.device | None) -> Tensor:
-        """Returns the storage that all views of one buffer share on ``device``."""
-        key = (number, device)
-        shared = self._shared.get(key)
-        if shared is None:
-            shared = _aligned(memory, torch.complex128)
-            if device is not None:
-                shared = shared.to(device)
-            self._shared[key] = shared
-        return shared
-
-
-def _as_bytes(buffer: Memory) -> Tensor:
-    """Returns a writable flat uint8 tensor on the memory, or on a copy of read-only memory."""
-    if isinstance(buffer, Tensor):
-        return buffer.detach().view(-1).view(torch.uint8)
-    view = memoryview(buffer)
-    if not view.nbytes:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    return torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
-
-
-def _aligned(memory: Tensor, dtype: torch.dtype) -> Tensor:
-    if memory.data_ptr() % dtype.itemsize or memory.storage_offset() % dtype.itemsize:
-        return memory.clone()
-    return memory
-
-
-def _view(memory: Tensor, entry: Entry, dtype: torch.dtype) -> Tensor:
-    assert entry.strides is not None
-    size_bytes = memory.numel() // dtype.itemsize * dtype.itemsize
-    flat = memory.narrow(0, 0, size_bytes).view(dtype)
-    view = flat.as_strided(entry.shape, entry.strides, flat.storage_offset() + entry.offset)
-    # Detached, so no view to autograd, but with the shared version counter: autograd notices if
-    # another view was changed in place after this one was saved for a backward pass.
-    return view.detach()
-
-
-def _checked_empty(entry: Entry, dtype: torch.dtype, device: torch.device | None) -> Tensor:
-    try:
-        return torch.empty(entry.shape, dtype=dtype, device="cpu" if device is None else device)
-    except RuntimeError as error:
-        raise ProtocolError(f"no tensor can have shape {entry.shape}: {error}") from None

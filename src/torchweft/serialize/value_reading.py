@@ -48,8 +48,6 @@ from torchweft.serialize.values import (
 )
 from torchweft.threads.interrupts import is_of_handler
 
-_HOME_NUMBERS = struct.Struct("<qqq")
-
 UNFOLDING = 64
 """How many times larger than the received bytes a value may be when it is unfolded."""
 UNFOLDED_FLOOR_BYTES = 4 << 20
@@ -284,14 +282,8 @@ class _Decoder:
         number: int = INTEGER_VALUE.unpack_from(self._data, start)[1]
         return number
 
-    def _big_integer(self) -> int:
-        return int.from_bytes(self._take(self._number()), "little", signed=True)
-
     def _float(self) -> float:
         return float(struct.unpack("<d", self._take(8))[0])
-
-    def _complex(self) -> complex:
-        return _complex_of(self._take(16), None)
 
     def _bytes(self) -> bytes:
         return self._take(self._number())
@@ -327,10 +319,6 @@ class _Decoder:
 
     def _dictionary(self) -> dict[Any, Any]:
         return self._fill({})
-
-    def _ordered(self) -> dict[Any, Any]:
-        made: dict[Any, Any] = self._fill(OrderedDict())
-        return _with_attributes(made, self.read())  # type: ignore[no-any-return]
 
     def _fill(self, made: dict[Any, Any]) -> dict[Any, Any]:
         number = self._begin(made)
@@ -378,17 +366,6 @@ class _Decoder:
     def _reference(self) -> object:
         return self._externals[self._number()]
 
-    def _home(self) -> Any:
-        return self._come_home(ReferenceId(*_HOME_NUMBERS.unpack(self._take(_HOME_NUMBERS.size))))
-
-    def _named(self) -> Any:
-        return self._resolve(self._bytes())
-
-    def _rebuilt(self, tag: int) -> Any:
-        first = self._bytes() if tag in (TORCH, MADE) else self.read()
-        second = self.read() if tag in (ATTRIBUTED, MADE) else None
-        return _REBUILDERS[tag](first, second)
-
 
 # Values that are made of one or two others, the first of which stands behind the tag.
 
@@ -407,6 +384,14 @@ def _with_attributes(value: Any, attributes: object) -> Any:
 
 def _complex_of(parts: bytes, _: object) -> complex:
     return complex(*struct.unpack("<dd", parts))
+
+
+def _integer_of(data: bytes, _: object) -> int:
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _home_of(numbers: bytes, come_home: Callable[[ReferenceId], Any]) -> Any:
+    return come_home(ReferenceId(*struct.unpack("<qqq", numbers)))
 
 
 def _torch_of(data: bytes, _: object) -> Any:
@@ -437,17 +422,18 @@ _REBUILDERS: dict[int, Callable[[Any, Any], Any]] = {
     SIZE: _size_of,
     MADE: _made_of,
     COMPLEX: _complex_of,
-    BIG_INTEGER: lambda data, _: int.from_bytes(data, "little", signed=True),
+    BIG_INTEGER: _integer_of,
     NAME: lambda name, resolve: resolve(name),
-    HOME: lambda numbers, come_home: come_home(ReferenceId(*_HOME_NUMBERS.unpack(numbers))),
+    HOME: _home_of,
 }
+# By tag, in the order of ``values``.
 _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     lambda _: None,
     lambda _: True,
     lambda _: False,
     _Decoder._integer,
     _Decoder._float,
-    _Decoder._complex,
+    lambda decoder: _complex_of(decoder._take(16), None),
     _Decoder._text,
     _Decoder._bytes,
     _Decoder._tuple,
@@ -455,17 +441,17 @@ _READERS: tuple[Callable[[_Decoder], Any], ...] = (
     _Decoder._set,
     _Decoder._frozenset,
     _Decoder._dictionary,
-    _Decoder._ordered,
+    lambda decoder: _with_attributes(decoder._fill(OrderedDict()), decoder.read()),
     _Decoder._again,
     _Decoder._tensor,
     _Decoder._reference,
-    lambda decoder: decoder._rebuilt(ATTRIBUTED),
-    lambda decoder: decoder._rebuilt(TORCH),
-    lambda decoder: decoder._rebuilt(SIZE),
-    _Decoder._named,
-    lambda decoder: decoder._rebuilt(MADE),
-    _Decoder._big_integer,
-    _Decoder._home,
+    lambda decoder: _with_attributes(decoder.read(), decoder.read()),
+    lambda decoder: _torch_of(decoder._bytes(), None),
+    lambda decoder: _size_of(decoder.read(), None),
+    lambda decoder: decoder._resolve(decoder._bytes()),
+    lambda decoder: _made_of(decoder._bytes(), decoder.read()),
+    lambda decoder: _integer_of(decoder._bytes(), None),
+    lambda decoder: _home_of(decoder._take(24), decoder._come_home),
 )
 
 

@@ -18,9 +18,9 @@ head that its sender chooses stands in place of the name. The number of the fram
 port.
 
 The tensors are small ones with their memory, one after the other. With the flag ``TABLES`` they are
-two tables, and their sizes, instead; their memory is elsewhere::
+descriptions, a table of the buffers with their memory, and the sizes of both::
 
-    tensor table | channel table | tensor table size u32 | channel table size u32
+    descriptions | channel table | size of the descriptions u32 | channel table size u32
 
 ``SHUTDOWN`` is a step of leaving the group, with its arguments. The last step of a closed group
 names the lost workers; the texts say why each is lost, as a list in JSON::
@@ -301,7 +301,7 @@ def encode_tables(tensor_table: bytes, channel_table: bytes) -> bytes:
 
 
 def decode_tables(control: Buffer) -> tuple[Buffer, Buffer]:
-    """Returns the tensor table and the channel table at the end of a message with ``TABLES``.
+    """Returns the descriptions and the channel table at the end of a message with ``TABLES``.
 
     Raises:
         ProtocolError: The message is shorter than its tables.

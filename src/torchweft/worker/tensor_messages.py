@@ -2,7 +2,7 @@
 
 The layers above give the front of a message and the tensors that were taken out of its value. This
 module writes the table of the tensors and has the channels take the buffers; the receiver reverses
-both. Small tensors stand in the message itself instead; see ``serialize.inline``. A message from a
+both. Small tensors stand in the message itself instead; see ``serialize.tensors``. A message from a
 worker to itself touches neither bytes nor channels: its tensors arrive by reference.
 """
 
@@ -21,11 +21,18 @@ from torch.nn import Parameter
 from torchweft import knobs
 from torchweft.channel.channel import Received
 from torchweft.channel.channels import LENT
-from torchweft.errors import ProtocolError
+from torchweft.errors import ProtocolError, WeftError
 from torchweft.protocol.sessions import Outgoing
-from torchweft.serialize import tensors as tensor_table
 from torchweft.serialize.objects import Packed
-from torchweft.serialize.table import HEADER, SOME_COMPUTED, SOME_ON_DEVICE
+from torchweft.serialize.tensors import (
+    ON_DEVICE,
+    Entry,
+    describe,
+    devices_of,
+    read,
+    rebuild,
+    too_many,
+)
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 from torchweft.threads.interrupts import call
@@ -56,7 +63,7 @@ class TensorMessage:
         channel_table: The channels of the missing buffers; empty once all have arrived.
     """
 
-    __slots__ = ("_tensor_limit", "_worker", "buffers", "channel_table", "table")
+    __slots__ = ("_entries", "_tensor_limit", "_worker", "buffers", "channel_table", "table")
 
     def __init__(
         self,
@@ -70,30 +77,23 @@ class TensorMessage:
         self.buffers: Sequence[Received] = buffers
         self._worker = worker
         self._tensor_limit = tensor_limit
+        self._entries: list[Entry] | None = None
 
     @property
-    def some_are_computed(self) -> bool:
-        """Whether some of its tensors have a graph at the sender; valid after ``tensors``."""
-        # Inlined: it runs for every message with tables.
-        return bool(self.table) and bool(self.table[HEADER.size - 1] & SOME_COMPUTED)
+    def entries(self) -> list[Entry]:
+        """The descriptions of its tensors.
 
-    def flags(self) -> list[int]:
-        """Returns the flags of each tensor for the autograd layer."""
-        return tensor_table.grad_flags(self.table)
-
-    def tensors(self, *, detached: bool) -> list[Tensor]:
-        """Returns the tensors; each owns its memory.
-
-        Args:
-            detached: Whether tensors that required grad at the sender are returned without it.
+        Raises:
+            ProtocolError: The message is malformed.
+            SerializationError: It has more tensors than this worker accepts.
         """
-        return tensor_table.rebuild(
-            self.table,
-            self.buffers,
-            detached=detached,
-            worker=self._worker,
-            limit=self._tensor_limit,
-        )
+        if self._entries is None:
+            self._entries = read(self.table, worker=self._worker, limit=self._tensor_limit)
+        return self._entries
+
+    def tensors(self) -> tuple[list[Tensor], bytes]:
+        """Returns the tensors without grad, each with memory of its own, and their flags."""
+        return rebuild(self.entries, self.buffers, self._worker)
 
 
 class LocalMessage(NamedTuple):
@@ -176,8 +176,8 @@ class TensorMessages:
             place: Returns the receiver's device for a tensor's device; None for the same name.
         """
         if len(tensors) > self._tensor_limit:
-            raise tensor_table.too_many(len(tensors), self._tensor_limit)
-        table, buffers = tensor_table.describe(tensors, place)
+            raise too_many(self._tensor_limit)
+        table, buffers = describe(tensors, place)
         parcel = self._channels.put(peer, buffers)
         try:
             control = b"".join((front, encode_tables(table, parcel.table)))
@@ -216,40 +216,35 @@ class TensorMessages:
             SerializationError: It has more tensors than this worker accepts.
             WorkerLost: The sender was lost before its tensors could be fetched.
         """
-        table, name = message.table, self._name
+        name = self._name
         if message.channel_table:
-            if len(table) > self._tensor_limit * tensor_table.SMALLEST_BYTES:
-                self._check_count(peer, message)
+            try:
+                entries = message.entries
+            except WeftError:
+                self.discard(peer, message)
+                raise
             began_s = time.monotonic()
             try:
                 message.buffers = self._channels.get(
                     peer,
                     message.channel_table,
                     message.buffers,
-                    lambda: tensor_table.devices_of(table, name),
+                    lambda: devices_of(entries, name),
                 )
             finally:
                 if self.on_fetched is not None:
                     self.on_fetched(peer, began_s)
             message.channel_table = b""
-        if (
-            table
-            and table[HEADER.size - 1] & SOME_ON_DEVICE
-            and not all(isinstance(buffer, Tensor) for buffer in message.buffers)
+        if any(entry.flags & ON_DEVICE for entry in message.entries) and not all(
+            isinstance(buffer, Tensor) for buffer in message.buffers
         ):
-            devices = tensor_table.devices_of(table, name)
+            devices = devices_of(message.entries, name)
             message.buffers = self._channels.upload(peer, message.buffers, devices)
 
     def discard(self, peer: Peer, message: TensorMessage) -> None:
         """Tells the sender to release the tensors of a message that will not be read."""
         if message.channel_table:
             self._channels.drop(peer, message.channel_table, message.buffers)
-
-    def _check_count(self, peer: Peer, message: TensorMessage) -> None:
-        count = tensor_table.count_of(message.table)
-        if count > self._tensor_limit:
-            self.discard(peer, message)
-            raise tensor_table.too_many(count, self._tensor_limit, self._name)
 
     def _on_supply(self, peer: Peer, frame: Frame) -> None:
         """Sends, behind a message, buffers that did not reach the peer over their channel.

@@ -41,7 +41,6 @@ from torchweft.protocol.backward import (
     Report,
     Settled,
 )
-from torchweft.serialize import inline
 from torchweft.serialize import values as tags
 from torchweft.serialize.registry import (
     rebuilds_pickled,
@@ -49,7 +48,7 @@ from torchweft.serialize.registry import (
     remotely_callable,
     remotely_callable_unless_strict,
 )
-from torchweft.serialize.tensors import as_memory, describe
+from torchweft.serialize.tensors import as_memory, describe, encode_tensors
 from torchweft.wire import references
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
@@ -156,7 +155,7 @@ class Grammar:
         self, kind: Kind, flags: int, number: int, front: bytes, tensors: list[Tensor]
     ) -> bytes:
         """Returns a message with its tensors, inside of it or by tables."""
-        inlined = inline.encode(tensors) if self.chance.random() < 0.5 else None
+        inlined = encode_tensors(tensors) if self.chance.random() < 0.5 else None
         if inlined is not None:
             inside = self._lie(inlined[0])
             return _joined(encode_frame(kind, flags, number, front + inside))

@@ -29,8 +29,9 @@ from torchweft.protocol.backward import (
     Settled,
 )
 from torchweft.protocol.leaving import Step
-from torchweft.serialize import inline, values
+from torchweft.serialize import values
 from torchweft.serialize.exceptions import pack_error
+from torchweft.serialize.tensors import encode_tensors
 from torchweft.wire import references
 from torchweft.wire.frames import HEADER
 from torchweft.wire.messages import (
@@ -321,6 +322,6 @@ def _encoded(value: Any) -> bytes:
 
 
 def _inside(tensor: torch.Tensor) -> bytes:
-    inlined = inline.encode([tensor])
+    inlined = encode_tensors([tensor])
     assert inlined is not None
     return inlined[0]

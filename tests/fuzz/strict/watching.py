@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import ForwardRef
 
 from tests.fuzz.strict import program
-from torchweft.serialize import inline
+from torchweft.serialize import tensors
 
 _DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
 _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.", "tempfile.", "mmap.", "code.")
@@ -35,7 +35,7 @@ _PARSERS = (ast.parse.__code__, ForwardRef.__init__.__code__)
 def _is_of_views() -> bool:
     """Whether the bytes of tensors that overlap are read, for a message."""
     callers = (sys._getframe(depth).f_code for depth in (2, 3))
-    return inline._encode_views.__code__ in callers
+    return tensors._Union.memory.__code__ in callers
 
 
 def _watch(event: str, arguments: tuple[object, ...]) -> None:

@@ -8,8 +8,14 @@ from torch.nn import Parameter
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.inline import decode, encode
-from torchweft.serialize.table import COMPUTED, PARAMETER, REQUIRES_GRAD, SHARED
+from torchweft.serialize.tensors import (
+    COMPUTED,
+    PARAMETER,
+    REQUIRES_GRAD,
+    SHARED,
+    decode_tensors,
+    encode_tensors,
+)
 
 _MAY_RAISE = (ProtocolError, SerializationError)
 """``SerializationError`` for a dtype that only other workers have."""
@@ -39,14 +45,14 @@ def _as_sent(tensor: Tensor, flag: int) -> Tensor:
 
 
 def _trip(data: bytes) -> bytes | None:
-    tensors, flags = decode(data, 0)
+    tensors, flags = decode_tensors(data, 0)
     assert len(flags) in (0, len(tensors))
     storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
     assert sum(storage.nbytes() for storage in storages.values()) <= len(data)
     for tensor, flag in zip(tensors, flags or [0] * len(tensors), strict=True):
         _check(tensor, flag)
     sent = [_as_sent(*each) for each in zip(tensors, flags or [0] * len(tensors), strict=True)]
-    encoded = encode(sent)
+    encoded = encode_tensors(sent)
     if encoded is None:  # Two of them are empty, or a large expanded one is copied.
         return None
     return encoded[0]
@@ -79,7 +85,7 @@ def seeds() -> list[bytes]:
         [table.t(), torch.ones(1).expand(5, 5), torch.arange(10)[::3]],
         [(leaf * 2).expand(3, 2), torch.ones(2, 3).t()],
     ]
-    encoded = [encode(tensors) for tensors in lists]
+    encoded = [encode_tensors(tensors) for tensors in lists]
     return [each[0] for each in encoded if each is not None]
 
 

@@ -18,8 +18,15 @@ from torchweft.channel.channels import decode_table, encode_table
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
-from torchweft.serialize import inline, value_reading, values
-from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
+from torchweft.serialize import value_reading, values
+from torchweft.serialize.tensors import (
+    as_memory,
+    decode_tensors,
+    describe,
+    encode_tensors,
+    read,
+    rebuild,
+)
 from torchweft.wire import references
 from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (
@@ -51,14 +58,13 @@ def _read_tensors(frame: Frame, start: int, end: int) -> None:
     """Reads the value of a message, unless it is a pickle, and its tensors."""
     control, tensors = frame.control, list[torch.Tensor]()
     if not frame.flags & TABLES:
-        tensors, _ = inline.decode(control, end)
+        tensors, _ = decode_tensors(control, end)
     else:
         tensor_table, channel_table = decode_tables(control)
         buffers = list(frame.buffers)
         table = decode_table(channel_table, [len(buffer) for buffer in buffers], _LIMIT_BYTES)
         if not table.entries and tensor_table:
-            tensors = rebuild(tensor_table, buffers)
-            grad_flags(tensor_table)
+            tensors, _ = rebuild(read(tensor_table), buffers)
     payload = control[start:end]
     if payload and payload[0] != values.PICKLE:
         value_reading.decode(payload, tensors, (), _refuse)
@@ -147,7 +153,7 @@ def seeds() -> list[bytes]:
     simple = values.encode(given, tensors, True)
     encoder = values.Encoder(True, ())
     payload = encoder.encode(([given[0], {"key": 1}], {"a": given[2]}))
-    inlined = inline.encode(tensors)
+    inlined = encode_tensors(tensors)
     assert simple is not None
     assert inlined is not None
     inside = inlined[0]

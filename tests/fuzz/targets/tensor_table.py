@@ -1,4 +1,4 @@
-"""The tensor table: no tensor that it makes reaches outside of the received buffers."""
+"""Descriptions of tensors apart: no tensor reaches outside of the received buffers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from torch.nn import Parameter
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.table import (
-    CODES,
-    ENTRY,
-    HEADER,
-    NO_BUFFER,
+from torchweft.serialize.dtypes import CODES
+from torchweft.serialize.tensors import (
+    APART,
+    ON_DEVICE,
     PARAMETER,
     REQUIRES_GRAD,
     SHARED,
     STRIDED,
+    describe,
+    read,
+    rebuild,
+    with_flags,
 )
-from torchweft.serialize.tensors import describe, grad_flags, rebuild
 
 _SIZES = ((), (64,), (64, 48), (64, 48, 1), (16, 16, 16, 16))
 _BUFFERS = tuple([bytearray(size) for size in sizes] for sizes in _SIZES)
@@ -50,11 +52,13 @@ def run(data: bytes) -> Exception | None:
     buffers, detached = _BUFFERS[data[0] % len(_BUFFERS)], data[0] >= 128
     table = memoryview(data)[1:]
     try:
-        tensors = rebuild(table, buffers, detached=detached)
-        flags = grad_flags(table)
+        tensors, told = rebuild(read(table), buffers)
     except _MAY_RAISE as error:
         return error
+    flags = told or bytes(len(tensors))
     assert len(flags) == len(tensors)
+    if not detached:
+        tensors = with_flags(tensors, flags)
     for tensor, flag in zip(tensors, flags, strict=True):
         assert _lies_inside(tensor, buffers), (tensor.shape, tensor.stride())
         assert tensor.requires_grad == (bool(flag & REQUIRES_GRAD) and not detached)
@@ -62,13 +66,8 @@ def run(data: bytes) -> Exception | None:
     return None
 
 
-def _entry(*numbers: int, code: int, flags: int, ndim: int, buffer: int, device: int = 0) -> bytes:
-    head = ENTRY.pack(code, flags, ndim, device, 255, buffer)
-    return head + struct.pack(f"<{len(numbers)}Q", *numbers)
-
-
-def _table(buffers: int, *entries: bytes) -> bytes:
-    return bytes([buffers]) + HEADER.pack(len(entries), buffers, 1) + b"".join(entries)
+def _entry(*numbers: int, code: int, flags: int, ndim: int) -> bytes:
+    return struct.pack(f"<BBBI{len(numbers)}Q", code, flags, ndim, 0, *numbers)
 
 
 def seeds() -> list[bytes]:
@@ -85,15 +84,15 @@ def seeds() -> list[bytes]:
     tables = [describe(tensors) for tensors in described]
     seeds = [bytes([len(buffers)]) + table for table, buffers in tables]
     wide = CODES[torch.complex128]
-    seeds += [
-        _table(1, _entry(4, 4, code=7, flags=0, ndim=2, buffer=0)),
-        _table(1, _entry(2, 2, 1, 3, 1, code=wide, flags=STRIDED, ndim=2, buffer=0)),
-        _table(1, _entry(5, 2, 1, code=7, flags=STRIDED | SHARED, ndim=1, buffer=0)),
-        _table(0, _entry(0, code=7, flags=REQUIRES_GRAD | PARAMETER, ndim=1, buffer=NO_BUFFER)),
-        _table(1, _entry(1, code=7, flags=0, ndim=1, buffer=0, device=1)),
-        bytes([0]),
+    entries = [
+        _entry(4, 4, code=7, flags=APART, ndim=2),
+        _entry(2, 2, 3, 1, code=wide, flags=STRIDED | APART, ndim=2),
+        _entry(5, 2, 1, 0, code=7, flags=STRIDED | SHARED | APART, ndim=1),
+        _entry(0, code=7, flags=REQUIRES_GRAD | PARAMETER, ndim=1),
+        _entry(1, 256, code=7, flags=APART | ON_DEVICE, ndim=1),
+        *[_entry(2, code=code, flags=APART, ndim=1) for code in CODES.values()],
     ]
-    seeds += [_table(1, _entry(2, code=code, flags=0, ndim=1, buffer=0)) for code in CODES.values()]
+    seeds += [b"\1" + entry for entry in entries] + [b"\0"]
     return seeds
 
 

@@ -25,8 +25,14 @@ from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.autograd.outside import OutsideRecords
 from torchweft.errors import AutogradError
 from torchweft.protocol import backward as protocol
-from torchweft.serialize.table import PARAMETER, REQUIRES_GRAD
-from torchweft.serialize.tensors import as_memory, describe, grad_flags, rebuild
+from torchweft.serialize.tensors import (
+    PARAMETER,
+    REQUIRES_GRAD,
+    as_memory,
+    describe,
+    read,
+    rebuild,
+)
 
 Parameters = dict[tuple[int, str], Tensor]
 OnMessage = Callable[[protocol.Driver, protocol.Message], list[protocol.Action]]
@@ -99,8 +105,8 @@ class Cluster(World):
         message_id = self.contexts[source].record_send(tensors, destination)
         table, buffers = describe(tensors)
         memory = [bytearray(as_memory(buffer)) for buffer in buffers]
-        received = rebuild(table, memory, detached=True)
-        flags = grad_flags(table)
+        received, flags = rebuild(read(table), memory)
+        flags = flags or bytes(len(received))
         return self.contexts[destination].record_receive(message_id, source, received, flags)
 
     def gradients(self) -> dict[tuple[int, str], Tensor]:

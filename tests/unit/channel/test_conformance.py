@@ -23,9 +23,9 @@ from torchweft.channel import channels, cuda, rdma
 from torchweft.channel.channel import CannotGet, Channel, Entry, NotInTime
 from torchweft.channel.channels import CHANNELS, UNTRIED
 from torchweft.errors import ProtocolError, WeftError
-from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
+from torchweft.worker import tensor_messages
 from torchweft.worker.peers import Peer
 
 KIB, MIB, NEVER = 1 << 10, 1 << 20, 1 << 60
@@ -72,7 +72,7 @@ class Pair:
     def bring(self, *tensors: Tensor) -> list[Tensor]:
         """Sends tensors; returns those that arrive."""
         self.send(tensors)
-        return self.received.next().tensors(detached=False)
+        return self.received.next().tensors()[0]
 
     def warm_up(self, size_bytes: int) -> None:
         """Sends tensors of a size until the channel takes them: after a trial, or once more."""
@@ -124,7 +124,7 @@ def device_of_the_host(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     monkeypatch.setattr(channels, "_IS_ON_HOST", driver.is_on_host)
     device = torch.device("cuda", 0)
     monkeypatch.setattr(
-        tensor_table, "devices_of", lambda table, worker="": dict.fromkeys(range(100), device)
+        tensor_messages, "devices_of", lambda table, worker="": dict.fromkeys(range(100), device)
     )
     return driver
 

@@ -16,8 +16,8 @@ from torchweft import knobs
 from torchweft.channel import channels, cuda
 from torchweft.channel.cuda import CudaIpc
 from torchweft.errors import ProtocolError, SerializationError, WorkerLost
-from torchweft.serialize import tensors as tensor_table
 from torchweft.wire.messages import Kind
+from torchweft.worker import tensor_messages
 from torchweft.worker.peers import Peer
 from torchweft.worker.tensor_messages import TensorMessage
 
@@ -34,7 +34,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     def devices_of(table: object, worker: str = "") -> dict[int, torch.device | None]:
         return dict.fromkeys(range(100), CUDA)
 
-    monkeypatch.setattr(tensor_table, "devices_of", devices_of)
+    monkeypatch.setattr(tensor_messages, "devices_of", devices_of)
     return fake
 
 
@@ -77,7 +77,7 @@ def held(pair: list[Member]) -> int:
 
 
 def check(message: TensorMessage, tensors: list[Tensor]) -> None:
-    for got, sent in zip(message.tensors(detached=False), tensors, strict=True):
+    for got, sent in zip(message.tensors()[0], tensors, strict=True):
         assert torch.equal(got, sent)
         assert got.data_ptr() != sent.data_ptr()
 
@@ -118,7 +118,7 @@ def test_small_tensors_go_through_the_host_if_their_values_are_there(
 ) -> None:
     small = driver.allocate(torch.randn(10))
     send(pair, [small])
-    assert torch.equal(received.next().tensors(detached=False)[0], small)
+    assert torch.equal(received.next().tensors()[0][0], small)
     assert not driver.pulls
     driver.is_busy = True
     send(pair, [small])
@@ -162,7 +162,7 @@ def test_work_that_takes_too_long_is_asked_for(
     tensor = driver.allocate(torch.randn(1000))
     driver.is_busy = True
     send(pair, [tensor])
-    assert torch.equal(received.next().tensors(detached=False)[0], tensor)
+    assert torch.equal(received.next().tensors()[0][0], tensor)
     assert not driver.is_busy  # The sender has waited for the contents before it copied them.
     assert not driver.pulls
     # Slow work is no reason to give the channel up.
@@ -179,7 +179,7 @@ def test_memory_that_cannot_be_mapped_comes_through_the_host(
     tensor = driver.allocate(torch.randn(1000))
     for _ in range(3):
         send(pair, [tensor])
-        assert torch.equal(received.next().tensors(detached=False)[0], tensor)
+        assert torch.equal(received.next().tensors()[0][0], tensor)
     assert not driver.pulls
     warnings = [record.getMessage() for record in caplog.records]
     assert len(warnings) == 1  # The channel is given up once.
@@ -192,7 +192,7 @@ def test_memory_that_cannot_be_shared_goes_through_the_host(
     driver.refuses_to_export = True
     tensor = driver.allocate(torch.randn(1000))
     send(pair, [tensor])
-    assert torch.equal(received.next().tensors(detached=False)[0], tensor)
+    assert torch.equal(received.next().tensors()[0][0], tensor)
     assert not driver.opened
 
 
@@ -215,7 +215,7 @@ def test_a_device_that_the_receiver_lacks_is_named_and_the_sender_is_told(
     def refuse(table: object, worker: str = "") -> dict[int, torch.device | None]:
         raise SerializationError("this worker has no cuda device")
 
-    monkeypatch.setattr(tensor_table, "devices_of", refuse)
+    monkeypatch.setattr(tensor_messages, "devices_of", refuse)
     send(pair, [driver.allocate(torch.randn(1000))])
     error = received.failure()
     assert isinstance(error, SerializationError)

@@ -105,7 +105,7 @@ def test_tensors_arrive_over_connections_made_when_first_needed(pair: list[Membe
     sent = [torch.randn(SIZE), torch.arange(5), torch.randn(2 * SIZE)]
     for _ in range(3):
         send(first, second, *sent)
-        arrived = received.next().tensors(detached=False)
+        arrived = received.next().tensors()[0]
         assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     sending = data.sending
     assert sending is not None
@@ -165,13 +165,13 @@ def test_a_data_connection_that_breaks_makes_no_loss(
     data = data_of(second)._of(second.peer(first))
     wait_until(lambda: data.arrivals.count and len(data.receiving) == 2)
     cut_data(first, second)
-    arrived = received.next().tensors(detached=False)
+    arrived = received.next().tensors()[0]
     assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     may_go_on.set()
     # Later tensors take new connections.
     wait_until(lambda: not data.receiving)
     send(first, second, *sent)
-    arrived = received.next().tensors(detached=False)
+    arrived = received.next().tensors()[0]
     assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
     assert data_of(first)._of(first.peer(second)).set_count == 2
     assert first.peer(second).lost is second.peer(first).lost is None
@@ -197,7 +197,7 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
                     cut_data(first, second)
             if over == "tcp" and number % 5 == 0:
                 first.cut(second)
-            arrived = received.next().tensors(detached=False)
+            arrived = received.next().tensors()[0]
             assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
             del sent, arrived
         received.message = None
@@ -229,7 +229,7 @@ def test_what_cannot_go_over_broken_connections_is_supplied(
     monkeypatch.setattr(Stripes, "begin", break_first)
     sent = torch.randn(SIZE)
     send(first, second, sent)
-    assert torch.equal(received.next().tensors(detached=False)[0], sent)
+    assert torch.equal(received.next().tensors()[0][0], sent)
     wait_until(lambda: is_free(first, second))
 
 
@@ -381,7 +381,7 @@ def test_what_does_not_come_for_long_is_asked_for_again(
     hold_back(monkeypatch, 1)
     sent = torch.randn(SIZE)
     send(first, second, sent)
-    assert torch.equal(received.next().tensors(detached=False)[0], sent)
+    assert torch.equal(received.next().tensors()[0][0], sent)
     assert "nothing came for" in caplog.text
     assert second.peer(first).lost is None
     wait_until(lambda: is_free(first, second))
@@ -423,7 +423,7 @@ def test_a_close_sends_what_is_waiting(pair: list[Member], monkeypatch: pytest.M
     sent = torch.randn(20 * SIZE)
     send(first, second, sent)
     data_of(first).close(LIMIT_S)
-    assert torch.equal(received.next().tensors(detached=False)[0], sent)
+    assert torch.equal(received.next().tensors()[0][0], sent)
 
 
 class OneFirst:
@@ -496,7 +496,7 @@ def test_where_no_connection_can_be_made_tensors_follow_the_message(
     for _ in range(2):
         sent = torch.randn(SIZE)
         send(first, second, sent)
-        assert torch.equal(received.next().tensors(detached=False)[0], sent)
+        assert torch.equal(received.next().tensors()[0][0], sent)
     assert caplog.text.count("nobody takes it") == 1
     assert first.peer(second).ways.first_for(NEVER_BYTES // 2) == "stream"
 

@@ -25,8 +25,8 @@ from torchweft import knobs
 from torchweft.errors import CallCancelled, ProtocolError, QueueFull, SerializationError
 from torchweft.rpc import calls, observed
 from torchweft.rpc.functions import async_execution
-from torchweft.serialize import value_pickling
-from torchweft.serialize.functions import Code, take_apart
+from torchweft.serialize import by_value
+from torchweft.serialize.by_value import Code, take_apart
 from torchweft.serialize.objects import pack
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import (
@@ -56,7 +56,7 @@ def local() -> Iterator[Pair]:
 @pytest.fixture
 def small(local: Pair, monkeypatch: pytest.MonkeyPatch) -> Pair:
     """A pair whose callee keeps four codes."""
-    monkeypatch.setattr(value_pickling, "_received", functools.lru_cache(4)(Code))
+    monkeypatch.setattr(by_value, "_received", functools.lru_cache(4)(Code))
     return local
 
 
@@ -70,11 +70,11 @@ def loads_counted() -> Iterator[list[int]]:
         loaded.append(len(content))
         return load(content)
 
-    value_pickling._received.cache_clear()
+    by_value._received.cache_clear()
     with pytest.MonkeyPatch.context() as context:
         dumps = marshal.dumps
         module = types.SimpleNamespace(loads=noted, dumps=dumps, version=marshal.version)
-        context.setattr(value_pickling, "marshal", module)
+        context.setattr(by_value, "marshal", module)
         yield loaded
 
 
@@ -352,7 +352,7 @@ def test_many_threads_with_more_functions_than_are_kept(small: Pair) -> None:
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(work, range(6)))
     assert not failures
-    assert value_pickling._received.cache_info().currsize <= 4
+    assert by_value._received.cache_info().currsize <= 4
 
 
 def test_many_functions_that_wait(small: Pair) -> None:
@@ -372,7 +372,7 @@ def _wait_for_gate() -> None:
 
 
 def test_code_that_is_too_large_is_not_kept(local: Pair) -> None:
-    large = made("x" * value_pickling._KEPT_BYTES)
+    large = made("x" * by_value._KEPT_BYTES)
     with loads_counted() as loads:
         for _ in range(2):
             assert local.sync(large, 1)[0] == 1
@@ -436,7 +436,7 @@ def test_whether_a_function_is_slow_is_known_by_its_code(local: Pair) -> None:
     content = take_apart(function)[0].content  # type: ignore[index, arg-type]
     for duration_s in (0.0, 0.01, 0.0):
         local.sync(function, duration_s)
-        code = value_pickling.received(content)
+        code = by_value.received(content)
         while code.is_slow != (duration_s > 0):  # A busy machine makes some calls slow.
             local.sync(function, duration_s)
 

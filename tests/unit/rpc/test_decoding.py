@@ -16,8 +16,8 @@ from tests.unit.rpc.results import VALUES, same
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.native import Native, native, reason
-from torchweft.serialize import inline
 from torchweft.serialize.functions import resolve
+from torchweft.serialize.tensors import decode_tensors, encode_tensors
 from torchweft.serialize.value_reading import decode, refuse_home
 from torchweft.serialize.values import encode
 from torchweft.wire import messages
@@ -70,7 +70,7 @@ def message_of(value: object, front: bytes = b"") -> tuple[bytes, int, int, list
     tensors: list[Tensor] = []
     payload = encode(value, tensors, True)
     assert payload is not None
-    inlined = inline.encode(tensors)
+    inlined = encode_tensors(tensors)
     assert inlined is not None
     end = len(front) + len(payload)
     return front + payload + inlined[0], len(front), end, tensors
@@ -86,13 +86,13 @@ def test_both_twins_read_the_same_value(
     if len(tensors) > LIMIT:
         assert read is NotImplemented
         return
-    received, _ = inline.decode(control, end)
+    received, _ = decode_tensors(control, end)
     assert same(read, decode(control[start:end], received, (), resolve))
     assert same(read, value)
 
 
 def test_a_message_without_a_payload_is_one_tensor_or_none(twin: Native) -> None:
-    (content, _), tensor = inline.encode([torch.ones(2)]) or (b"", False), torch.ones(2)
+    (content, _), tensor = encode_tensors([torch.ones(2)]) or (b"", False), torch.ones(2)
     front = b"head"
     start = len(front)
     assert same(twin.decode_message(front + content, start, start, 1, resolve, refuse_home), tensor)

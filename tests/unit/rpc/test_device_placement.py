@@ -27,8 +27,8 @@ from torchweft.rpc import options as options_module
 from torchweft.rpc.ports import Ports
 from torchweft.serialize import tensors as tensor_tables
 from torchweft.serialize.objects import pack
-from torchweft.serialize.tensors import describe
-from torchweft.worker import peers
+from torchweft.serialize.tensors import describe, read
+from torchweft.worker import peers, tensor_messages
 from torchweft.worker.current import current, is_set
 from torchweft.worker.peers import HOST, DeviceMaps, Peer
 from torchweft.worker.tensor_messages import LocalMessage, own_copy
@@ -56,12 +56,12 @@ def arrived(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int | None]:
     )
     found: list[int | None] = []
 
-    def device_of(code: tuple[int, int], index: int, worker: str) -> None:
-        found.append(code[1] if code[0] else None)
+    def device_of(code: int, index: int, worker: str) -> None:
+        found.append(code % 256 if code >= 256 else None)
 
     monkeypatch.setattr(tensor_tables, "device_of", device_of)
     # Nothing is copied to these devices.
-    monkeypatch.setattr(tensor_tables, "devices_of", lambda table, worker="": {})
+    monkeypatch.setattr(tensor_messages, "devices_of", lambda table, worker="": {})
     return found
 
 
@@ -276,8 +276,7 @@ def test_a_lost_gradient_is_an_error_of_the_pass(pair: Pair) -> None:
 def test_a_table_names_the_devices_of_the_receiver() -> None:
     table, buffers = describe([torch.ones(2), torch.zeros(0)], lambda device: CUDA[5])
     assert [buffer.device for buffer in buffers] == [HOST]
-    codes = [entry.device for entry in tensor_tables.read(table)[0]]
-    assert codes == [(1, 5), (1, 5)]
+    assert [entry.device for entry in read(table)] == [1 << 8 | 5] * 2
     assert describe([torch.ones(2)], lambda device: device)[0] == describe([torch.ones(2)])[0]
 
 

@@ -19,8 +19,8 @@ from torchweft.native import native, reason
 from torchweft.rpc import worker
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
 from torchweft.rpc.worker import Replies
-from torchweft.serialize.inline import shared_ranges
 from torchweft.serialize.objects import pack
+from torchweft.serialize.tensors import shared_ranges
 from torchweft.serialize.values import no_home
 from torchweft.wire.messages import ERROR_REPLY, NO_GRAD, Kind
 

@@ -31,9 +31,8 @@ from torchweft.optim.local import GroupPart, Saved
 from torchweft.rpc import RRef, collective
 from torchweft.rpc.calls import CALL_METHOD
 from torchweft.rpc.collective import Key
-from torchweft.serialize.inline import encode
 from torchweft.serialize.objects import pack_plain
-from torchweft.serialize.tensors import as_memory, describe
+from torchweft.serialize.tensors import as_memory, describe, encode_tensors
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import (
     NAMED,
@@ -247,7 +246,7 @@ def answer(
         control = front + encode_tables(table, b"")
         frame = Frame(Kind.CALL, flags | TABLES, 7, control, buffers)
     else:
-        inlined = encode(packed.tensors)
+        inlined = encode_tensors(packed.tensors)
         assert inlined is not None
         frame = Frame(Kind.CALL, flags, 7, front + inlined[0], ())
     assert world.receive(frame) is None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from torchweft.native import native, reason
-from torchweft.serialize import inline, values
+from torchweft.serialize import tensors, values
 
 
 @pytest.fixture(scope="module", params=["native", "plain"])
@@ -16,6 +16,6 @@ def twin(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param == "native" and native is None:
         pytest.skip(reason)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (inline, values):
+        for module in (tensors, values):
             patch.setattr(module, "native", native if request.param == "native" else None)
         yield request.param

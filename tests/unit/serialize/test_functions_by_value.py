@@ -25,10 +25,9 @@ from hypothesis import strategies as st
 from tests.interpreters import frees_functions
 from tests.unit.serialize import importable
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize import functions
-from torchweft.serialize.functions import Code, take_apart
+from torchweft.serialize import by_value
+from torchweft.serialize.by_value import Code, bind, take_apart
 from torchweft.serialize.objects import pack, unpack
-from torchweft.serialize.value_pickling import bind
 
 counter = 10
 ATTRIBUTES = ("__name__", "__qualname__", "__module__", "__doc__", "__defaults__", "__kwdefaults__")
@@ -379,23 +378,23 @@ def test_a_code_object_that_ends_is_forgotten() -> None:
     function = namespace.pop("function")
     apart(function)
     reference, key = weakref.ref(function.__code__), id(function.__code__)
-    assert functions._known[key].reference is not reference
+    assert by_value._known[key].reference is not reference
     del function
     gc.collect()
     assert reference() is None
-    assert key not in functions._known
+    assert key not in by_value._known
 
 
 def test_what_is_known_of_code_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functions, "_KNOWN_LIMIT", 8)
-    monkeypatch.setattr(functions, "_known", {})
+    monkeypatch.setattr(by_value, "_KNOWN_LIMIT", 8)
+    monkeypatch.setattr(by_value, "_known", {})
     made = []
     for value in range(50):
         namespace: dict[str, Any] = {"__name__": "made"}
         exec(f"def function(): return {value}", namespace)
         made.append(namespace["function"])
         assert bound(made[-1])[0]() == value
-        assert len(functions._known) <= 8
+        assert len(by_value._known) <= 8
     assert [bound(function)[0]() for function in made] == list(range(50))
 
 

@@ -16,7 +16,7 @@ from tests.free_encoder import FreeEncoder, Keys, Numbered
 from tests.thorough import examples
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import values as tags
-from torchweft.serialize.table import separated
+from torchweft.serialize.tensors import separated
 from torchweft.serialize.value_reading import (
     UNFOLDED_FLOOR_BYTES,
     UNFOLDING,

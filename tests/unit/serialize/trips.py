@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchweft.serialize.objects import pack, unpack
-from torchweft.serialize.tensors import as_memory, describe, rebuild
+from torchweft.serialize.tensors import as_memory, describe, read, rebuild, with_flags
 
 
 def copies(buffers: Sequence[Tensor]) -> list[bytearray]:
@@ -17,9 +17,9 @@ def copies(buffers: Sequence[Tensor]) -> list[bytearray]:
     return [bytearray(as_memory(buffer)) for buffer in buffers]
 
 
-def tensor_trip(*tensors: Tensor, **options: Any) -> list[Tensor]:
+def tensor_trip(*tensors: Tensor) -> list[Tensor]:
     table, buffers = describe(tensors)
-    return rebuild(table, copies(buffers), **options)
+    return with_flags(*rebuild(read(table), copies(buffers)))
 
 
 def object_trip(value: Any, main_by_name: bool = True) -> Any:

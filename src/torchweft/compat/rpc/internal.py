@@ -24,7 +24,7 @@ from torchweft.rpc.calls import RPCExecMode
 from torchweft.rpc.calls import build_key as _build_rpc_profiling_key
 from torchweft.rpc.functions import ASYNC_MARK, async_execution
 from torchweft.rpc.worker import current_worker
-from torchweft.serialize.objects import pack, pack_with, unpack
+from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.reducers import register_reducer
 
 __all__ = [
@@ -65,7 +65,7 @@ class _InternalRPCPickler:
             SerializationError: Some part cannot be sent; the message says which.
         """
         own = {**self._dispatch_table, **self._class_reducer_dict}
-        packed = pack_with(obj, own) if own else pack(obj, main_by_name=True)
+        packed = pack(obj, main_by_name=True, reducers=own or None)
         references = [_take_reference(reference) for reference in packed.externals]
         return pickle.dumps((packed.payload, references), 5), packed.tensors
 

@@ -72,7 +72,7 @@ def send(pair: list[Member], tensors: list[Tensor]) -> None:
 
 
 def check(message: TensorMessage, tensors: list[Tensor]) -> None:
-    for got, sent in zip(message.tensors(detached=False), tensors, strict=True):
+    for got, sent in zip(message.tensors()[0], tensors, strict=True):
         assert torch.equal(got, sent)
         assert got.data_ptr() != sent.data_ptr()
 
@@ -162,7 +162,7 @@ def test_a_tensor_keeps_its_slab(
     kept: list[Tensor] = []
     for tensor in sent:
         send(proven, [tensor])
-        [got] = received.next().tensors(detached=False)
+        [got] = received.next().tensors()[0]
         kept.append(got[100:])
         del got
     assert all(torch.equal(got, tensor[100:]) for got, tensor in zip(kept, sent, strict=True))
@@ -330,7 +330,7 @@ def test_messages_under_way_when_the_channel_is_given_up_arrive(
     def on_call(peer: Peer, frame: Frame) -> None:
         message = proven[1].tensor_messages.read(frame)
         proven[1].tensor_messages.fetch(peer, message)
-        [tensor] = message.tensors(detached=False)
+        [tensor] = message.tensors()[0]
         got[float(tensor[0])] = tensor
 
     proven[1].agent.receiver.on(Kind.CALL, on_call, inline=False)
@@ -364,7 +364,7 @@ def test_the_loss_of_a_worker_ends_its_transports(
     network: FakeNetwork, proven: list[Member], received: Received
 ) -> None:
     send(proven, [large()])
-    [got] = received.next().tensors(detached=False)
+    [got] = received.next().tensors()[0]
     before = got.clone()
     received.message = None
     for one, other in (proven, reversed(proven)):

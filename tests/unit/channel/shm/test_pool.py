@@ -25,7 +25,7 @@ from torchweft.channel.shm import (
     make_pool,
 )
 from torchweft.errors import ConfigurationError
-from torchweft.serialize.inline import may_be_shared, shared_ranges
+from torchweft.serialize.tensors import may_be_shared, shared_ranges
 
 KIB, MIB = 1 << 10, 1 << 20
 

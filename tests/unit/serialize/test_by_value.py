@@ -15,7 +15,7 @@ import torch
 
 from tests.unit.serialize.trips import object_trip
 from torchweft.errors import NotAllowed
-from torchweft.serialize.functions import Code, take_apart
+from torchweft.serialize.by_value import Code, take_apart
 from torchweft.serialize.objects import pack, unpack
 from torchweft.serialize.reading import make_reader
 
