@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchweft.observe.tracing.joining import Joined, join
-from torchweft.protocol.observing.trace import (
+from torchweft.observe.tracing.records import (
     BACKWARD,
     SAME,
     Alignment,
-    Lead,
     Made,
     Ran,
     Received,
@@ -19,6 +18,7 @@ from torchweft.protocol.observing.trace import (
     Thread,
     WorkerTrace,
 )
+from torchweft.protocol.observing import Lead
 from torchweft.wire.messages import Kind
 
 MAIN, SERVING = 11, 22

@@ -22,8 +22,8 @@ from torchweft.embedding import (
 from torchweft.embedding.host import Options
 from torchweft.errors import CheckpointError, ConfigurationError, NotAllowed
 from torchweft.hybrid.clipping import measure
-from torchweft.protocol.weights import Version
 from torchweft.weights import Publisher, Subscriber, inbox
+from torchweft.weights.versions import Version
 
 LIMIT_S = 20.0
 HONEST, SERVER, LIAR = "honest", "server", "liar"

@@ -21,7 +21,7 @@ from torchweft import rpc
 from torchweft.embedding import Plan, plan_tables
 from torchweft.embedding.pieces import pieces_of
 from torchweft.launch import Cluster, Nursery
-from torchweft.protocol.observing.report import NumberRow, NumberTable
+from torchweft.protocol.observing import NumberRow, NumberTable
 from torchweft.rpc.observed import tell
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory", "processes")

@@ -25,7 +25,7 @@ from torchweft.observe import files
 from torchweft.observe.files import read_folder
 from torchweft.observe.group import Group, find
 from torchweft.observe.session import Access
-from torchweft.protocol.observing.waits import WaitGraph, explain
+from torchweft.observe.waits import WaitGraph, explain
 from torchweft.worker.current import current
 
 STOPPED_S = 0.5

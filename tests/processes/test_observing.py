@@ -26,9 +26,9 @@ from torchweft.nn import RemoteModule
 from torchweft.observe import rates
 from torchweft.observe.counting import LEASE_S
 from torchweft.observe.group import Answers, find
+from torchweft.observe.report import DETAIL, Report
 from torchweft.observe.session import ask
 from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
-from torchweft.protocol.observing.report import DETAIL, Report
 from torchweft.rpc.node import current_node
 from torchweft.secret import key_of_observers
 from torchweft.transport import addresses

@@ -28,9 +28,9 @@ from torchweft.observe.tracing import chrome, session
 from torchweft.observe.tracing.joining import Joined
 from torchweft.observe.tracing.notes import TracingWatcher
 from torchweft.observe.tracing.recorder import RECORDER
+from torchweft.observe.tracing.records import Offered, Pulled, Received, Sent
 from torchweft.observe.tracing.session import Trace
 from torchweft.optim import DistributedOptimizer
-from torchweft.protocol.observing.trace import Offered, Pulled, Received, Sent
 from torchweft.rpc.node import current_node
 from torchweft.wire.messages import Kind
 from torchweft.worker.current import current

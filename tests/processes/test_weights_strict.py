@@ -14,9 +14,9 @@ from tests.contract.processes.rl_functions import LIMIT_S, make_walk, small_walk
 from torchweft import knobs, rl, rpc, weights
 from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.launch import Nursery
-from torchweft.protocol.weights import Version
 from torchweft.rl import Environments, FollowingPolicy, Observers
 from torchweft.weights import Publisher, inbox
+from torchweft.weights.versions import Version
 
 pytestmark = pytest.mark.keeps("threads", "descriptors", "shared memory")
 OWN = (make_walk, small_walk_policy)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.weights import Following, Next, Offer, Offers, Version
+from torchweft.weights.versions import Following, Next, Offer, Offers, Version
 
 WORDS = 5
 MOST_EVENTS = 20_000

@@ -47,7 +47,7 @@ from torchweft.protocol.backward import (
     failure_error,
 )
 from torchweft.protocol.numbers import Tombstones
-from torchweft.protocol.observing.keys import GATHERING, PASS, Wait
+from torchweft.protocol.observing import GATHERING, PASS, Wait
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 from torchweft.threads.interrupts import Flag, is_of_handler

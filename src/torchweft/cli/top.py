@@ -15,7 +15,7 @@ from torchweft.observe.files import read_folder
 from torchweft.observe.group import Answers, find
 from torchweft.observe.looking import Looker
 from torchweft.observe.session import Access
-from torchweft.protocol.observing.waits import WaitGraph, as_json, explain
+from torchweft.observe.waits import WaitGraph, as_json, explain
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -16,7 +16,7 @@ import numpy as np
 
 from torchweft import knobs
 from torchweft.ids import ReferenceId
-from torchweft.protocol.observing.report import LEAST_S, STEPS, FunctionCounts
+from torchweft.observe.report import LEAST_S, STEPS, FunctionCounts
 from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.worker import Watcher, Worker
 from torchweft.serialize.functions import describe, own_name

@@ -20,14 +20,8 @@ from torchweft.channel.rdma import NO_DEVICE
 from torchweft.errors import ConfigurationError
 from torchweft.hybrid import Facts, choose_backend
 from torchweft.observe.examining import THOROUGH, gather, tell_host, tell_pair
+from torchweft.observe.facts import HostFacts, PairFacts, WorkerFacts, decode_host, decode_pair
 from torchweft.observe.group import Group
-from torchweft.protocol.observing.facts import (
-    HostFacts,
-    PairFacts,
-    WorkerFacts,
-    decode_host,
-    decode_pair,
-)
 from torchweft.rpc import get_worker_infos, rpc_sync
 
 __all__ = [

@@ -10,8 +10,8 @@ from torchweft.columns import printable
 from torchweft.errors import ConfigurationError, GroupNotFound, ProtocolError
 from torchweft.files import read_plain
 from torchweft.observe.group import Answers
+from torchweft.observe.report import FILE_SUFFIX, Member, Report, decode_report
 from torchweft.observe.session import is_stopped, process_at, told_of
-from torchweft.protocol.observing.report import FILE_SUFFIX, Member, Report, decode_report
 
 _LIMIT_BYTES = 256 << 20
 _LONG_S = 60.0

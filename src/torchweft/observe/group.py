@@ -17,8 +17,7 @@ from torchweft.errors import (
     ObserverRefused,
     ProtocolError,
 )
-from torchweft.observe.session import Access, ask, process_at, why_silent
-from torchweft.protocol.observing.facts import (
+from torchweft.observe.facts import (
     FACTS,
     MEASURE,
     PairFacts,
@@ -26,7 +25,7 @@ from torchweft.protocol.observing.facts import (
     decode_facts,
     decode_pair,
 )
-from torchweft.protocol.observing.report import (
+from torchweft.observe.report import (
     REPORT,
     WHO,
     Identity,
@@ -35,6 +34,7 @@ from torchweft.protocol.observing.report import (
     decode_identity,
     decode_report,
 )
+from torchweft.observe.session import Access, ask, process_at, why_silent
 from torchweft.transport import addresses
 from torchweft.transport.handshake import NotProven
 

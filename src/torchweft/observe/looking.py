@@ -9,8 +9,8 @@ from typing import Any
 
 from torchweft.observe import rates, text
 from torchweft.observe.group import Answers, Group
-from torchweft.protocol.observing.report import DETAIL, REPORT, Report
-from torchweft.protocol.observing.waits import WaitGraph, explain
+from torchweft.observe.report import DETAIL, REPORT, Report
+from torchweft.observe.waits import WaitGraph, explain
 
 
 class Looker:

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from torchweft.protocol.observing.keys import SHUTDOWN
-from torchweft.protocol.observing.report import FunctionCounts, Report, percentile, since, sum_of
+from torchweft.observe.report import FunctionCounts, Report, percentile, since, sum_of
+from torchweft.protocol.observing import SHUTDOWN
 
 IN, OUT = "in", "out"
 

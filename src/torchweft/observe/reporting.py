@@ -30,10 +30,8 @@ from torchweft.errors import ConfigurationError, NotInitialized, ProtocolError, 
 from torchweft.files import replacing
 from torchweft.observe.counting import LEASE_S, METRICS_LEASE_S, Counting, name_of
 from torchweft.observe.examining import facts_of, measured_for_observer
-from torchweft.protocol.greetings import HOST
-from torchweft.protocol.observing.facts import FACTS, MEASURE, encode_facts
-from torchweft.protocol.observing.keys import CALL, SHUTDOWN, Wait, call_key, reference_key
-from torchweft.protocol.observing.report import (
+from torchweft.observe.facts import FACTS, MEASURE, encode_facts
+from torchweft.observe.report import (
     DETAIL,
     FILE_SUFFIX,
     METRICS,
@@ -50,6 +48,8 @@ from torchweft.protocol.observing.report import (
     Traffic,
     encode,
 )
+from torchweft.protocol.greetings import HOST
+from torchweft.protocol.observing import CALL, SHUTDOWN, Wait, call_key, reference_key
 from torchweft.protocol.served_calls import ServedCall as Served
 from torchweft.rpc.health import health_of
 from torchweft.rpc.observed import (

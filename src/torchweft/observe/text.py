@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from torchweft.columns import aligned
 from torchweft.observe.rates import FunctionRate, PeerRate, WorkerRate
-from torchweft.protocol.observing.report import NumberRow, Report
+from torchweft.observe.report import Report
+from torchweft.protocol.observing import NumberRow
 
 _MOST_FUNCTIONS = 15
 _MOST_CALLS = 30

@@ -29,7 +29,7 @@ from torchweft.pipeline.schedules import Action, Kind, Table
 from torchweft.pipeline.stage_run import Leaves, Objective, StageRun
 from torchweft.pipeline.values import Packet, describe
 from torchweft.pipeline.wiring import BATCH, Wiring
-from torchweft.protocol.observing.keys import MESSAGE, Wait
+from torchweft.protocol.observing import MESSAGE, Wait
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc import on_worker_lost
 from torchweft.rpc.ports import PORTS

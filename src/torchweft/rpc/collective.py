@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torchweft.arguments import limit_of
 from torchweft.errors import CallError, CallTimeout, ConfigurationError, NotInitialized, WorkerLost
-from torchweft.protocol.observing.keys import GATHERING, Wait
+from torchweft.protocol.observing import GATHERING, Wait
 from torchweft.rpc.api import rpc_async, rpc_sync
 from torchweft.rpc.calls import Destination
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT

@@ -36,7 +36,7 @@ from torchweft.protocol.leaving import (
     Step,
     Watch,
 )
-from torchweft.protocol.observing.keys import SHUTDOWN, Wait
+from torchweft.protocol.observing import SHUTDOWN, Wait
 from torchweft.protocol.registration import LEADER
 from torchweft.protocol.served_calls import has_awaited
 from torchweft.rpc import serving

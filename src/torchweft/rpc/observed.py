@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torchweft import knobs
 from torchweft.errors import (
@@ -36,6 +36,7 @@ from torchweft.errors import (
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import SimpleRequest, function_name
+from torchweft.protocol.observing import NumberRow, NumberTable
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import WORKER, Worker
@@ -49,9 +50,6 @@ from torchweft.worker.calls import PendingCall
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 from torchweft.worker.tensor_messages import LocalMessage
-
-if TYPE_CHECKING:
-    from torchweft.protocol.observing.report import NumberTable
 
 _MOST_FRAMES = 100
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -412,9 +410,7 @@ class Tellers:
 
     def told(self) -> Iterator[NumberTable]:
         """Yields what all tell, tables of one title joined."""
-        from torchweft.protocol.observing.report import NumberRow, NumberTable  # as above
-
-        tables: dict[tuple[str, tuple[str, ...]], list[Any]] = {}
+        tables: dict[tuple[str, tuple[str, ...]], list[NumberRow]] = {}
         for teller in list(self._tellers.values()):
             try:
                 table = teller()

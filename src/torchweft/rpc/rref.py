@@ -15,7 +15,7 @@ from torch import nn
 
 from torchweft.arguments import limit_of
 from torchweft.errors import CallTimeout, MethodNotFound, NotOwner, SerializationError
-from torchweft.protocol.observing.keys import VALUE, Wait, reference_key
+from torchweft.protocol.observing import VALUE, Wait, reference_key
 from torchweft.rpc.calls import backward_from, call_method, fetch
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time

@@ -23,7 +23,7 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId
 from torchweft.protocol import calls
-from torchweft.protocol.observing.keys import call_key, making_key, reference_key
+from torchweft.protocol.observing import call_key, making_key, reference_key
 from torchweft.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN, reference_in
 from torchweft.rpc.decoding import decode_call

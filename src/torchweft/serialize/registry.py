@@ -34,7 +34,6 @@ import torch
 
 from torchweft import errors, ids
 from torchweft.errors import ArgumentTypeError, ConfigurationError, NotAllowed
-from torchweft.protocol import weights
 from torchweft.serialize.functions import (
     describe,
     import_module,
@@ -123,7 +122,6 @@ rebuilds_plain = Mark(
     "torchweft.nn.owner",
     "torchweft.nn.remote_module",
     "torchweft.optim.local",
-    "torchweft.protocol.weights",
     "torchweft.rl.agent",
     "torchweft.rl.environments",
     "torchweft.rl.following",
@@ -136,6 +134,7 @@ rebuilds_plain = Mark(
     "torchweft.serialize.reducers",
     "torchweft.weights.layout",
     "torchweft.weights.publisher",
+    "torchweft.weights.versions",
 )
 """These rebuild an object of Weft, or a sparse tensor, from plain values; in pickles as well."""
 
@@ -158,10 +157,7 @@ has_callable_methods = Mark(
 """With an allow-list, other workers may call these classes' methods on a referenced value."""
 
 # These modules are below this one, and cannot import it.
-for _member in (
-    *(errors._rebuild_with_fields, ids.ReferenceId, ids.WorkerInfo),
-    *(weights.Offer, weights.Version),
-):
+for _member in (errors._rebuild_with_fields, ids.ReferenceId, ids.WorkerInfo):
     rebuilds_plain(_member)
 
 

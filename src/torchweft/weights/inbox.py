@@ -7,8 +7,8 @@ import weakref
 from typing import Protocol
 
 from torchweft.free_threading import shared_count
-from torchweft.protocol.weights import Version
 from torchweft.rpc.current_call import caller, check_types
+from torchweft.weights.versions import Version
 
 
 class Told(Protocol):

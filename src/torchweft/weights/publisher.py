@@ -13,7 +13,6 @@ from torch import Tensor
 from torchweft.arguments import wrong_type
 from torchweft.channel.device_copies import GpuCalls
 from torchweft.errors import CallTimeout, ConfigurationError, SerializationError, UnknownWorker
-from torchweft.protocol.weights import Offer, Offers, Version
 from torchweft.rpc import detached, expose, rpc_async
 from torchweft.rpc.current_call import caller, check_types
 from torchweft.rpc.futures import Future
@@ -21,6 +20,7 @@ from torchweft.serialize.registry import rebuilds_plain
 from torchweft.weights import delta, inbox
 from torchweft.weights.layout import Layout, Source, check_same, check_shared, layout_of, tensors_of
 from torchweft.weights.storage import Memory, Storage
+from torchweft.weights.versions import Offer, Offers, Version
 from torchweft.worker.current import current
 from torchweft.worker.peers import Peer
 

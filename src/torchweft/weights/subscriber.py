@@ -16,7 +16,6 @@ from torch import Tensor
 from torchweft.arguments import wrong_type
 from torchweft.closing import Closing
 from torchweft.errors import CallTimeout, ConfigurationError, NotInitialized, WorkerLost
-from torchweft.protocol.weights import Following, Next, Version
 from torchweft.rpc import RRef, on_worker_lost
 from torchweft.rpc.futures import Future, ignore_errors
 from torchweft.rpc.worker import current_worker
@@ -25,6 +24,7 @@ from torchweft.weights.errors import DeltaError
 from torchweft.weights.layout import Layout, Source, check_same, tensors_of
 from torchweft.weights.publisher import Publisher, Sent, words_of
 from torchweft.weights.switching import prepare
+from torchweft.weights.versions import Following, Next, Version
 from torchweft.worker.agent import Agent
 from torchweft.worker.current import current
 

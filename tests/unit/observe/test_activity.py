@@ -11,9 +11,9 @@ import torch
 
 from tests.unit.rpc.pair import Pair, pair_of
 from tests.unit.worker.group import LIMIT_S, wait_until
+from torchweft.observe.report import Thread
 from torchweft.observe.reporting import threads
-from torchweft.protocol.observing.keys import CALL, VALUE
-from torchweft.protocol.observing.report import Thread
+from torchweft.protocol.observing import CALL, VALUE
 from torchweft.rpc import calls, several
 from torchweft.rpc.futures import Future
 from torchweft.worker import current as current_agent

@@ -11,8 +11,8 @@ import pytest
 from tests.tables import cases
 from torchweft.observe import counting
 from torchweft.observe.counting import OTHERS, Tally, key_of, name_of
+from torchweft.observe.report import percentile
 from torchweft.observe.tracing.notes import Names
-from torchweft.protocol.observing.report import percentile
 from torchweft.rpc.functions import batched
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind

@@ -11,7 +11,7 @@ import pytest
 from torchweft.channel.rdma import NO_DEVICE
 from torchweft.errors import ProtocolError
 from torchweft.observe.doctor import Diagnosis, Finding, Level, diagnose, merged, sample
-from torchweft.protocol.observing.facts import (
+from torchweft.observe.facts import (
     HostFacts,
     PairFacts,
     WorkerFacts,

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.protocol.observing.reports import report
+from tests.unit.observe.reports import report
 from torchweft import knobs
 from torchweft.errors import ConfigurationError
+from torchweft.observe.report import decode_report
 from torchweft.observe.reporting import Dumps
-from torchweft.protocol.observing.report import decode_report
 from torchweft.threads.reports import Events
 
 

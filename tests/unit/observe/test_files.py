@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.command_line import said_by
-from tests.unit.protocol.observing.reports import calling, member, report, thread
+from tests.unit.observe.reports import calling, member, report, thread
 from torchweft.errors import GroupNotFound
 from torchweft.observe.files import read_folder
-from torchweft.protocol.observing.report import Report, encode
+from torchweft.observe.report import Report, encode
 
 PAIR = (member("a"), member("b", 1))
 

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.protocol.observing.reports import member, report
+from tests.unit.observe.reports import member, report
 from torchweft.errors import GroupNotFound, ObserveError, ObserverRefused
 from torchweft.observe import group
 from torchweft.observe.group import Group, find
+from torchweft.observe.report import Identity, encode
 from torchweft.observe.session import Access
-from torchweft.protocol.observing.report import Identity, encode
 from torchweft.secret import Secret
 from torchweft.transport.addresses import UnixAddress
 from torchweft.transport.handshake import NotProven

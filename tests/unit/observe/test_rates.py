@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.protocol.observing.reports import calling, gathering, report, thread
+from tests.unit.observe.reports import calling, gathering, report, thread
 from torchweft.observe.rates import Blocked, PeerRate, blocked, functions, peers, rate
-from torchweft.protocol.observing.report import FunctionCounts, Traffic
+from torchweft.observe.report import FunctionCounts, Traffic
 
 ONE_MS = "-80"  # 2 ** (-79.5 / 8) s is 1.02 ms
 ONE_S = "0"

@@ -15,10 +15,10 @@ pytest.importorskip("textual")
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Static, TabbedContent
 
-from tests.unit.protocol.observing.reports import made, report, thread
+from tests.unit.observe.reports import made, report, thread
 from torchweft.observe import rates, text
+from torchweft.observe.report import FunctionCounts, Traffic
 from torchweft.observe.screen import Opened, Overview, TopApp, Waits, fill
-from torchweft.protocol.observing.report import FunctionCounts, Traffic
 
 WORKERS = 24
 LIMIT_S = 50.0

@@ -4,17 +4,11 @@ import math
 
 import pytest
 
-from tests.unit.protocol.observing.reports import calling, made, report, served, thread
+from tests.unit.observe.reports import calling, made, report, served, thread
 from torchweft.observe import text
 from torchweft.observe.rates import functions, peers, rate
-from torchweft.protocol.observing.report import (
-    Event,
-    FunctionCounts,
-    HeldReference,
-    NumberRow,
-    NumberTable,
-    Traffic,
-)
+from torchweft.observe.report import Event, FunctionCounts, HeldReference, Traffic
+from torchweft.protocol.observing import NumberRow, NumberTable
 
 
 def test_a_table_has_text_at_the_left_and_numbers_at_the_right() -> None:

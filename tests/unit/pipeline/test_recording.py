@@ -14,7 +14,7 @@ from torchweft.pipeline import recording
 from torchweft.pipeline.recording import Notes, Recording, StepNotes, WorkerNotes, timelines_of
 from torchweft.pipeline.schedules import ScheduleGPipe, Table, Timeline
 from torchweft.probe import clock_id
-from torchweft.protocol.observing.trace import Reading, lead_of
+from torchweft.protocol.observing import Reading, lead_of
 
 TABLE = ScheduleGPipe(1).table(2)
 EDGES = ((0, 1),)

@@ -12,8 +12,8 @@ from torchweft.closing import Closing
 from torchweft.errors import ConfigurationError
 from torchweft.observe.group import Group
 from torchweft.observe.metrics.measures import Metric, measures_of
+from torchweft.observe.report import METRICS
 from torchweft.observe.session import Access
-from torchweft.protocol.observing.report import METRICS
 from torchweft.rpc.node import Node, current_node
 from torchweft.scraping import Address
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from torchweft.observe.tracing.joining import Call, Joined, Message
 from torchweft.observe.tracing.reading import FORMAT, ON_CONNECTION, PROFILED, RECEIVE, SEND
-from torchweft.protocol.observing.trace import FETCH, Pulled, Ran, Thread, WorkerTrace
+from torchweft.observe.tracing.records import FETCH, Pulled, Ran, Thread, WorkerTrace
 from torchweft.wire.messages import Kind
 
 Event = dict[str, Any]

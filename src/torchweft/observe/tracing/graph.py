@@ -21,7 +21,7 @@ from torchweft.observe.tracing.reading import (
     TraceFile,
     telling_damage,
 )
-from torchweft.protocol.observing.trace import BACKWARD
+from torchweft.observe.tracing.records import BACKWARD
 
 _FORWARD, _BACKWARD = "forward", "backward"
 _KINDS = {

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchweft.protocol.observing.trace import (
+from torchweft.observe.tracing.records import (
     Alignment,
     Created,
     Made,

@@ -23,8 +23,7 @@ from torchweft.autograd.local_pass import LocalPass, Outgoing
 from torchweft.free_threading import shared_count
 from torchweft.ids import ReferenceId
 from torchweft.observe.counting import kept_of, key_of, name_of
-from torchweft.protocol.backward import Progress
-from torchweft.protocol.observing.trace import (
+from torchweft.observe.tracing.records import (
     BACKWARD,
     CREATED,
     FETCH,
@@ -37,6 +36,7 @@ from torchweft.protocol.observing.trace import (
     SERVED,
     Row,
 )
+from torchweft.protocol.backward import Progress
 from torchweft.protocol.served_calls import AnsweredCall
 from torchweft.rpc.worker import Watcher
 from torchweft.transport.link import Link

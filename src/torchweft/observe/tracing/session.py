@@ -16,20 +16,18 @@ from torchweft.observe.tracing import chrome, recorder
 from torchweft.observe.tracing.graph import Graph, graph_of
 from torchweft.observe.tracing.joining import Joined, join
 from torchweft.observe.tracing.reading import load
-from torchweft.probe import clock_id
-from torchweft.protocol.observing.trace import (
+from torchweft.observe.tracing.records import (
     SAME,
     Alignment,
-    Lead,
     LinkBytes,
     Profiled,
-    Reading,
     Row,
     Thread,
     WorkerTrace,
-    lead_of,
     read,
 )
+from torchweft.probe import clock_id
+from torchweft.protocol.observing import Lead, Reading, lead_of
 from torchweft.rpc import rpc_async, rpc_sync
 from torchweft.rpc.futures import ignore_errors
 from torchweft.worker.current import current

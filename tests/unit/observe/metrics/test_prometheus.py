@@ -15,11 +15,11 @@ pytest.importorskip("prometheus_client", reason="needs the extra 'metrics'")
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.unit.protocol.observing.reports import member, report
+from tests.unit.observe.reports import member, report
 from torchweft.observe.metrics import prometheus
 from torchweft.observe.metrics.measures import Metric, measures_of
 from torchweft.observe.metrics.prometheus import Endpoint, family_of
-from torchweft.protocol.observing.report import FunctionCounts, bucket_of
+from torchweft.observe.report import FunctionCounts, bucket_of
 from torchweft.scraping import Address
 
 LIMIT_S = 20.0

@@ -18,7 +18,7 @@ from torchweft.observe.tracing import chrome
 from torchweft.observe.tracing.graph import graph_of
 from torchweft.observe.tracing.joining import Joined, join
 from torchweft.observe.tracing.reading import load, summary
-from torchweft.protocol.observing.trace import (
+from torchweft.observe.tracing.records import (
     SAME,
     STEP,
     Created,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.made_up_traces import CONTEXT, alignment, call, received, sent, step, worker
 from torchweft.observe.tracing.joining import Call, join
-from torchweft.protocol.observing.trace import SAME, Created, Offered, Served, read
+from torchweft.observe.tracing.records import SAME, Created, Offered, Served, read
 from torchweft.wire.messages import Kind
 
 

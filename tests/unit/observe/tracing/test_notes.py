@@ -18,8 +18,8 @@ from torchweft.observe.tracing.notes import (
     head_in,
     ids_in,
 )
+from torchweft.observe.tracing.records import Received, Sent, read
 from torchweft.protocol.backward import Failed, Gradients, Progress
-from torchweft.protocol.observing.trace import Received, Sent, read
 from torchweft.transport.link import Link
 from torchweft.wire.frames import HEADER_BYTES, Buffer, Frame, FrameParser, encode_frame
 from torchweft.wire.messages import (

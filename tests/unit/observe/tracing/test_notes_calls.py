@@ -14,7 +14,7 @@ import pytest
 
 from torchweft.ids import ReferenceId
 from torchweft.observe.tracing.notes import Names, Rows, TracingWatcher
-from torchweft.protocol.observing.trace import Created, Made, Served, read
+from torchweft.observe.tracing.records import Created, Made, Served, read
 from torchweft.rpc.serving import Call
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import ERROR_REPLY, Kind

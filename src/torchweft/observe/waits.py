@@ -15,7 +15,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
-from torchweft.protocol.observing.keys import (
+from torchweft.observe.report import Report, ServedCall, Thread
+from torchweft.protocol.observing import (
     CALL,
     GATHERING,
     MESSAGE,
@@ -25,7 +26,6 @@ from torchweft.protocol.observing.keys import (
     Wait,
     making_key,
 )
-from torchweft.protocol.observing.report import Report, ServedCall, Thread
 
 Name = TypeVar("Name", bound=Hashable)
 

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass
 
 from torchweft.errors import ProtocolError
-from torchweft.protocol.observing.report import read
+from torchweft.observe.report import read
 
 FACTS, MEASURE = "facts", "measure "
 """The questions of an observer; the name of another worker follows the second one."""

@@ -16,7 +16,10 @@ import enum
 from collections import deque
 from typing import NamedTuple
 
+from torchweft.serialize.registry import rebuilds_plain
 
+
+@rebuilds_plain
 class Version(NamedTuple):
     """The name of a version.
 
@@ -29,6 +32,7 @@ class Version(NamedTuple):
     number: int
 
 
+@rebuilds_plain
 class Offer(NamedTuple):
     """The version that a subscriber is sent.
 

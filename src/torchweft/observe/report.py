@@ -1,8 +1,8 @@
 """The answers of a worker to an observer: who it is, and a report of everything it does.
 
 An *activity* is a thread of the program, or a call that is served. A served call has a key that its
-caller and its callee give it alike; see ``keys``. Reports travel as JSON, and are read strictly,
-since the sender may be of another version.
+caller and its callee give it alike; see ``torchweft.protocol.observing``. Reports travel as JSON, and
+are read strictly, since the sender may be of another version.
 
 The buckets of a histogram of times grow by a constant factor, 2^(1/8): 8 for each doubling. So one
 histogram covers microseconds and hours, and a percentile is off by 4.4 % at most. A bucket is named
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 from torchweft.columns import LAYOUT, printable
 from torchweft.errors import ProtocolError
-from torchweft.protocol.observing.keys import Wait
+from torchweft.protocol.observing import NumberTable, Wait
 
 STEPS = 8
 """Buckets for each doubling."""
@@ -237,7 +237,7 @@ class FunctionCounts:
         direction: ``"out"`` for calls that the worker made, ``"in"`` for those it served.
         calls: How many have ended.
         errors: How many of them with an error.
-        times: How many took how long, by bucket; see ``latency``.
+        times: How many took how long, by bucket; see above.
         seconds: How long all of these took together.
     """
 
@@ -348,36 +348,6 @@ class Event:
 
     age_s: float
     text: str
-
-
-@dataclass(frozen=True, slots=True)
-class NumberRow:
-    """What the numbers of a row are of, and the numbers.
-
-    Attributes:
-        labels: One text for each of the table's ``labels``.
-        numbers: By name; a name that ends with ``bytes`` is of bytes, with ``share`` a part of 1.
-        histograms: By name, how often each value was observed; values are whole numbers as text.
-    """
-
-    labels: tuple[str, ...]
-    numbers: dict[str, float]
-    histograms: dict[str, dict[str, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class NumberTable:
-    """Numbers that a component of a worker tells of itself; see ``rpc.observed``.
-
-    Attributes:
-        title: What they are of.
-        labels: The heads of the labels.
-        rows: The rows.
-    """
-
-    title: str
-    labels: tuple[str, ...]
-    rows: tuple[NumberRow, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchweft.protocol.observing.keys import CALL, GATHERING, Wait, call_key
-from torchweft.protocol.observing.report import (
-    Identity,
-    Member,
-    OpenCall,
-    Report,
-    ServedCall,
-    Thread,
-)
+from torchweft.observe.report import Identity, Member, OpenCall, Report, ServedCall, Thread
+from torchweft.protocol.observing import CALL, GATHERING, Wait, call_key
 
 LONG_S = 30.0
 

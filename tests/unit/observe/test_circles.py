@@ -4,13 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.protocol.observing.waits import (
-    Graph,
-    Needs,
-    circles,
-    stuck,
-    waiting_for,
-)
+from torchweft.observe.waits import Graph, Needs, circles, stuck, waiting_for
 
 NAMES = "abcdefgh"
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.protocol.observing.reports import (
+from tests.unit.observe.reports import (
     LONG_S,
     calling,
     gathering,
@@ -12,9 +12,9 @@ from tests.unit.protocol.observing.reports import (
     served,
     thread,
 )
-from torchweft.protocol.observing.keys import PASS, SHUTDOWN, VALUE, Wait, making_key
-from torchweft.protocol.observing.report import Report
-from torchweft.protocol.observing.waits import WaitGraph, as_json, explain
+from torchweft.observe.report import Report
+from torchweft.observe.waits import WaitGraph, as_json, explain
+from torchweft.protocol.observing import PASS, SHUTDOWN, VALUE, Wait, making_key
 
 SILENT = {"b": "does not answer"}
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchweft.observe.examining import NetworkLink, link_towards
 from torchweft.transport import addresses
-from torchweft.transport.addresses import NetworkLink, link_towards
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchweft.protocol.weights import Following, Next, Offer, Offers, Version
+from torchweft.weights.versions import Following, Next, Offer, Offers, Version
 
 
 def version(number: int, publisher: int = 7) -> Version:

@@ -5,19 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.protocol.observing.reports import calling, made, report, served, thread
+from tests.unit.observe.reports import calling, made, report, served, thread
 from torchweft.errors import ProtocolError
-from torchweft.protocol.observing.report import (
+from torchweft.observe.report import (
     Event,
     FunctionCounts,
     HeldReference,
-    NumberRow,
-    NumberTable,
     Traffic,
     decode_identity,
     decode_report,
     encode,
 )
+from torchweft.protocol.observing import NumberRow, NumberTable
 
 FULL = report(
     "a",

@@ -1,0 +1,120 @@
+"""What a worker notes for observers: waits, numbers of its components, readings of other clocks.
+
+The keys of calls and references are the same from all workers. ``torchweft.observe`` makes reports
+of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torchweft.ids import ReferenceId
+
+CALL, GATHERING, PASS, VALUE, SHUTDOWN = "call", "gathering", "pass", "value", "shutdown"
+MESSAGE = "message"
+"""The kinds of waits."""
+
+
+def call_key(caller: str, number: int) -> str:
+    """Returns the key of a call whose caller waits for an answer."""
+    return f"{caller}#{number}"
+
+
+def reference_key(reference: ReferenceId) -> str:
+    """Returns the name of a reference, the same at all workers."""
+    return f"RRef({reference.creator}.{reference.number} of {reference.owner})"
+
+
+def making_key(reference: str) -> str:
+    """Returns the key of a call that makes a value."""
+    return f"make {reference}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a thread waits for.
+
+    Attributes:
+        kind: One of the kinds above.
+        key: Names the call, gathering, pass or value; empty for a shutdown.
+        age_s: Seconds since the wait began.
+        name: What it is, for people: ``"barrier"``.
+        workers: The workers that are lacking, as far as this worker knows; in a gathering, all.
+    """
+
+    kind: str
+    key: str
+    age_s: float
+    name: str
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberRow:
+    """What the numbers of a row are of, and the numbers.
+
+    Attributes:
+        labels: One text for each of the table's ``labels``.
+        numbers: By name; a name that ends with ``bytes`` is of bytes, with ``share`` a part of 1.
+        histograms: By name, how often each value was observed; values are whole numbers as text.
+    """
+
+    labels: tuple[str, ...]
+    numbers: dict[str, float]
+    histograms: dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberTable:
+    """Numbers that a component of a worker tells of itself; see ``rpc.observed``.
+
+    Attributes:
+        title: What they are of.
+        labels: The heads of the labels.
+        rows: The rows.
+    """
+
+    title: str
+    labels: tuple[str, ...]
+    rows: tuple[NumberRow, ...]
+
+
+class Reading(NamedTuple):
+    """One call that read another worker's clock; all in seconds.
+
+    Attributes:
+        sent_s: The own time before the call.
+        read_s: The other clock.
+        received_s: The own time after the call.
+    """
+
+    sent_s: float
+    read_s: float
+    received_s: float
+
+
+class Lead(NamedTuple):
+    """By how much another worker's clock is ahead of the own one; all in seconds.
+
+    Attributes:
+        at_s: The own time at which it was measured.
+        ahead_s: The lead.
+        error_s: By how much ``ahead_s`` may be wrong.
+    """
+
+    at_s: float
+    ahead_s: float
+    error_s: float
+
+
+def lead_of(readings: Iterable[Reading]) -> Lead:
+    """Returns the lead that the shortest of some calls shows.
+
+    Raises:
+        ValueError: There are no readings.
+    """
+    sent_s, read_s, received_s = min(readings, key=lambda each: each.received_s - each.sent_s)
+    middle_s = (sent_s + received_s) / 2
+    return Lead(middle_s, read_s - middle_s, (received_s - sent_s) / 2)
