@@ -30,8 +30,7 @@ from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.tensors import decode_tensors, encode_tensors
 from torchweft.serialize.value_reading import decode
 from torchweft.serialize.values import encode
-from torchweft.threads.fair_queue import FairQueue
-from torchweft.threads.reactor import Reactor
+from torchweft.threads.reactor import FairQueue, Reactor
 from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_reply
 from torchweft.worker.agent import Agent

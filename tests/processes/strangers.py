@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tests.processes.test_unpickling import pickled_call
-from torchweft.protocol.greetings import ATTEMPT, POSITION, PURPOSE, SESSION, TO
+from torchweft.protocol.connecting import ATTEMPT, POSITION, PURPOSE, SESSION, TO
 from torchweft.secret import Secret
 from torchweft.transport import addresses
 from torchweft.transport.handshake import (

@@ -15,7 +15,7 @@ from benchmarks.endurance.clients import WAYS
 from benchmarks.endurance.samples import Course
 from tests.open_workers import OpenWorkers
 from torchweft.protocol import registration
-from torchweft.threads import fair_queue
+from torchweft.threads import reactor
 from torchweft.worker import agent
 
 CLIENTS = 3 * len(WAYS)
@@ -36,7 +36,7 @@ MOST = {
 def serve(path: str) -> tuple[dict[str, Course], int]:
     """Returns what a server holds in the course of its clients, and its peers in the end."""
     registration.ENDED_LIMIT, agent._MOST_UNUSED = ENDED, UNUSED
-    fair_queue.SWEEP_LIMIT = SENDERS
+    reactor.SWEEP_LIMIT = SENDERS
     courses, _, types = departures.measure(path, CLIENTS, SAMPLES)
     return courses, types[-1]["torchweft.worker.peers.Peer"]
 

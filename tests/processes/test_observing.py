@@ -28,7 +28,7 @@ from torchweft.observe.counting import LEASE_S
 from torchweft.observe.group import Answers, find
 from torchweft.observe.report import DETAIL, Report
 from torchweft.observe.session import ask
-from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
+from torchweft.protocol.connecting import OBSERVER, Hello, Purpose
 from torchweft.rpc.node import current_node
 from torchweft.secret import key_of_observers
 from torchweft.transport import addresses

@@ -47,7 +47,7 @@ from torchweft.protocol.served_calls import (
     has_awaited,
 )
 from torchweft.protocol.sessions import Unsent, UnsentMessages
-from torchweft.threads.fair_queue import FairQueue
+from torchweft.threads.reactor import FairQueue
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import NO_CREATION, Kind
 

@@ -25,15 +25,17 @@ from torchweft.protocol.connecting import (
     Busy,
     Connecting,
     Dial,
+    Failure,
     Lose,
     Patience,
     Probe,
+    Purpose,
     Redial,
     Resume,
     Step,
+    Terms,
     Wait,
 )
-from torchweft.protocol.greetings import Failure, Purpose, Terms
 from torchweft.protocol.sessions import Rounds
 from torchweft.wire import session
 from torchweft.wire.frames import Buffer, Frame, FrameParser, encode_frame

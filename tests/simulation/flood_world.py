@@ -12,8 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.connecting import FirstDial, Wait
-from torchweft.protocol.greetings import Failure
+from torchweft.protocol.connecting import Failure, FirstDial, Wait
 from torchweft.protocol.strangers import Admission, Admissions, Strangers
 
 CONNECT_S = 10.0

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.simulation.timeline import Timeline
 from torchweft.errors import DuplicateName
-from torchweft.protocol.greetings import Gone
+from torchweft.protocol.connecting import Gone
 from torchweft.protocol.joining import (
     PRESENT,
     Check,

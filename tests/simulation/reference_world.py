@@ -15,15 +15,15 @@ from typing import Any
 
 from tests.simulation.network import Packet, Sender
 from torchweft.ids import ReferenceId
-from torchweft.protocol.reference_halves import (
+from torchweft.protocol.references import (
     Action,
     Confirmed,
     OwnerLost,
+    References,
     ReleaseValue,
     Send,
     ValueGone,
 )
-from torchweft.protocol.references import References
 from torchweft.wire import references as wire
 
 RESEND_S = 1.0

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from torchweft.errors import ConfigurationError
-from torchweft.protocol.greetings import HOST
+from torchweft.protocol.registration import HOST
 from torchweft.rpc import get_worker_info
 from torchweft.worker.current import current
 

@@ -24,7 +24,7 @@ from torchweft import rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce.ending import recorded, staying
-from torchweft.protocol.greetings import HOST
+from torchweft.protocol.registration import HOST
 from torchweft.rpc.joining import INIT_METHOD_VARIABLE, NAME_VARIABLE, get_worker_info
 from torchweft.rpc.options import from_tensorpipe
 from torchweft.rpc.placement import find

@@ -25,8 +25,8 @@ import torch
 from torchweft.errors import CallTimeout, ProtocolError
 from torchweft.native import native, reason
 from torchweft.observe.facts import HostFacts, PairFacts, WorkerFacts, encode_facts
-from torchweft.protocol.greetings import HOST, NETWORK
 from torchweft.protocol.observing import Reading, lead_of
+from torchweft.protocol.registration import HOST, NETWORK
 from torchweft.rpc.api import rpc_sync
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.devices import find_devices

@@ -1,8 +1,8 @@
 """The answers of a worker to an observer: who it is, and a report of everything it does.
 
 An *activity* is a thread of the program, or a call that is served. A served call has a key that its
-caller and its callee give it alike; see ``torchweft.protocol.observing``. Reports travel as JSON, and
-are read strictly, since the sender may be of another version.
+caller and its callee give it alike; see ``torchweft.protocol.observing``. Reports travel as JSON.
+They are read strictly, since the sender may be of another version.
 
 The buckets of a histogram of times grow by a constant factor, 2^(1/8): 8 for each doubling. So one
 histogram covers microseconds and hours, and a percentile is off by 4.4 % at most. A bucket is named

@@ -48,8 +48,8 @@ from torchweft.observe.report import (
     Traffic,
     encode,
 )
-from torchweft.protocol.greetings import HOST
 from torchweft.protocol.observing import CALL, SHUTDOWN, Wait, call_key, reference_key
+from torchweft.protocol.registration import HOST
 from torchweft.protocol.served_calls import ServedCall as Served
 from torchweft.rpc.health import health_of
 from torchweft.rpc.observed import (

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.greetings import OBSERVER, Hello, Purpose
+from torchweft.protocol.connecting import OBSERVER, Hello, Purpose
 from torchweft.secret import Secret, key_of_observers
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake, NotProven, check_user

@@ -35,9 +35,8 @@ from torchweft.rpc import on_worker_lost
 from torchweft.rpc.ports import PORTS
 from torchweft.rpc.worker import current_worker
 from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark
+from torchweft.threads.device_streams import Attached, Mark
 from torchweft.threads.reactor import Parts
-from torchweft.threads.served_streams import Attached
 from torchweft.threads.thread_modes import THREADS
 from torchweft.wire.frames import Frame
 from torchweft.worker.peers import Peer

@@ -31,7 +31,7 @@ from torchweft.errors import (
     RendezvousTimeout,
 )
 from torchweft.ids import ID_LIMIT
-from torchweft.protocol.greetings import Failure, failure_of
+from torchweft.protocol.connecting import Failure, failure_of
 from torchweft.protocol.registration import (
     LEADER,
     Directory,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from torchweft import rpc
 from torchweft.rl.observer import Observer
-from torchweft.threads.served_streams import ServedStreams
+from torchweft.threads.device_streams import ServedStreams
 
 Done = Callable[[Any, BaseException | None], None]
 """Called with the result of a method, or with its error."""

@@ -51,8 +51,8 @@ from torchweft.serialize.functions import resolve
 from torchweft.serialize.registry import rebuilds_plain
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
-from torchweft.threads.fair_queue import LAST as RUN_LAST
-from torchweft.threads.fair_queue import OWN
+from torchweft.threads.reactor import LAST as RUN_LAST
+from torchweft.threads.reactor import OWN
 from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timer
 from torchweft.wire.messages import NO_GRAD

@@ -14,9 +14,8 @@ from typing import Any
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
 from torchweft.threads import device_streams
-from torchweft.threads.device_streams import Mark, arguments_of
+from torchweft.threads.device_streams import Attached, Mark, ServedStreams, arguments_of
 from torchweft.threads.reports import log_exception
-from torchweft.threads.served_streams import Attached, ServedStreams
 from torchweft.threads.thread_modes import THREADS, Modes, take_away, tidy
 
 _log = logging.getLogger("torchweft")

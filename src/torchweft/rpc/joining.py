@@ -35,17 +35,18 @@ from torchweft.errors import (
 from torchweft.ids import WorkerInfo
 from torchweft.probe import network_id
 from torchweft.protocol.connecting import Patience
-from torchweft.protocol.devices import check_devices
-from torchweft.protocol.greetings import HOST, NETWORK
 from torchweft.protocol.joining import Admission, Forget, Introduce, NoteLeft, Request, introduce
 from torchweft.protocol.registration import (
     HAS_SECRET,
+    HOST,
     IS_FAR,
+    NETWORK,
     PYTHON,
     REFUSES_VERSIONS,
     STRICT,
     VERSIONS,
     Registration,
+    check_devices,
     check_versions,
     differences,
 )
@@ -77,16 +78,18 @@ from torchweft.worker.agent import Agent, Protection
 from torchweft.worker.connections import Traffic
 from torchweft.worker.peers import Members, Peer
 from torchweft.worker.rendezvous import (
+    BoundedStore,
+    SignedStore,
     carry_out,
     enter,
     has_verdict,
+    host_of,
     is_incomplete,
     join,
     note_left,
     open_store,
     perform,
 )
-from torchweft.worker.stores import BoundedStore, SignedStore, host_of
 
 _log = logging.getLogger("torchweft")
 

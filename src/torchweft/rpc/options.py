@@ -16,7 +16,7 @@ import torch
 from torchweft import knobs
 from torchweft.arguments import checked_int, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.protocol.devices import Devices
+from torchweft.protocol.registration import Devices
 from torchweft.rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,

@@ -51,9 +51,8 @@ from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable
 from torchweft.serialize.tracebacks import without_own_frames
 from torchweft.threads import device_streams
-from torchweft.threads.device_streams import arguments_of
+from torchweft.threads.device_streams import Attached, ServedStreams, arguments_of
 from torchweft.threads.reports import log_exception
-from torchweft.threads.served_streams import Attached, ServedStreams
 from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
 from torchweft.wire.messages import NO_GRAD
 from torchweft.worker.agent import Agent, Slot

@@ -8,8 +8,7 @@ module              contents
 ``transfer_loop``   the threads that move large tensors
 ``interrupts``      which thread Ctrl-C may interrupt, and what is safe there; stacks
 ``thread_modes``    the PyTorch modes that a task leaves on its thread
-``device_streams``  the order of GPU work between threads
-``served_streams``  the streams on which tasks run
+``device_streams``  the order of GPU work between threads; the streams on which tasks run
 ``reports``         log messages, their origin, waits that take long, rare events
 ==================  ===========================================================================
 """

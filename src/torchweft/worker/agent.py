@@ -29,23 +29,26 @@ from torchweft.channel.device_copies import PageLocks
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import CallTimeout, DuplicateName, NotInitialized, WeftError, WorkerLost
 from torchweft.protocol.calls import SimpleRequest
-from torchweft.protocol.connecting import Patience
-from torchweft.protocol.greetings import Failure, HandshakeTimeout, Unreachable, failure_of
+from torchweft.protocol.connecting import (
+    Failure,
+    HandshakeTimeout,
+    Patience,
+    Unreachable,
+    failure_of,
+)
 from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret, key_of_observers
 from torchweft.threads import device_streams
-from torchweft.threads.fair_queue import OWN, FairQueue
-from torchweft.threads.reactor import Reactor
+from torchweft.threads.device_streams import ServedStreams
+from torchweft.threads.reactor import OWN, FairQueue, Reactor
 from torchweft.threads.reports import Events
-from torchweft.threads.served_streams import ServedStreams
 from torchweft.threads.timers import ReactorChecks, Timers
 from torchweft.transport.link import Link
 from torchweft.wire.frames import Buffer, Frame, encode_frame
 from torchweft.wire.messages import Kind
-from torchweft.worker.accepting import Acceptor
 from torchweft.worker.calls import Cancelling, OpenCalls, PendingCall, Waiter
+from torchweft.worker.connecting import Acceptor, Connector, verdict_in
 from torchweft.worker.connections import Links, Traffic, sum_of
-from torchweft.worker.dialing import Connector, verdict_in
 from torchweft.worker.peers import Members, Peer
 from torchweft.worker.process import ShortSwitches
 from torchweft.worker.receiving import Receiver

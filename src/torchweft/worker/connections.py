@@ -18,8 +18,15 @@ from typing import NamedTuple
 from torchweft import knobs
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.connecting import FAREWELL_BYTES, Action, Lose, Patience, Redial
-from torchweft.protocol.greetings import Terms, failure_of
+from torchweft.protocol.connecting import (
+    FAREWELL_BYTES,
+    Action,
+    Lose,
+    Patience,
+    Redial,
+    Terms,
+    failure_of,
+)
 from torchweft.protocol.sessions import Rounds
 from torchweft.threads.reactor import Reactor
 from torchweft.threads.reports import log_exception

@@ -30,8 +30,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.ids import ReferenceId, WorkerInfo
-from torchweft.protocol.connecting import Connecting, Patience, State
-from torchweft.protocol.greetings import Terms
+from torchweft.protocol.connecting import Connecting, Patience, State, Terms
 from torchweft.protocol.registration import Registration, Roster
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.protocol.sessions import UnsentMessages

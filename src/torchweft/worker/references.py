@@ -22,7 +22,7 @@ from typing import Any
 from torchweft import knobs
 from torchweft.errors import NotInitialized, OwnerLost, ReferenceGone, WeftError
 from torchweft.ids import ReferenceId
-from torchweft.protocol import reference_halves as protocol
+from torchweft.protocol import references as protocol
 from torchweft.protocol.references import References
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from tests.fuzz.target import Target
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.devices import Devices, check_devices
 from torchweft.protocol.registration import (
+    Devices,
     Directory,
     Registration,
     assemble,
+    check_devices,
     check_versions,
     differences,
     why_apart,

@@ -12,8 +12,7 @@ import struct
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
-from torchweft.protocol.reference_halves import ReleaseValue, Send
-from torchweft.protocol.references import References
+from torchweft.protocol.references import References, ReleaseValue, Send
 from torchweft.wire.references import (
     Drop,
     DropAck,

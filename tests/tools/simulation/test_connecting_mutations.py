@@ -14,8 +14,19 @@ from tests.simulation.connections import Node
 from tests.simulation.test_connecting_simulated import PROGRAMS, SEED_COUNT, Run
 from tests.thorough import CHECKED, share
 from tests.tools.simulation.failing import fails
-from torchweft.protocol.connecting import Action, Connecting, Probe, Resume, Step
-from torchweft.protocol.greetings import CROSSED, Answer, Failure, Hello, Purpose, Verdict
+from torchweft.protocol.connecting import (
+    CROSSED,
+    Action,
+    Answer,
+    Connecting,
+    Failure,
+    Hello,
+    Probe,
+    Purpose,
+    Resume,
+    Step,
+    Verdict,
+)
 
 SEEDS = 60
 """A fault must be found within this many runs of each program."""

@@ -30,8 +30,8 @@ from torchweft.transport.handshake import Greeting, Handshake, NotProven
 from torchweft.transport.link import Link
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
-from torchweft.worker import dialing
-from torchweft.worker.dialing import send_verdict
+from torchweft.worker import connecting
+from torchweft.worker.connecting import send_verdict
 from torchweft.worker.peers import Peer
 
 MIB = 1 << 20
@@ -271,7 +271,7 @@ def test_both_sides_of_a_connection_borrow(dialler: int, monkeypatch: pytest.Mon
         time.sleep(0.02)  # Another thread would send its message meanwhile, if it could.
         send_verdict(peer, link)
 
-    monkeypatch.setattr(dialing, "send_verdict", send_late)
+    monkeypatch.setattr(connecting, "send_verdict", send_late)
     with knobs.SHM_LIMIT_BYTES.override(8 * MIB), group_of(2) as members:
         for member in members:
             member.start()

@@ -16,7 +16,7 @@ from torchweft.checkpoint import owner
 from torchweft.checkpoint.owner import Deadline, raise_first
 from torchweft.errors import ArgumentTypeError, CallTimeout, CheckpointError, WorkerLost
 from torchweft.optim.distributed import Failure
-from torchweft.threads.served_streams import ServedStreams
+from torchweft.threads.device_streams import ServedStreams
 from torchweft.worker import current
 from torchweft.worker.agent import Slots
 

@@ -9,7 +9,7 @@ from torchweft.errors import ConfigurationError, NotInitialized, UnknownWorker
 from torchweft.ids import WorkerInfo
 from torchweft.mapreduce import world
 from torchweft.mapreduce.world import WorldInfo
-from torchweft.protocol.greetings import HOST
+from torchweft.protocol.registration import HOST
 from torchweft.worker import current
 
 PLACE = {"RANK": "3", "WORLD_SIZE": "12", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

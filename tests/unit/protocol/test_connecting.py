@@ -11,25 +11,23 @@ from torchweft.protocol.connecting import (
     CROSSING_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
+    Answer,
     Busy,
     Connecting,
     Dial,
     Done,
+    Failure,
+    Hello,
     Lose,
     Patience,
     Probe,
+    Purpose,
     Redial,
     Resume,
     State,
-    Wait,
-)
-from torchweft.protocol.greetings import (
-    Answer,
-    Failure,
-    Hello,
-    Purpose,
     Terms,
     Verdict,
+    Wait,
 )
 
 ME, LOWER, HIGHER = 5, 3, 7

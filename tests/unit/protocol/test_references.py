@@ -7,17 +7,17 @@ import pytest
 from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.numbers import SeenNumbers
-from torchweft.protocol.reference_halves import (
+from torchweft.protocol.references import (
     Action,
     Census,
     Confirmed,
     Leak,
     OwnerLost,
+    References,
     ReleaseValue,
     Send,
     ValueGone,
 )
-from torchweft.protocol.references import References
 from torchweft.wire.references import (
     NO_TOKEN,
     Drop,

@@ -11,8 +11,8 @@ from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ProtocolError
 from torchweft.ids import WorkerInfo
-from torchweft.protocol.devices import Devices
 from torchweft.protocol.registration import (
+    Devices,
     Directory,
     Registration,
     assemble,

@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 from tests.tables import cases
 from torchweft import knobs, rpc
 from torchweft.errors import ArgumentTypeError, ConfigurationError
-from torchweft.protocol.devices import Devices
+from torchweft.protocol.registration import Devices
 from torchweft.rpc import options as options_module
 from torchweft.rpc.options import (
     BackendOptions,

@@ -15,8 +15,11 @@ from hypothesis import strategies as st
 from tests.fake_cuda import FakeCuda, FakeTensor, fake_cuda
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import (
+    Attached,
+    Entered,
     Mark,
     Order,
+    ServedStreams,
     keep,
     mark,
     new_guard,
@@ -24,9 +27,7 @@ from torchweft.threads.device_streams import (
     use,
     wait,
 )
-from torchweft.threads.fair_queue import FairQueue
-from torchweft.threads.reactor import Reactor
-from torchweft.threads.served_streams import Attached, Entered, ServedStreams
+from torchweft.threads.reactor import FairQueue, Reactor
 
 LIMIT_S = 20.0
 

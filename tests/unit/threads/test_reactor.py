@@ -10,8 +10,7 @@ import pytest
 from tests.descriptors import nothing_is_written
 from tests.thread_limits import no_new_threads
 from tests.unit.worker.group import wait_until
-from torchweft.threads.fair_queue import FairQueue
-from torchweft.threads.reactor import Reactor
+from torchweft.threads.reactor import FairQueue, Reactor
 
 LIMIT_S = 20.0
 

@@ -9,8 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from torchweft.protocol.connecting import Patience
-from torchweft.protocol.greetings import Terms
+from torchweft.protocol.connecting import Patience, Terms
 from torchweft.protocol.registration import Registration
 from torchweft.transport.addresses import Address, listen_tcp, listen_unix
 from torchweft.transport.secure import TlsOptions

@@ -7,8 +7,7 @@ import struct
 from collections.abc import Iterator
 
 from tests.unit.worker.group import Member, group_of, wait_until
-from torchweft.protocol.connecting import Patience
-from torchweft.protocol.greetings import Terms
+from torchweft.protocol.connecting import Patience, Terms
 from torchweft.transport.session import ResumableLink
 from torchweft.wire.frames import Frame, encode_frame
 from torchweft.wire.messages import Kind

@@ -23,7 +23,7 @@ from torchweft.transport.link import shut
 from torchweft.transport.secure import SecureConnection
 from torchweft.transport.secure.connection import TlsStream
 from torchweft.wire.messages import Kind
-from torchweft.worker.accepting import Acceptor
+from torchweft.worker.connecting import Acceptor
 
 STRANGERS = 4
 AT_ONCE_S = 5.0
@@ -282,7 +282,7 @@ def test_a_worker_that_shuts_down_introduces_itself_no_more(
 def test_a_stranger_is_greeted_if_no_more_connections_follow_the_last_of_a_round(
     pair: list[Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchweft.worker.accepting._AT_A_TIME", 1)
+    monkeypatch.setattr("torchweft.worker.connecting._AT_A_TIME", 1)
     for _ in range(3):
         with dial(pair[0]) as stranger:
             assert stranger.recv(1)  # the begin of its challenge

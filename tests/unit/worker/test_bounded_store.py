@@ -11,9 +11,8 @@ from torch.distributed import FileStore, HashStore, PrefixStore  # type: ignore[
 
 from torchweft.errors import RendezvousTimeout
 from torchweft.protocol.registration import Registration
-from torchweft.worker import stores
-from torchweft.worker.rendezvous import join
-from torchweft.worker.stores import BoundedStore, place_of, within
+from torchweft.worker import rendezvous
+from torchweft.worker.rendezvous import BoundedStore, join, place_of, within
 
 LIMIT_S = 20.0
 
@@ -49,7 +48,7 @@ class Silent(PrefixStore):
 @pytest.fixture(autouse=True)
 def prompt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Shortens the grace period for answers; waits for abandoned operations after the test."""
-    monkeypatch.setattr(stores, "_LATE_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_LATE_S", 0.1)
     yield
     for thread in threading.enumerate():
         if thread.name == "weft-store":

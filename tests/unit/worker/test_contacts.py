@@ -16,14 +16,13 @@ from tests.unit.worker.group import LIMIT_S, Member, group_of, wait_until
 from tests.unit.worker.sessions import HEAD, Pair, content, pair_of, send
 from torchweft import knobs
 from torchweft.protocol import sessions
-from torchweft.protocol.connecting import Patience
-from torchweft.protocol.greetings import Terms
+from torchweft.protocol.connecting import Patience, Terms
 from torchweft.transport import addresses
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.session import ResumableLink
 from torchweft.wire.frames import encode_frame
 from torchweft.wire.messages import Kind
-from torchweft.worker.dialing import Connector
+from torchweft.worker.connecting import Connector
 
 AT_ONCE_S = 5.0
 """Less than the default patience, and more than a slow moment of the machine."""

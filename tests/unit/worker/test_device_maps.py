@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from torchweft.errors import SerializationError
-from torchweft.protocol.devices import DeviceNames, Devices
-from torchweft.protocol.registration import Registration
+from torchweft.protocol.registration import DeviceNames, Devices, Registration
 from torchweft.worker.peers import HOST, IDENTITY, DeviceMaps, Members, maps_between
 
 CUDA = [torch.device("cuda", index) for index in range(5)]

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from torchweft.errors import RendezvousError
-from torchweft.worker.stores import GroupFile
+from torchweft.worker.rendezvous import GroupFile
 
 LIMIT_S = 5.0
 

@@ -17,8 +17,7 @@ from torchweft.protocol import joining
 from torchweft.protocol.joining import Admission
 from torchweft.protocol.registration import Registration
 from torchweft.secret import Secret
-from torchweft.worker.rendezvous import enter, join, note_left, open_store
-from torchweft.worker.stores import SignedStore
+from torchweft.worker.rendezvous import SignedStore, enter, join, note_left, open_store
 
 LIMIT_S = 10.0
 

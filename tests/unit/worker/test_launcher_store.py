@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import PrefixStore
 
 from torchweft.launch.meeting import StoreServer
-from torchweft.worker import stores
-from torchweft.worker.stores import LauncherStore, open_launcher_store
+from torchweft.worker import rendezvous
+from torchweft.worker.rendezvous import LauncherStore, open_launcher_store
 
 
 class Launcher:
@@ -41,7 +41,7 @@ def launcher() -> Iterator[Launcher]:
     made = Launcher()
     yield made
     made.end()
-    stores._opened.clear()
+    rendezvous._opened.clear()
 
 
 def test_pytorch_reaches_every_operation(launcher: Launcher) -> None:

@@ -12,13 +12,12 @@ import pytest
 
 from tests.unit.worker.group import KEY, LIMIT_S, Member, group_of, wait_until
 from tests.unit.worker.sessions import Pair, pair_of
-from torchweft.protocol.connecting import Connecting, State
-from torchweft.protocol.greetings import Hello, Purpose, Verdict
+from torchweft.protocol.connecting import Connecting, Hello, Purpose, State, Verdict
 from torchweft.transport import addresses, handshake
 from torchweft.transport.handshake import Greeting, Handshake
 from torchweft.transport.link import LinkClosed
 from torchweft.wire.messages import Kind
-from torchweft.worker import accepting, dialing
+from torchweft.worker import connecting
 from torchweft.worker.peers import Peer
 from torchweft.worker.receiving import Receiver
 
@@ -126,8 +125,8 @@ def test_a_dialler_that_leaves_before_its_greeting_was_answered_is_heard(
 
 def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     has_left, is_accepted = threading.Event(), threading.Event()
-    greet, on_readable = accepting.Acceptor.greet, Receiver.on_readable
-    verdict = dialing.send_verdict
+    greet, on_readable = connecting.Acceptor.greet, Receiver.on_readable
+    verdict = connecting.send_verdict
 
     def send_verdict(*arguments: Any) -> None:
         assert has_left.wait(LIMIT_S)
@@ -142,8 +141,8 @@ def test_a_dialler_that_leaves_before_the_verdict_is_heard(monkeypatch: pytest.M
             assert is_accepted.wait(LIMIT_S)
         on_readable(receiver, *arguments)
 
-    monkeypatch.setattr(dialing, "send_verdict", send_verdict)
-    monkeypatch.setattr(accepting.Acceptor, "greet", note_accepted)
+    monkeypatch.setattr(connecting, "send_verdict", send_verdict)
+    monkeypatch.setattr(connecting.Acceptor, "greet", note_accepted)
     monkeypatch.setattr(Receiver, "on_readable", read_after_it)
     with group_of(2) as (first, second):
         assert leave_while_accepted(first, second, has_left) == "it had to go"

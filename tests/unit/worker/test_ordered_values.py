@@ -13,8 +13,7 @@ import pytest
 from tests.fake_cuda import FakeCuda, FakeTensor, fake_cuda
 from torchweft.rpc.coroutines import CoroutineRunner
 from torchweft.rpc.streams import Source
-from torchweft.threads.device_streams import use
-from torchweft.threads.served_streams import ServedStreams
+from torchweft.threads.device_streams import ServedStreams, use
 from torchweft.worker.references import OwnedValue
 
 LIMIT_S = 20.0

@@ -15,11 +15,12 @@ from tests.unit.transport.reading import not_main, reading, received  # noqa: F4
 from torchweft import knobs
 from torchweft.channel.channels import Channels
 from torchweft.errors import ProtocolError, WorkerLost
-from torchweft.protocol.connecting import Patience, State
-from torchweft.protocol.greetings import (
+from torchweft.protocol.connecting import (
     HandshakeTimeout,
     Hello,
+    Patience,
     Purpose,
+    State,
     Terms,
     Unreachable,
     Verdict,
@@ -32,8 +33,7 @@ from torchweft.transport.link import Link
 from torchweft.transport.session import ResumableLink
 from torchweft.wire.frames import FrameParser, encode_frame
 from torchweft.wire.messages import Kind
-from torchweft.worker.accepting import Acceptor
-from torchweft.worker.dialing import Connector
+from torchweft.worker.connecting import Acceptor, Connector
 from torchweft.worker.peers import Peer
 
 pytestmark = pytest.mark.usefixtures("not_main")

@@ -22,8 +22,7 @@ from torchweft.protocol import joining
 from torchweft.protocol.registration import Directory, Registration
 from torchweft.secret import Secret
 from torchweft.worker import rendezvous
-from torchweft.worker.rendezvous import carry_out, join, open_store, perform
-from torchweft.worker.stores import SignedStore
+from torchweft.worker.rendezvous import SignedStore, carry_out, join, open_store, perform
 
 LIMIT_S = 20.0
 

@@ -7,7 +7,7 @@ from torch.distributed import HashStore
 
 from torchweft.errors import RendezvousError
 from torchweft.secret import Secret
-from torchweft.worker.stores import SignedStore
+from torchweft.worker.rendezvous import SignedStore
 
 SECRET = Secret(b"the secret of the group")
 OTHER = Secret(b"the secret of another group")

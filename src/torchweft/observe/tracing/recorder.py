@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 from torchweft.errors import ConfigurationError, ObserveError
 from torchweft.observe.tracing.notes import Names, Rows, TracedLinks, TracingWatcher
 from torchweft.observe.tracing.records import STEP, Row
-from torchweft.protocol.greetings import HOST
+from torchweft.protocol.registration import HOST
 from torchweft.rpc.current_call import check_types
 from torchweft.rpc.node import current_node
 from torchweft.rpc.worker import Worker

@@ -7,7 +7,8 @@ import pytest
 
 from tests.tables import cases
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
-from torchweft.protocol.greetings import HOST, NETWORK, Failure, Means, Outcome, Reaching
+from torchweft.protocol.connecting import Failure, Means, Outcome, Reaching
+from torchweft.protocol.registration import HOST, NETWORK
 
 HERE = {HOST: "one", NETWORK: "net:1"}
 ELSEWHERE = {HOST: "two", NETWORK: "net:2"}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.tables import cases
 from torchweft.errors import ProtocolError
-from torchweft.protocol.greetings import Hello, Purpose, Terms, Verdict
+from torchweft.protocol.connecting import Hello, Purpose, Terms, Verdict
 
 
 @pytest.mark.parametrize(

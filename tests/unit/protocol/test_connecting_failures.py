@@ -4,20 +4,26 @@ import pytest
 
 from tests.tables import cases
 from torchweft.errors import ConfigurationError, ProtocolError, TlsError
-from torchweft.protocol.connecting import Busy, Dial, Done, Lose, Step, Wait, no_connection
-from torchweft.protocol.greetings import (
+from torchweft.protocol.connecting import (
     CROSSED,
     TAKEN,
+    Busy,
     Crossed,
+    Dial,
+    Done,
     Failure,
     Gone,
     HandshakeTimeout,
+    Lose,
     Refused,
+    Step,
     Taken,
     Terms,
+    Wait,
     check_welcome,
     error_of,
     failure_of,
+    no_connection,
 )
 
 

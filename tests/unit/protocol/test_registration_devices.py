@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ConfigurationError, ProtocolError
-from torchweft.protocol.devices import (
+from torchweft.protocol.registration import (
     DEVICES,
     NO_DEVICES,
     DeviceNames,
     Devices,
+    Registration,
     check_devices,
 )
-from torchweft.protocol.registration import Registration
 
 CUDA = [f"cuda:{index}" for index in range(4)]
 

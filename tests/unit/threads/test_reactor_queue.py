@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.thorough import examples
-from torchweft.threads.fair_queue import LAST, OWN, SWEEP_LIMIT, FairQueue
+from torchweft.threads.reactor import LAST, OWN, SWEEP_LIMIT, FairQueue
 
 
 def nothing(*_: Any) -> None:
