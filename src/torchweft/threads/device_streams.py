@@ -541,7 +541,8 @@ class ServedStreams:
 
 def _await(stream: Any, device: int, ended: Iterable[_Lane]) -> None:
     for lane in ended:
-        # Race: the event may be recorded anew meanwhile, by the end of a later task.
+        # Race: the event may be recorded anew meanwhile, by the end of a later task. So the stream
+        # may wait for more work, and never for less.
         event = lane.events.get(device)
         if event is not None:
             cuda.wait(stream, event)

@@ -252,6 +252,23 @@ def test_who_shares_a_lane_does_not_rely_on_waits_still_to_be_made(cuda: FakeCud
         streams.end(each)
 
 
+def test_tasks_that_share_a_lane_use_one_stream_of_it(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both find that the lane has none yet."""
+    served = ServedStreams(most_lanes=1)
+    lane, _ = served._take()
+    make, others = cuda.new_stream, list[Any]()
+
+    def make_while_another_does(device: int) -> Any:
+        monkeypatch.setattr(cuda, "new_stream", make)
+        others.append(in_thread(lambda: lane.stream(device)))
+        return make(device)
+
+    monkeypatch.setattr(cuda, "new_stream", make_while_another_does)
+    assert [lane.stream(0), lane.stream(0)] == others * 2
+
+
 def test_nothing_is_kept_of_tasks(cuda: FakeCuda) -> None:
     worker = Worker(cuda, ServedStreams())
     for _ in range(50):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -441,3 +442,12 @@ def test_a_descriptor_that_is_left_unarmed_during_a_look_is_seen_by_another_look
         reactor.forget(1)
     finally:
         assert reactor.close(LIMIT_S) == []
+
+
+def test_a_thread_goes_on_when_another_one_has_taken_the_last_task(make_reactor: Make) -> None:
+    """Both have seen the task in the queue."""
+    reactor = make_reactor()
+    reactor._run_all(deque(), deque([1]))
+    done = threading.Event()
+    reactor.submit(lambda *_: done.set())
+    assert done.wait(LIMIT_S)

@@ -74,7 +74,7 @@ def test_a_later_message_may_overtake_a_postponed_one(pair: Pair) -> None:
         pair.read(Handed(1)).join(LIMIT_S)
     reactor.submit = submit  # type: ignore[method-assign]
     pair.read(Handed(2)).join(LIMIT_S)
-    assert pair.taken == [Handed(2)]
+    wait_until(lambda: pair.taken == [Handed(2)], "the later message")
     (task,) = postponed
     reactor.submit(*task)
     wait_until(lambda: pair.taken == [Handed(2), Handed(1)], "the postponed message")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Iterator
 
 import pytest
@@ -164,6 +165,18 @@ def test_a_received_buffer_keeps_its_slab_until_its_last_view_ends(
     gc.collect()
     assert receiving.take(5000) is slab
     assert network.registered == 2
+
+
+def test_a_view_that_another_thread_settles_is_left_to_it(receiving: ReceivingSlabs) -> None:
+    """Both threads have seen that a view has ended."""
+
+    class Taken(deque[object]):
+        def __bool__(self) -> bool:
+            return True
+
+    receiving._ended = Taken()
+    receiving.trim(0.0)
+    assert receiving.take(KIB).size_bytes >= KIB
 
 
 def test_idle_slabs_are_released(
