@@ -13,8 +13,7 @@ recognizes a repeated offer by this name, and a stale one by its attempt number.
 The first part has what the sides say to each other, and what a failed attempt means. A worker may
 have several addresses: ``Reaching`` decides which of them to dial, and combines their outcomes into
 one ``Failure``. ``sessions`` has the failure detector of sessions, ``strangers`` bounds
-unauthenticated connections. ``docs/protocols/connecting.md`` has the states,
-events and actions.
+unauthenticated connections. ``docs/protocols/connecting.md`` has the states, events and actions.
 """
 
 from __future__ import annotations
@@ -28,6 +27,8 @@ from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.protocol.registration import HOST, NETWORK
 from torchweft.protocol.sessions import Contact, ContactStep
+
+# What the sides say to each other, and what a failed attempt means
 
 
 class Terms(NamedTuple):

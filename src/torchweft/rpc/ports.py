@@ -215,9 +215,7 @@ class Listener:
         """Has other threads read the connections again, before this one waits in another way."""
         reactor = self._agent.reactor
         while self._unarmed:
-            fd = self._unarmed.pop()
-            if reactor.unarmed.pop(fd, 0):
-                reactor.resume_reading(fd)
+            reactor.arm(self._unarmed.pop())
 
     def close(self) -> None:
         """Frees the descriptor; the owner does not wait any more."""

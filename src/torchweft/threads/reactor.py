@@ -293,54 +293,12 @@ class Reactor:
         self._handlers[fd] = handler
         self._epoll.register(fd, _READ)
 
-    def leave_unarmed(self, fd: int) -> None:
-        """Leaves the arming of ``fd`` to its handler, which is called again after the tasks."""
-        self._unarmed_count += 1
-        self.unarmed[fd] = self._unarmed_count
-        if not self._is_arming:  # Last: ``arm_if_left`` sees the entry, or this sees its end.
-            self._is_arming = True
-            self.on_unarmed()
-
-    def arm_all(self) -> None:
-        """Arms all unarmed descriptors: this thread is about to take longer."""
-        if self.held:
-            self.on_pause()
-        for fd in self.unarmed.copy():
-            if self.unarmed.pop(fd, 0):
-                self.resume_reading(fd)
-
-    def arm_if_left(self) -> bool:
-        """Arms descriptors already unarmed at the last look; returns whether to look again.
-
-        Returns True for as long as calls arrive: waking the timer thread for each would cost more.
-        """
-        self._is_arming = False  # First: what is left from now on may not be seen below.
-        if self.held:
-            self.on_pause()
-        for fd, count in self._was_unarmed.items():
-            # A different count means that it was taken and left again since.
-            if self.unarmed.get(fd) == count and self.unarmed.pop(fd, 0):
-                self.resume_reading(fd)
-        last_count, self._last_count = self._last_count, self._unarmed_count
-        self._was_unarmed = self.unarmed.copy()
-        looks_again = bool(self._was_unarmed) or last_count != self._last_count
-        if looks_again:
-            self._is_arming = True
-        return looks_again
-
     def resume_reading(self, fd: int) -> None:
         """Arms ``fd`` for one more event."""
         try:
             self._epoll.modify(fd, _READ)
         except (OSError, ValueError):
             pass  # Forgotten or closed meanwhile. ``suppress`` costs more than the call itself.
-
-    def pause_reading(self, fd: int) -> None:
-        """Keeps ``fd`` from waking a thread: the caller reads it itself."""
-        try:
-            self._epoll.modify(fd, _PAUSED)
-        except (OSError, ValueError):
-            pass
 
     def watch_writing(self, fd: int, handler: Callable[[], None]) -> None:
         """Registers ``fd``; ``handler`` is called once after each ``resume_writing``."""
@@ -358,6 +316,51 @@ class Reactor:
         self.unarmed.pop(fd, 0)
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
+
+    # Descriptors left unarmed
+    #
+    # A descriptor is *armed* while its next event wakes a thread. From that event on one thread has
+    # it. That thread arms it again, or leaves it in ``unarmed``. Then the same thread calls its
+    # handler once more, after the tasks that the event has brought. If these take longer, another
+    # thread arms it. The one that takes it out of ``unarmed``, in one step (``pop``), has it.
+
+    def leave_unarmed(self, fd: int) -> None:
+        """Leaves the arming of ``fd`` to its handler, which is called again after the tasks."""
+        self._unarmed_count += 1
+        self.unarmed[fd] = self._unarmed_count
+        if not self._is_arming:  # Last: ``arm_if_left`` sees the entry, or this sees its end.
+            self._is_arming = True
+            self.on_unarmed()
+
+    def arm(self, fd: int) -> None:
+        """Arms ``fd`` if it was left unarmed, and no other thread has taken it since."""
+        if self.unarmed.pop(fd, 0):
+            self.resume_reading(fd)
+
+    def arm_all(self) -> None:
+        """Arms all unarmed descriptors: this thread is about to take longer."""
+        if self.held:
+            self.on_pause()
+        for fd in self.unarmed.copy():
+            self.arm(fd)
+
+    def arm_if_left(self) -> bool:
+        """Arms descriptors already unarmed at the last look; returns whether to look again.
+
+        Returns True for as long as calls arrive: waking the timer thread for each would cost more.
+        """
+        self._is_arming = False  # First: what is left from now on may not be seen below.
+        if self.held:
+            self.on_pause()
+        for fd, count in self._was_unarmed.items():
+            if self.unarmed.get(fd) == count:  # Otherwise it was taken and left again since.
+                self.arm(fd)
+        last_count, self._last_count = self._last_count, self._unarmed_count
+        self._was_unarmed = self.unarmed.copy()
+        looks_again = bool(self._was_unarmed) or last_count != self._last_count
+        if looks_again:
+            self._is_arming = True
+        return looks_again
 
     # Tasks
 
@@ -500,8 +503,8 @@ class Reactor:
                 # Also if other threads have taken the tasks.
                 while is_needed and fd in self.unarmed and fd in self._handlers:
                     is_needed = self._handle(fd)
-                if not is_needed and self.unarmed.pop(fd, 0):
-                    self.resume_reading(fd)
+                if not is_needed:
+                    self.arm(fd)
         with self._lock:
             self._threads.discard(threading.current_thread())
 
@@ -513,8 +516,7 @@ class Reactor:
                 handler()
             except BaseException:
                 log_exception("an event could not be handled")
-                if self.unarmed.pop(fd, 0):
-                    self.resume_reading(fd)
+                self.arm(fd)
         return not (self.tasks.ready or self.urgent) or self._work()
 
     def _work(self) -> bool:

@@ -309,27 +309,19 @@ def open_launcher_store(name: str, timeout_s: float) -> LauncherStore:
         name: The name that the launcher told its workers.
         timeout_s: How long to wait for one answer, or for the value of a key.
     """
-    store = LauncherStore(name, timeout_s)
-    _keep(name, store)
-    return store
+    return _kept(name, LauncherStore(name, timeout_s))
 
 
-def open_group_file(path: str, timeout_s: float) -> GroupFile:
-    """Returns the store of an open group in a file; see ``GroupFile``.
-
-    Raises:
-        OSError: The file cannot be made or read.
-    """
-    store = GroupFile(path, timeout_s)
-    _keep(store.path, store)
-    return store
+S = TypeVar("S", bound=Store)
 
 
-def _keep(name: str, store: Store) -> None:
+def _kept(name: str, store: S) -> S:
+    """Keeps a store open; returns it."""
     _opened.pop(name, None)
     _opened[name] = store
     for former in list(_opened)[:-_MOST_OPENED]:
         del _opened[former]
+    return store
 
 
 class _PolledStore(Store):
@@ -620,7 +612,8 @@ def open_store(init_method: str | None, rank: int, world_size: int | None, timeo
 def _open_group_file(method: str, timeout_s: float) -> Any:
     path = urlsplit(method).path
     try:
-        return within(timeout_s, method, lambda: open_group_file(path, timeout_s))
+        store = within(timeout_s, method, lambda: GroupFile(path, timeout_s))
+        return _kept(store.path, store)
     except RendezvousTimeout:
         raise
     except OSError as error:
@@ -704,8 +697,7 @@ def await_host(init_method: str, rank: int, timeout_s: float) -> None:
         ValueError: The port is not a number.
     """
     place = _place_of(init_method)
-    is_hosted_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if place is None or (rank == 0 and not is_hosted_by_launcher):
+    if place is None or (rank == 0 and not is_needed()):
         return
     end_s = time.monotonic() + timeout_s
     where = "{}:{}".format(*place)

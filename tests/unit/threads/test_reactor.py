@@ -283,14 +283,13 @@ def test_a_full_descriptor_is_reported_when_it_has_room_again(make_reactor: Make
         reactor.forget(ours.fileno())
 
 
-def test_what_is_forgotten_may_be_forgotten_paused_and_resumed_again(make_reactor: Make) -> None:
+def test_what_is_forgotten_may_be_forgotten_and_resumed_again(make_reactor: Make) -> None:
     reactor = make_reactor(1)
     ours, theirs = socket.socketpair()
     with ours, theirs:
         reactor.watch_reading(ours.fileno(), lambda: None)
         for _ in range(2):
             reactor.forget(ours.fileno())
-            reactor.pause_reading(ours.fileno())
             reactor.resume_reading(ours.fileno())
             reactor.resume_writing(ours.fileno())
 
