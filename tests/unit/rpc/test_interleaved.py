@@ -84,7 +84,7 @@ class Owner:
         self._point = point
         self.inbox: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.has_seen = False
-        reactor = SimpleNamespace(unarmed={}, leave_unarmed=nothing, resume_reading=nothing)
+        reactor = SimpleNamespace(unarmed={}, leave_unarmed=nothing, arm=nothing)
         waiter = SimpleNamespace(lease=self._lease, read=self._read)
         agent: Any = SimpleNamespace(waiter=waiter, reactor=reactor, receiver=None)
         self.listener = Listener(agent, 1, self.inbox)
@@ -114,7 +114,7 @@ class Owner:
         *rest: Any,
     ) -> bool:
         self._at("before it looks")
-        self.has_seen = is_over()
+        self.has_seen = bool(is_over())
         self._at("after it has looked")
         ready = select.poll()
         ready.register(rest[-1], select.POLLIN)

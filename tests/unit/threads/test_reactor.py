@@ -445,7 +445,7 @@ def test_a_descriptor_that_is_left_unarmed_during_a_look_is_seen_by_another_look
 
 def test_a_thread_goes_on_when_another_one_has_taken_the_last_task(make_reactor: Make) -> None:
     """Both have seen the task in the queue."""
-    reactor = make_reactor()
+    reactor = make_reactor(1)
     reactor._run_all(deque(), deque([1]))
     done = threading.Event()
     reactor.submit(lambda *_: done.set())
