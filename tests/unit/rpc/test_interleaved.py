@@ -16,9 +16,8 @@ import torch
 from tests.unit.worker.group import LIMIT_S, group_of
 from torchweft.errors import WorkerLost
 from torchweft.protocol.leaving import OpenLeaving
-from torchweft.rpc.collective import Gatherings, Led
+from torchweft.rpc.collective import Gatherings, Key, Limits, Ways
 from torchweft.rpc.encoding import Encoder
-from torchweft.rpc.gathering import Key, Limits, Ways
 from torchweft.rpc.health import on_worker_lost
 from torchweft.rpc.node import Leaving
 from torchweft.rpc.ports import Listener
@@ -38,13 +37,13 @@ def test_a_gathering_that_has_ended_does_not_fail(monkeypatch: pytest.MonkeyPatc
     """The last worker arrives between the loss of a worker that has arrived and its report."""
     key, told = Key((0, 1), "barrier", 0), list[Peer]()
     with group_of(2) as (first, second):
-        led = Led(first.agent)
+        led = Gatherings(first.agent)
         monkeypatch.setattr(led, "_tell_failure", lambda key, peer, error: told.append(peer))
-        led.open(key)
-        gathering = led._open[key]
+        gathering = led._found(key, key.workers)
         for member in (first, second):
             led.brought(key, member.agent.info.name, 1)
-        led._fail(key, gathering, WorkerLost("gone", worker="worker1"))
+        lost = WorkerLost("gone", worker="worker1")
+        led._fail(key, gathering, first.peer(second), lost)
         assert gathering.values() == {"worker0": 1, "worker1": 1}
         assert told == []
 
@@ -54,22 +53,19 @@ def test_a_leader_that_is_lost_as_a_gathering_begins(
     monkeypatch: pytest.MonkeyPatch, is_reported_before: bool
 ) -> None:
     """The report of the loss comes before the gathering is registered, or after."""
-    key = Key((0, 1), "barrier", 0)
     with group_of(2) as (leader, member):
         gatherings = Gatherings(member.agent)
         peer = member.peer(leader)
-        if is_reported_before:
+
+        def lose() -> None:
             peer.declare_lost("killed")
             gatherings.peer_lost(peer)
 
-        def bring(*_: object) -> None:
-            if not is_reported_before:
-                peer.declare_lost("killed")
-                gatherings.peer_lost(peer)
-
-        monkeypatch.setattr(gatherings, "_bring", bring)
+        if is_reported_before:
+            lose()
+        monkeypatch.setattr(gatherings, "_bring", lambda *_: is_reported_before or lose())
         with pytest.raises(WorkerLost, match="killed"):
-            gatherings._follow(key, None, peer, WAYS, LIMITS)
+            gatherings.gather(None, [peer, member.agent.me], WAYS, LIMITS)
         assert len(gatherings) == 0
 
 
