@@ -58,6 +58,9 @@ def test_a_connection_that_breaks_while_it_is_being_watched_is_not_watched(
     member.agent.links._watch(member.peer(other), link)
     assert link.is_broken
     assert not {link.read_fd, link.write_fd} & reactor._handlers.keys()
+    # Nobody makes the connection again, so that neither side must wait for the other at its end.
+    member.agent.lose(member.peer(other), "it broke")
+    other.agent.lose(other.peer(member), "it broke")
 
 
 def test_who_waited_to_redial_finds_a_session_that_was_resumed_meanwhile(
