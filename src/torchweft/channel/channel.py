@@ -34,7 +34,7 @@ from torchweft.channel.device_copies import HostCopies, PageLocks
 from torchweft.channel.memory import BufferPool
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.probe import Facts
-from torchweft.protocol.observing.keys import VALUE, Wait
+from torchweft.protocol.observing import VALUE, Wait
 from torchweft.threads.reactor import Reactor, Waiting
 from torchweft.wire.frames import Buffer as Bytes
 from torchweft.wire.messages import Kind
