@@ -28,20 +28,20 @@ def _followed(names: Any, name: bytes) -> Any:
 
 
 HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
-    "names are followed": (2, registry.StrictNames, "resolve", _followed),
+    "names are followed": (28, registry.StrictNames, "resolve", _followed),
     "any method is called": (
-        12,
+        27,
         registry.StrictNames,
         "method_of",
         lambda names, value, name: getattr(value, name),
     ),
     "any module is used": (
-        3,
+        13,
         owner,
         "_module",
         lambda reference: reference.local_value(),
     ),
-    "forward of any module is called": (2, owner, "_check_declares_forward", _nothing),
+    "forward of any module is called": (23, owner, "_check_declares_forward", _nothing),
 }
 """Each with a seed that finds it soon, and the function that a faulty one replaces."""
 
