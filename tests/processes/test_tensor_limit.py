@@ -45,7 +45,7 @@ def make_with(value: Any) -> None:
     rpc.remote("worker0", functions.identity, args=(value,)).to_here()
 
 
-@pytest.mark.parametrize("size", [1 << 14, 1 << 18])
+@pytest.mark.parametrize("size", [25_600, 1 << 18], ids=["stream", "shm"])
 def test_a_call_with_more_fails_and_others_do_not(limited: str, size: int) -> None:
     reference = rpc.remote("worker0", functions.Accumulator)
     for count in (LIMIT + 1, 100):
