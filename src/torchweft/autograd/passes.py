@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
+from _thread import allocate_lock
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -110,8 +112,7 @@ class Passes:
 
     def all(self) -> list[PassPart]:
         """Returns all parts, also those that wait for the end of their context."""
-        with self.lock:
-            return list(self.parts.values())
+        return list(self.parts.copy().values())
 
     def on_message(self, peer: Peer, frame: Frame) -> None:
         """Takes a message of a pass."""
@@ -140,13 +141,20 @@ class Passes:
                 return None
         elif peer.id != driver:
             return None
-        with self.lock:
-            is_over = key in self._ended or driver == self.me
-            leader = self.agent.peers.get(driver)
-            if is_over or leader is None or leader.lost is not None:
-                return None
-            machine = Participant(self.me, driver)
-            return self.parts.setdefault(key, PassPart(self, machine, pass_id, context_id))
+        leader = self.agent.peers.get(driver)
+        if leader is None or driver == self.me or self._is_over(key, leader):
+            return None
+        # Without the lock: the thread that has it may be in a signal handler, which waits for an
+        # answer that only the thread here can read.
+        machine = Participant(self.me, driver)
+        part = self.parts.setdefault(key, PassPart(self, machine, pass_id, context_id))
+        if self._is_over(key, leader):  # Race: another thread has just ended it.
+            self.parts.pop(key, None)
+            return None
+        return part
+
+    def _is_over(self, key: tuple[int, int], leader: Peer) -> bool:
+        return key in self._ended or leader.lost is not None
 
     def begun(self, name: PassName) -> None:
         """Notes the name of a pass, and closes the parts in earlier ones, which it implies."""
@@ -165,8 +173,8 @@ class Passes:
     def end(self, part: PassPart) -> None:
         """Releases a part, done or not; later messages of the pass are dropped."""
         with self.lock:
+            self._ended.add(part.key)  # First: ``_new_part`` looks last.
             self.parts.pop(part.key, None)
-            self._ended.add(part.key)
             pass_id, context_id = part.key
             passes = self._passes_of.get(context_id, [])
             if pass_id in passes:
@@ -210,7 +218,6 @@ class PassPart:
     """The worker whose gradients a gate waits for."""
     _is_led = False
     """Whether a thread of this worker leads the pass; it then empties the inbox at any time."""
-    _is_at_work = False
     _signal: Flag | None = None
     _mark: Mark | None = None
     """The end of the GPU work of the thread that handled the items before."""
@@ -222,24 +229,30 @@ class PassPart:
         self.pass_id = pass_id
         self.key = (pass_id, context_id)
         """Names the pass: a worker that takes no part in the context does not know it."""
-        self.inbox: list[Item] = []
+        self.inbox: deque[Item] = deque()
+        self._at_work = allocate_lock()
+        """Held by the thread that handles items, or will soon."""
+        if self._is_led:
+            self._at_work.acquire()
 
     # The inbox
 
     def put(self, item: Item) -> bool:
-        """Puts an item into the inbox; returns whether the caller must schedule its handling."""
-        with self._passes.lock:
-            self.inbox.append(item)
-            was_at_work, self._is_at_work = self._is_at_work, True
+        """Puts an item into the inbox; returns whether the caller must schedule its handling.
+
+        Waits for no lock: a thread that reads a connection calls it.
+        """
+        self.inbox.append(item)
         if self._signal is not None:
             self._signal.set()
-        return not was_at_work
+        return self._at_work.acquire(blocking=False)
 
     def take_all(self) -> list[Item]:
         """Empties the inbox. After an empty result the next ``put`` must schedule the handling."""
-        with self._passes.lock:
-            items, self.inbox = self.inbox, []
-            self._is_at_work = bool(items) or self._is_led
+        inbox, items = self.inbox, []
+        while True:
+            while inbox:
+                items.append(inbox.popleft())
             if device_streams.HAS_CUDA:
                 # The next items may be another thread's, before this one's task has ended.
                 if items:
@@ -247,7 +260,11 @@ class PassPart:
                     self._mark = None
                 else:
                     self._mark = device_streams.mark()
-        return items
+            if items or self._is_led:
+                return items
+            self._at_work.release()
+            if not inbox or not self._at_work.acquire(blocking=False):
+                return items  # Race: else, a ``put`` since the look has scheduled nothing.
 
     def wait(self, deadline_s: float) -> bool:
         """Blocks until an item is in the inbox or the part is closed.
@@ -281,7 +298,7 @@ class PassPart:
     @property
     def is_under_way(self) -> bool:
         """Whether this worker works on the pass, or waits for more of its messages."""
-        return self._is_at_work or (self.local is not None and self.local.is_waiting)
+        return self._at_work.locked() or (self.local is not None and self.local.is_waiting)
 
     def awaited(self) -> set[int]:
         """Returns the other workers for which this worker waits; a leader, for their progress."""
@@ -507,7 +524,7 @@ class LedPass(PassPart):
     name: PassName
     local: LocalPass
     driver: Driver
-    _is_led = _is_at_work = True
+    _is_led = True
     outcome: Complete | Fail | None = None
     _deadline_s = math.inf
     _has_ended = False

@@ -12,13 +12,16 @@ from typing import Any
 import pytest
 
 from torchweft.autograd import passes
-from torchweft.autograd.codec import PassMode
+from torchweft.autograd.codec import CONTEXT_AT, PassMode
 from torchweft.autograd.contexts import Context
 from torchweft.autograd.data_parallel import AVERAGING
 from torchweft.autograd.local_pass import LocalPass
-from torchweft.autograd.passes import LedPass, PassPart
+from torchweft.autograd.passes import LedPass, Passes, PassPart
 from torchweft.errors import BackwardTimeout
+from torchweft.ids import scoped_id
 from torchweft.protocol.backward import Gradients, Participant, Progress, Report
+from torchweft.wire.frames import Frame
+from torchweft.wire.messages import Kind
 
 ITEM: Any = (None, "an item")
 
@@ -61,6 +64,104 @@ def test_nothing_is_scheduled_for_the_thread_that_leads() -> None:
         assert made.take_all() == [ITEM]
         assert made.take_all() == []
     assert made.is_under_way
+
+
+class _Lock:
+    """The lock of the thread at work; an event comes just before or after its release."""
+
+    def __init__(self, before: Callable[[], object], after: Callable[[], object]) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self._before, self._after = before, after
+        self.acquire, self.locked = self._lock.acquire, self._lock.locked
+
+    def release(self) -> None:
+        before, self._before = self._before, lambda: None
+        after, self._after = self._after, lambda: None
+        before()
+        self._lock.release()
+        after()
+
+
+def test_an_item_that_comes_as_the_handling_ends_is_handled() -> None:
+    made, scheduled = part(), []
+    made._at_work = _Lock(lambda: scheduled.append(made.put(ITEM)), lambda: None)  # type: ignore
+    assert made.take_all() == [ITEM]
+    assert scheduled == [False]
+    assert made.is_under_way
+
+
+def test_an_item_that_comes_behind_the_end_of_the_handling_is_scheduled() -> None:
+    made, scheduled = part(), []
+    made._at_work = _Lock(lambda: None, lambda: scheduled.append(made.put(ITEM)))  # type: ignore
+    assert made.take_all() == []
+    assert scheduled == [True]
+    assert made.take_all() == [ITEM]
+
+
+PEER: Any = SimpleNamespace(id=1, name="other", lost=None)
+PASS_ID, CONTEXT_ID = scoped_id(1, 5), 7
+
+
+def passes_of_worker(tasks: list[Any], peer: Any = PEER) -> Passes:
+    queue = SimpleNamespace(append=lambda task, _: tasks.append(task))
+    agent: Any = SimpleNamespace(
+        me=SimpleNamespace(id=0), peers={1: peer}, reactor=SimpleNamespace(tasks=queue)
+    )
+    envelopes: Any = SimpleNamespace(discard=lambda peer, frame: None)
+    nothing: Any = None
+    return Passes(agent, nothing, nothing, envelopes)
+
+
+def message() -> Frame:
+    control = bytearray(40)
+    at = CONTEXT_AT[Kind.BACKWARD]
+    control[at : at + 8] = CONTEXT_ID.to_bytes(8, "little")
+    return Frame(Kind.BACKWARD, 0, PASS_ID, bytes(control), ())
+
+
+def test_the_reader_of_a_connection_waits_for_no_thread_in_a_signal_handler() -> None:
+    """The handler may have interrupted any step, also one with the lock, and wait for an answer."""
+    tasks: list[Any] = []
+    made = passes_of_worker(tasks)
+    with made.lock:
+        for _ in range(2):
+            reader = threading.Thread(target=made.on_message, args=(PEER, message()))
+            reader.start()
+            reader.join(10.0)
+            assert not reader.is_alive()
+    assert len(tasks) == 1
+    (only,) = made.all()
+    assert len(only.take_all()) == 2
+
+
+def test_a_message_revives_no_pass_that_another_thread_just_ends() -> None:
+    tasks: list[Any] = []
+    made = passes_of_worker(tasks)
+    looks = iter([False, True])
+
+    class Ended:
+        def __contains__(self, key: object) -> bool:
+            return next(looks)
+
+    made._ended = Ended()  # type: ignore[assignment]
+    made.on_message(PEER, message())
+    assert made.all() == []
+    assert tasks == []
+
+
+def test_a_message_of_a_pass_whose_leader_is_just_lost_begins_none() -> None:
+    looks = iter([None, "end of file"])
+
+    class Leader:
+        id, name = 1, "other"
+        lost = property(lambda self: next(looks))
+
+    tasks: list[Any] = []
+    made = passes_of_worker(tasks, Leader())
+    made.on_message(PEER, message())
+    assert made.all() == []
+    assert tasks == []
 
 
 def end(made: PassPart) -> None:
