@@ -233,7 +233,7 @@ class PassPart:
         self._at_work = allocate_lock()
         """Held by the thread that handles items, or will soon."""
         if self._is_led:
-            self._at_work.acquire()
+            self._at_work.acquire(blocking=False)
 
     # The inbox
 
