@@ -25,12 +25,14 @@ class Kind:
         scale: Factor applied to the number when it is shown.
         slack: Growth that still counts as flat, caused by allocators and timing.
         bound: Value that may be reached at any time, early or late.
+        is_time: Whether other programs may raise single values.
     """
 
     unit: str
     scale: float
     slack: float
     bound: float = 0
+    is_time: bool = False
 
 
 MIB = 1 << 20
@@ -98,7 +100,8 @@ class Course:
     """The samples of one kind of resource in one process.
 
     The first quarter is warm-up: pools fill, threads start. After that the highest value may
-    not rise any more, so the last quarter's is compared with the second's.
+    not rise any more, so the last quarter's is compared with the second's. Of times it is the
+    lowest value, which other programs disturb least; whatever grows raises it as well.
     """
 
     kind: Kind
@@ -107,7 +110,8 @@ class Course:
     @property
     def growth(self) -> float:
         quarter = max(1, len(self.values) // 4)
-        return max(self.values[-quarter:]) - max(self.values[quarter : 2 * quarter])
+        extreme = min if self.kind.is_time else max
+        return extreme(self.values[-quarter:]) - extreme(self.values[quarter : 2 * quarter])
 
     @property
     def is_flat(self) -> bool:

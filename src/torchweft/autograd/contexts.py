@@ -429,6 +429,9 @@ class SendRecord:
         gates: For each tensor a node that leads to its edge; see ``gates``. They keep the graph
             alive, which an edge to a Python node does not.
         is_back: Whether its tensors were placed as those of an answer; see ``worker.peers``.
+        retained: The tensors with ``retain_grad``. torch's engine may crash if it comes to such a
+            tensor in the moment in which another thread drops it, as one that has served a call
+            does: it asks whether the tensor lives, and then uses it.
         edges: Where in the graph the gradients go; made by the first pass that looks at it.
     """
 
@@ -437,6 +440,7 @@ class SendRecord:
     metas: tuple[TensorMeta, ...]
     gates: tuple[Node, ...]
     is_back: bool = False
+    retained: Sequence[Tensor] = ()
     edges: tuple[GradientEdge, ...] = ()
 
 
@@ -504,7 +508,9 @@ class SentMessages:
         """
         # Before the lock: no two threads get the same number.
         message_id = scoped_id(self.worker, next(self._counter))
-        record = SendRecord(message_id, to_worker, metas_of(tensors), gates_of(tensors), is_back)
+        metas, gates = metas_of(tensors), gates_of(tensors)
+        retained = [tensor for tensor in tensors if tensor.retains_grad]
+        record = SendRecord(message_id, to_worker, metas, gates, is_back, retained)
         with self._lock:
             self._sends[message_id] = record
         return message_id

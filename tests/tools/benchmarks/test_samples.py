@@ -32,6 +32,12 @@ def test_growth_up_to_a_bound_is_flat() -> None:
     assert not Course(threads, [5, 5, 5, 5, 6, 7, 9, 22]).is_flat
 
 
+def test_of_times_the_lowest_values_are_compared() -> None:
+    time = Kind("ms", 1, 2, is_time=True)
+    assert Course(time, [5, 5, 5, 6, 5, 5, 5, 90]).is_flat
+    assert not Course(time, [5, 5, 5, 6, 6, 7, 8, 90]).is_flat
+
+
 def test_sample_tells_every_kind() -> None:
     sample = take_sample()
     assert set(sample) == set(KINDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -67,6 +68,21 @@ def test_a_send_keeps_the_graph_of_a_custom_function_alive() -> None:
     (record,) = context.sends()
     (gradient,) = torch.autograd.grad(record.edges, [weight], [torch.ones(2)])
     assert gradient.tolist() == [2.0, 2.0]
+
+
+def test_a_context_keeps_sent_tensors_whose_gradients_torch_retains() -> None:
+    # A pass must not come to one in the moment in which a thread that has sent it drops it.
+    context = Context(1, 0)
+    leaf = torch.ones(2, requires_grad=True)
+    retained, other = leaf * 2, leaf * 3
+    retained.retain_grad()
+    context.record_send([other, retained, leaf], 1)
+    of_retained, of_other = weakref.ref(retained), weakref.ref(other)
+    del retained, other
+    assert of_other() is None
+    assert of_retained() is not None
+    context.clear()
+    assert of_retained() is None
 
 
 def test_received_tensors_may_be_modified_in_place() -> None:
