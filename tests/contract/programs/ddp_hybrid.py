@@ -1,6 +1,7 @@
 """A large embedding on ``ps``, a dense part under DDP on two trainers, and a master that drives.
 
-The trainers look up words of their own, so the order of their updates does not matter.
+The trainers look up words of their own, so the order of their updates does not matter. They take
+turns in their steps: each steps the whole table, and PyTorch's optimizers take no lock on it.
 """
 
 import json
@@ -57,7 +58,10 @@ def _run_trainer(remote_emb_module, rank):
             with dist_autograd.context() as context_id:
                 loss = criterion(model(indices, offsets), target)
                 dist_autograd.backward(context_id, [loss])
-                opt.step(context_id)
+                for turn in range(2):
+                    if turn == rank:
+                        opt.step(context_id)
+                    dist.barrier()
                 losses.append(loss.item())
     return losses, model.fc.module.weight.detach().double().sum().item()
 
