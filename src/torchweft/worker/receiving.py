@@ -147,9 +147,9 @@ class Receiver:
     def deliver(self, peer: Peer, frame: Frame) -> None:
         """Handles a frame from this worker to itself, which touches no socket."""
         reactor = self._reactor
-        had_waiting = len(reactor.tasks) + len(reactor.urgent)
         self.dispatch(peer, frame)
-        if len(reactor.tasks) + len(reactor.urgent) > had_waiting:
+        # Not by counts: another thread may have taken an earlier task meanwhile, and be in it long.
+        if reactor.tasks.ready or reactor.urgent:
             reactor.wake()
 
     # Reading
