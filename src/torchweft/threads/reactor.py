@@ -543,7 +543,7 @@ class Reactor:
                     self._running_urgent -= 1
                 else:
                     self._running -= 1
-                if self._waiting > _SPARE_THREADS and not self.tasks.ready:
+                if self._waiting > _SPARE_THREADS and not (self.tasks.ready or self.urgent):
                     return False
                 self._waiting += 1
         else:
