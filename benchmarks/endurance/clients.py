@@ -34,6 +34,8 @@ _LONGEST_PAUSE_S = 0.02
 _LEAVE_LIMIT_S = 3.0
 _END_LIMIT_S = 15.0
 """How long a client may take to end before it is killed."""
+_TELL_S = 0.5
+"""How long it may take to write its stacks before that."""
 _REPORT = struct.Struct("dd")
 
 
@@ -237,6 +239,18 @@ class Joined(NamedTuple):
     cpu_s: float
 
 
+class Stuck(NamedTuple):
+    """A client that did not end.
+
+    Attributes:
+        way: The way by which it was to go.
+        output: What it has written to standard error; in the end, the stacks of its threads.
+    """
+
+    way: str
+    output: str
+
+
 def join(name: str, rank: int, method: str) -> Joined:
     """Makes this process a worker of the open group."""
     options = rpc.RpcBackendOptions(
@@ -247,12 +261,10 @@ def join(name: str, rank: int, method: str) -> Joined:
     return Joined(time.monotonic() - began_s, time.process_time() - began_cpu_s)
 
 
-def _client(number: int, way: Callable[[], None], method: str, report: int) -> None:
+def _client(number: int, way: Callable[[], None], method: str, report: int, output: int) -> None:
     """Lives as one client."""
     random.seed(number)
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 2)  # Most ways out print a traceback or a warning.
-    os.close(quiet)
+    os.dup2(output, 2)  # Most ways out print a traceback or a warning.
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -285,16 +297,16 @@ class Clients:
         self._process.start()
         theirs.close()
 
-    def run(self, numbers: Sequence[int]) -> tuple[list[Joined], list[str]]:
+    def run(self, numbers: Sequence[int]) -> tuple[list[Joined], list[Stuck]]:
         """Runs some clients at the same time, each by the way of its number; blocks.
 
         Returns:
-            How long those took to join that have joined, and the ways of those that did not end,
-            and were killed.
+            How long those took to join that have joined; and of those that did not end, and were
+            killed, the way and the output.
         """
         self._connection.send(numbers)
         joined, stuck = self._connection.recv()
-        return [Joined(*each) for each in joined], stuck
+        return [Joined(*each) for each in joined], [Stuck(*each) for each in stuck]
 
     def close(self) -> None:
         """Ends the process."""
@@ -312,19 +324,24 @@ def _fork_clients(commands: Connection, ends_of_parent: Connection, method: str)
             started = []
             for number in numbers:
                 come, report = os.pipe()
-                way = WAYS[number % len(WAYS)]
-                process = context.Process(target=_client, args=(number, way, method, report))
+                way, output = WAYS[number % len(WAYS)], os.memfd_create("output")
+                process = context.Process(
+                    target=_client, args=(number, way, method, report, output)
+                )
                 process.start()
                 os.close(report)
-                started.append((way, process, come))
+                started.append((way, process, come, output))
             reports: list[tuple[float, ...]] = []
-            stuck: list[str] = []
-            for way, process, come in started:
+            stuck: list[tuple[str, str]] = []
+            for way, process, come, output in started:
                 process.join(_END_LIMIT_S)
                 if process.is_alive():
-                    stuck.append(way.__name__)
+                    os.kill(process.pid or 0, signal.SIGUSR1)  # A worker then writes its stacks.
+                    process.join(_TELL_S)
                     process.kill()
                     process.join()
+                    stuck.append((way.__name__, os.pread(output, 1 << 20, 0).decode()))
+                os.close(output)
                 told = os.read(come, _REPORT.size)
                 os.close(come)
                 if len(told) == _REPORT.size:

@@ -16,7 +16,15 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.endurance.clients import SERVER, WAYS, Clients, Joined, begin_service, join
+from benchmarks.endurance.clients import (
+    SERVER,
+    WAYS,
+    Clients,
+    Joined,
+    Stuck,
+    begin_service,
+    join,
+)
 from benchmarks.endurance.samples import (
     KINDS,
     Course,
@@ -72,8 +80,10 @@ def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
     elapsed_s = time.monotonic() - began_s
     title = f"## {count:,} clients by {len(WAYS)} ways out, {elapsed_s:.0f} s"
     lines = [title, "", *table([(SERVER, *each) for each in courses.items()]), ""]
-    for way, number in killed.items():
+    for way, number in Counter(each.way for each in killed).items():
         lines += [f"{number} clients that were to {way} did not end, and were killed.", ""]
+    for each in killed:
+        lines += [f"Output of a client that was to {each.way}:", "", "```", each.output, "```", ""]
     is_flat = all(course.is_flat for course in courses.values())
     if not is_flat:
         lines += ["Types that grew since the middle:", ""]
@@ -83,7 +93,7 @@ def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
 
 def measure(
     path: str, count: int, samples: int
-) -> tuple[dict[str, Course], Counter[str], list[Counter[str]]]:
+) -> tuple[dict[str, Course], list[Stuck], list[Counter[str]]]:
     """Makes this process the server of a group that meets in a file, and runs its clients.
 
     Args:
@@ -92,11 +102,11 @@ def measure(
         samples: How often to look.
 
     Returns:
-        The course of each kind of resource, the ways of the clients that did not end, and the
-        objects by type in the middle and in the end.
+        The course of each kind of resource, the clients that did not end, and the objects by type
+        in the middle and in the end.
     """
     taken: list[Sample] = []
-    killed: Counter[str] = Counter()
+    killed: list[Stuck] = []
     types: list[Counter[str]] = []
     with contextlib.closing(Clients(f"file://{path}")) as clients:
         return_large_blocks()
@@ -110,7 +120,7 @@ def measure(
                 for start in range(first, last, AT_ONCE):
                     found, stuck = clients.run(range(start, min(start + AT_ONCE, last)))
                     joined += found
-                    killed.update(stuck)
+                    killed += stuck
                 clients.run([TIDY])
                 taken.append({**_settled_sample(), **_of_joining(path, joined)})
                 if number in (samples // 2, samples - 1):
