@@ -154,7 +154,7 @@ static int take_frames(connection *from)
     return left > 0 ? link_hand_over(from) : (int)left;
 }
 
-/* Sleeps until there is data, or for a moment; returns what poll does. */
+/* Sleeps until there is data, or for a moment; returns what poll does, or 0 if it was woken. */
 static int sleep_until_data(const lease *self, int wake_fd, double left_s)
 {
     struct pollfd fds[MOST_LINKS + 1];
@@ -167,8 +167,8 @@ static int sleep_until_data(const lease *self, int wake_fd, double left_s)
     ready = poll(fds, count, limit_ms);
     Py_END_ALLOW_THREADS
     uint64_t wakes;
-    if (ready > 0 && fds[count - 1].revents && read(wake_fd, &wakes, sizeof wakes) < 0)
-        return -1;
+    if (ready > 0 && fds[count - 1].revents)
+        return read(wake_fd, &wakes, sizeof wakes) < 0 ? -1 : 0;
     return ready;
 }
 
@@ -184,6 +184,7 @@ static int run_handlers(lease *self)
 /* Waits as `wait` says; returns TAKEN, NOTHING, ENDED, or -2 with an exception. */
 static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wake_fd)
 {
+    double tick_s = monotonic_s() + 1e-3 * TICK_MS;
     for (;;) {
         bool ended = false, is_any = links_look(self->links, self->count, policy);
         policy = NULL;
@@ -198,8 +199,8 @@ static int wait_for_frames(lease *self, spinning *policy, double limit_s, int wa
         if (left_s <= 0)
             return NOTHING;
         int ready = sleep_until_data(self, wake_fd, left_s);
-        if (ready > 0)
-            continue;
+        if (ready > 0 && monotonic_s() < tick_s)
+            continue; /* Not for ever: messages for others may come again and again. */
         /* While handlers ran, the reactor may have read what this thread waits for. */
         int status = run_handlers(self);
         return status < 0 ? -2 : status ? ENDED : NOTHING;

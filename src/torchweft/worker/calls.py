@@ -148,8 +148,8 @@ class Waiter:
         Take it before sending what will be answered, so that the answer wakes no other thread.
 
         Returns:
-            The lease; None if another thread reads one of them, if there are many, or in the plain
-            twin: then wait for other threads.
+            The lease; None if another thread reads one of them or handles what was read, if there
+            are many, or in the plain twin: then wait for other threads.
         """
         if native is None:
             return None
@@ -158,8 +158,16 @@ class Waiter:
             link = peer.link
             if link is None or link.native is None:
                 return None
-            links.append(link.native)
-        return native.Lease.take(tuple(links))
+            links.append(link)
+        lease = native.Lease.take(tuple([link.native for link in links]))
+        if lease is None:
+            return None
+        for link in links:
+            if link.incoming or link.handling.locked():
+                # What this thread waits for may be among it. Only a wait for others would notice.
+                lease.release()
+                return None
+        return lease
 
     def read(
         self,

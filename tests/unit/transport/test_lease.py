@@ -9,9 +9,11 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,10 +25,14 @@ from torchweft.errors import ProtocolError
 from torchweft.native import native, reason
 from torchweft.wire.frames import Frame, FrameParser, encode_frame
 from torchweft.wire.messages import Kind
+from torchweft.worker.calls import Waiter
 
 pytestmark = pytest.mark.skipif(native is None, reason=reason)
 
 LIMIT_S = 20.0
+TICK_S = 0.1
+"""How long one wait takes at most before it looks whether it is over."""
+ROUNDS = 20
 RECEIVE_BYTES = 4096
 CONTROL_LIMIT_BYTES, FRAME_LIMIT_BYTES = 1 << 16, 1 << 18
 ANSWERS = 1 << Kind.REPLY
@@ -306,9 +312,45 @@ def test_what_the_reactor_reads_while_handlers_run_ends_the_wait(end: End) -> No
 
 def test_a_wait_is_ended_by_its_eventfd(end: End) -> None:
     lease, wake_fd = lease_of(end), os.eventfd(0)
-    threading.Timer(0.01, os.eventfd_write, (wake_fd, 1)).start()
-    assert lease.wait(ANSWERS, 7, [], None, -1, 1e9, wake_fd) == NOTHING
+    began_s = time.monotonic()
+    for _ in range(ROUNDS):
+        os.eventfd_write(wake_fd, 1)
+        assert lease.wait(ANSWERS, 7, [], None, -1, 1e9, wake_fd) == NOTHING
+    assert time.monotonic() - began_s < ROUNDS * TICK_S / 2
     os.close(wake_fd)
+
+
+def test_a_wait_ends_in_time_while_messages_for_others_come(end: End) -> None:
+    is_over = threading.Event()
+
+    def send() -> None:
+        while not is_over.wait(TICK_S / 20):
+            end.arrives(Kind.CALL, 8)
+
+    lease, sending = lease_of(end), threading.Thread(target=send)
+    sending.start()
+    try:
+        assert wait(lease, [], limit_s=1e9) == NOTHING
+        assert end.incoming
+    finally:
+        is_over.set()
+        sending.join()
+
+
+def test_a_link_is_not_leased_while_another_thread_handles_what_was_read(end: End) -> None:
+    # The message that the thread will wait for may be what the other thread has in hand.
+    link: Any = SimpleNamespace(native=end.link, incoming=end.incoming, handling=threading.Lock())
+    reactor: Any = SimpleNamespace()
+    waiter = Waiter(reactor)
+    peers: list[Any] = [SimpleNamespace(link=link)]
+    end.incoming.append(Frame(Kind.REPLY, 0, 7, b"", ()))  # Read, and not yet taken up.
+    assert waiter.lease(peers) is None
+    with link.handling:  # Taken up.
+        end.incoming.clear()
+        assert waiter.lease(peers) is None
+    lease = waiter.lease(peers)
+    assert lease is not None
+    lease.release()
 
 
 FRAMES = st.lists(
