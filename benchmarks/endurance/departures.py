@@ -138,10 +138,10 @@ def measure(
 def _settled_sample() -> Sample:
     """Takes a sample once the server has noticed that all clients are gone.
 
-    The memory of a lost client goes within two of the server's looks for unused memory.
+    The memory of a lost client becomes unused at one look of the server, and goes at a later one.
     """
     deadline_s = time.monotonic() + _SETTLE_LIMIT_S
-    time.sleep(_IDLE_S)
+    time.sleep(2 * _IDLE_S)
     previous = take_sample()
     while True:
         time.sleep(0.4)  # Longer than messages about references are held; no event marks the end.
