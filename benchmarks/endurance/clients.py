@@ -336,7 +336,8 @@ def _fork_clients(commands: Connection, ends_of_parent: Connection, method: str)
             for way, process, come, output in started:
                 process.join(_END_LIMIT_S)
                 if process.is_alive():
-                    os.kill(process.pid or 0, signal.SIGUSR1)  # A worker then writes its stacks.
+                    assert process.pid is not None
+                    os.kill(process.pid, signal.SIGUSR1)  # A worker then writes its stacks.
                     process.join(_TELL_S)
                     process.kill()
                     process.join()

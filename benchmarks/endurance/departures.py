@@ -61,20 +61,24 @@ DEPARTURE_KINDS = {
 
 
 def main() -> int:
-    """Runs all clients against this process; returns 1 if anything grows."""
+    """Runs all clients against this process; returns 1 if anything grows, or a client is stuck."""
     end_on_sigterm()
     options = parse_options()
     with tempfile.TemporaryDirectory() as folder:
-        lines, is_flat = run(f"{folder}/store", options.clients, options.samples)
+        lines, is_good = run(f"{folder}/store", options.clients, options.samples)
     report = "\n".join(["# Departures", "", provenance(), "", *lines]) + "\n"
     print(report)
     if options.save:
         save(report, Path(__file__).parent, options.save)
-    return 0 if is_flat else 1
+    return 0 if is_good else 1
 
 
 def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
-    """Runs clients as ``measure`` does; returns a report, and whether nothing grows."""
+    """Runs clients as ``measure`` does.
+
+    Returns:
+        A report, and whether nothing grows and all clients have ended.
+    """
     began_s = time.monotonic()
     courses, killed, types = measure(path, count, samples)
     elapsed_s = time.monotonic() - began_s
@@ -88,7 +92,7 @@ def run(path: str, count: int, samples: int) -> tuple[list[str], bool]:
     if not is_flat:
         lines += ["Types that grew since the middle:", ""]
         lines += [*grown({SERVER: types[0]}, {SERVER: types[-1]}), ""]
-    return lines, is_flat
+    return lines, is_flat and not killed
 
 
 def measure(
