@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import importlib
 import inspect
+import operator
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,15 @@ def missing(name: str) -> set[str]:
     return found
 
 
+def has(holder: Any, name: str) -> bool:
+    """Returns whether a module has a name, or an attribute of a class of its own."""
+    try:
+        operator.attrgetter(name)(holder)
+    except AttributeError:
+        return False
+    return True
+
+
 def instance_names(kind: Any) -> set[str]:
     """Returns the names of the attributes of a class, and of those that its instances get."""
     found = set(dir(kind))
@@ -138,7 +148,8 @@ def find(name: str, modules: dict[str, str]) -> Any:
 @cases("name", sorted(MODULES))
 def test_every_name_is_there_or_in_the_table_of_the_manual(name: str) -> None:
     listed = rows().get(name, {})
-    assert missing(name) == set(listed)
+    # The table is for all versions of PyTorch, some of which have renamed private names.
+    assert missing(name) == {each for each in listed if has(both(name)[0], each)}
     assert all(listed.values()), "each row has a reason"
 
 
