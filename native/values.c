@@ -473,7 +473,7 @@ static PyObject *read_value(decoder *from)
 }
 
 /* decode_values(data, tensors, externals, resolve, come_home) -> the value, or NotImplemented if the
- * bytes are malformed; see value_reading.decode. */
+ * bytes are malformed; see values.decode. */
 PyObject *values_decode(PyObject *Py_UNUSED(module), PyObject *const *arguments, Py_ssize_t count)
 {
     Py_buffer data;

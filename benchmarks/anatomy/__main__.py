@@ -28,8 +28,7 @@ from torchweft.rpc.serving import Call
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.functions import name_of, resolve
 from torchweft.serialize.tensors import decode_tensors, encode_tensors
-from torchweft.serialize.value_reading import decode
-from torchweft.serialize.values import encode
+from torchweft.serialize.values import decode, encode
 from torchweft.threads.reactor import FairQueue, Reactor
 from torchweft.wire.frames import Buffer, FrameParser, encode_frame
 from torchweft.wire.messages import Kind, encode_reply

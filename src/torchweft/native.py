@@ -39,10 +39,10 @@ class Native(Protocol):
         is_differentiable: bool,
         /,
     ) -> None:
-        """Takes a dtype of ``serialize.dtypes``; called once for each."""
+        """Takes a dtype of ``serialize.tensors``; called once for each."""
 
     def set_value_parts(self, unfold: Callable[..., Any], rebuild: Callable[..., Any], /) -> None:
-        """Takes what ``serialize.value_reading`` needs of Python; called once."""
+        """Takes what ``serialize.values`` needs of Python; called once."""
 
     def encode_tensors(self, tensors: Sequence[Tensor], /) -> tuple[bytes, bool] | None:
         """Does as ``tensors.encode_tensors``; None for tensors that it leaves to the plain twin."""
@@ -91,7 +91,7 @@ class Native(Protocol):
         come_home: Callable[[ReferenceId], Any],
         /,
     ) -> Any:
-        """Does as ``value_reading.decode`` without a limit; NotImplemented for malformed bytes."""
+        """Does as ``values.decode`` without a limit; NotImplemented for malformed bytes."""
 
     def decode_call(self, control: Buffer, /) -> Any:
         """Does as ``wire.messages.decode_call``."""

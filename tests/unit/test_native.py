@@ -20,7 +20,7 @@ import torchweft.native as loading
 from torchweft import knobs
 from torchweft.errors import ConfigurationError, ProtocolError
 from torchweft.rpc import encoding  # noqa: F401 (it tells the twin in C of torch's modes)
-from torchweft.serialize import value_reading, values
+from torchweft.serialize import values
 from torchweft.serialize.tensors import decode_tensors, encode_tensors
 from torchweft.wire.frames import HEADER_BYTES
 from torchweft.wire.messages import NO_CREATION, decode_reply, encode_call, encode_reply
@@ -147,7 +147,7 @@ def test_encoding_and_decoding_leak_nothing() -> None:
         content = encode_tensors(tensors)
         assert payload is not None
         assert content is not None
-        value_reading.decode(payload, decode_tensors(content[0], 0)[0], ())
+        values.decode(payload, decode_tensors(content[0], 0)[0], ())
 
     assert _rounds(run) < 2000
 
@@ -164,7 +164,7 @@ def test_every_cut_leaks_nothing() -> None:
     def run() -> None:
         for end in range(0, len(payload), 7):
             with pytest.raises(ProtocolError):
-                value_reading.decode(payload[:end], tensors, ())
+                values.decode(payload[:end], tensors, ())
         for end in range(1, len(content[0]), 7):
             try:
                 decode_tensors(content[0][:end], 0)

@@ -28,8 +28,7 @@ from torchweft.serialize.tensors import (
     too_many,
     with_flags,
 )
-from torchweft.serialize.value_reading import decode, refusal_of, unfolded_limit
-from torchweft.serialize.values import PICKLE
+from torchweft.serialize.values import PICKLE, decode, refusal_of, unfolded_limit
 from torchweft.threads import device_streams
 from torchweft.threads.thread_modes import has_dispatch_modes, has_function_modes, plain_operations
 from torchweft.wire import messages

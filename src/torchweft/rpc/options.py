@@ -24,7 +24,7 @@ from torchweft.rpc.constants import (
 )
 from torchweft.rpc.rref import RRef
 from torchweft.secret import Secret
-from torchweft.serialize.allowed import BY_THEMSELVES, is_part_of_weft
+from torchweft.serialize.reading import BY_THEMSELVES, is_part_of_weft
 from torchweft.serialize.registry import Callables
 from torchweft.transport.addresses import is_loopback
 

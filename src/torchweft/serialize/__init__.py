@@ -11,11 +11,9 @@ import torch.
 ``diagnosis``       which part of an object cannot be sent, and what to do about it
 ``functions``       callables by name
 ``tensors``         tensors to descriptions and their memory, and back without a copy
-``dtypes``          the numbers of dtypes and devices
-``values``          values of a closed list of kinds to bytes, without pickle
-``value_reading``   such bytes to values, within bounds
+``values``          values of a closed list of kinds to bytes without pickle, and back within bounds
 ``reading``         how a worker reads messages: anything, allowed names only, or plain values
-``allowed``         an allow-list of modules
+``unpickling``      pickles that name only what an allow-list admits
 ``registry``        the names that a message may follow on every worker, or on a strict one
 ``exceptions``      errors, with their cause and the remote traceback
 ``tracebacks``      the frames of the program alone, for each worker once

@@ -36,7 +36,7 @@ from weakref import WeakKeyDictionary
 import cloudpickle
 from torch import Tensor
 
-from torchweft.errors import ProtocolError, SerializationError
+from torchweft.errors import ProtocolError, SerializationError, WeftError
 from torchweft.serialize.functions import (
     MAIN_MODULES,
     is_registered_by_value,
@@ -377,6 +377,16 @@ def _module(name: str) -> object:
     return sys.modules["__main__"] if name in MAIN_MODULES else load_module(name)
 
 
+def not_rebuilt(error: Exception) -> Exception:
+    """Returns the error of a received object that cannot be made; itself if it tells the cause."""
+    if isinstance(error, WeftError) or is_of_handler(error):
+        return error
+    text = f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
+    made = SerializationError(text)
+    made.__cause__ = error
+    return made
+
+
 def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, ...]]:
     """Makes a function of its code and the captured values in front of its arguments.
 
@@ -392,11 +402,7 @@ def bind(code: Code, values: tuple[Any, ...]) -> tuple[FunctionType, tuple[Any, 
         try:
             loaded = load(code)
         except Exception as error:
-            if is_of_handler(error):
-                raise
-            raise SerializationError(
-                f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
-            ) from error
+            raise not_rebuilt(error)  # noqa: B904
     count = loaded.count
     if len(values) < count:
         raise ProtocolError(f"a function captures {count} values, and {len(values)} came")

@@ -29,7 +29,7 @@ import torch
 
 from torchweft.columns import LAYOUT, printable
 from torchweft.errors import RemoteError, WeftError
-from torchweft.serialize import value_reading, values
+from torchweft.serialize import values
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.registry import rebuilds_pickled
@@ -41,7 +41,7 @@ from torchweft.serialize.tracebacks import (
     places_of,
     with_lines_from_here,
 )
-from torchweft.serialize.value_reading import limit_of_repetition
+from torchweft.serialize.values import limit_of_repetition
 
 _CHAIN_LIMIT = 64
 """How many errors deep an error may be, by causes, contexts and members of groups."""
@@ -110,7 +110,7 @@ def _dump(content: object, is_plain: bool) -> bytes:
 def _load(content: bytes | bytearray | memoryview) -> Any:
     if len(content) and content[0] != values.PICKLE:
         limit_bytes = limit_of_repetition(len(content), ())
-        return value_reading.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
+        return values.decode(content, (), (), _refuse_name, limit_bytes=limit_bytes)
     return _PlainUnpickler(BytesIO(content)).load()
 
 

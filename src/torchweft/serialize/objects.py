@@ -32,15 +32,16 @@ import cloudpickle
 from torch import Tensor
 from torch.nn import Parameter
 
-from torchweft.errors import ProtocolError, SerializationError, WeftError
+from torchweft.errors import ProtocolError, SerializationError
 from torchweft.ids import ReferenceId
-from torchweft.serialize import value_reading, values
+from torchweft.serialize import values
 from torchweft.serialize.by_value import (
     MARKERS,
     NAMED_TYPES,
     NotByValue,
     Reducers,
     ValuePickler,
+    not_rebuilt,
 )
 from torchweft.serialize.diagnosis import diagnose
 from torchweft.serialize.functions import MAIN_MODULES, is_registered_by_value, load_module, unknown
@@ -179,7 +180,7 @@ def unpack(
     payload: bytes | bytearray | memoryview,
     tensors: Sequence[Tensor],
     externals: Sequence[object],
-    come_home: Callable[[ReferenceId], Any] = value_reading.refuse_home,
+    come_home: Callable[[ReferenceId], Any] = values.refuse_home,
 ) -> object:
     """Returns the object that ``pack`` was given on another worker.
 
@@ -194,7 +195,7 @@ def unpack(
     if not payload:
         return tensors[0] if tensors else None
     if payload[0] != values.PICKLE:
-        return value_reading.decode(payload, tensors, externals, come_home=come_home)
+        return values.decode(payload, tensors, externals, come_home=come_home)
     unpickler: _Unpickler | None = None
     try:
         if type(payload) is bytes and _GLOBAL not in payload:
@@ -203,14 +204,8 @@ def unpack(
         unpickler.tensors = tensors
         unpickler.externals = externals
         return unpickler.load()
-    except WeftError:
-        raise
     except Exception as error:
-        if is_of_handler(error):
-            raise
-        raise SerializationError(
-            f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
-        ) from error
+        raise not_rebuilt(error)  # noqa: B904
     finally:
         # Its memo may hold the error, whose traceback leads here. Before 3.11 the garbage collector
         # cannot see that cycle, and the message's objects would never be freed.

@@ -1,37 +1,52 @@
-"""Reads messages: anything, names that an allow-list admits, or plain values only.
+"""How a worker reads messages: anything, names that an allow-list admits, or plain values only.
 
-All incoming data passes one of the functions of a ``Reader``, which is chosen once, when the worker
-starts. So a worker without restrictions pays nothing for them.
+All incoming data passes a ``Reader``, which is chosen once, when the worker starts. So a worker
+without restrictions pays nothing for them.
 
-C code reads pickles for a worker that trusts its group. With an allow-list it cannot: a pickle can
-also change objects that it names (``BUILD`` on a class sets its attributes), and only the Python
-unpickler allows refusing that. It costs some microseconds for a usual message.
+A name leads to code in three ways: as the function of a call, as a global in a pickle, and as a
+method of a value behind a reference. For an allow-list, a prefix test on the module would stop none
+of them. ``my_program:os.system`` begins in an allowed module. So does ``my_program:system`` if that
+module has the line ``from os import system``. So a name is followed step by step:
+
+1. The module must be on the list before it is imported.
+2. All parts between the module and the last part of the name must be classes of allowed modules;
+   never a module or another object, whose attributes lead anywhere.
+3. The object found must have been defined in an allowed module. A plain object does not say where;
+   it belongs to the module that it was found in.
+
+No entry is needed for what ``registry`` lists: the entry points of Weft, and functions and classes
+that only make a value. A list guards against mistakes, not against attackers. A strict worker
+guards against both: it reads no pickles, and follows only registered names.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
+import functools
+import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import numpy as np
+import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 
-from torchweft.errors import NotAllowed, SerializationError, WeftError
-from torchweft.ids import ReferenceId
-from torchweft.serialize import by_value, functions, objects, value_reading, values
-from torchweft.serialize.allowed import AllowList
-from torchweft.serialize.by_value import Code
-from torchweft.serialize.exceptions import unpack_error
-from torchweft.serialize.registry import StrictNames
-from torchweft.serialize.value_reading import limit_of_repetition
-from torchweft.threads.interrupts import is_of_handler
+from torchweft.errors import NotAllowed, UnknownFunction
+from torchweft.serialize import by_value, exceptions, functions, objects, registry, values
+from torchweft.serialize.functions import (
+    describe,
+    import_module,
+    resolve,
+    text_of,
+    unknown,
+    without_alias,
+)
+from torchweft.serialize.registry import EXPOSE, REGISTER
+from torchweft.serialize.unpickling import AllowingUnpickler
 
 
-class Reader(NamedTuple):
-    """The functions by which one worker turns messages into objects.
+class Reader:
+    """Turns messages into objects; this class reads everything that the workers of a group send.
 
     Attributes:
         is_restricted: Whether it refuses anything.
@@ -39,39 +54,25 @@ class Reader(NamedTuple):
         resolve: Returns the function with a name that is called.
         resolve_value: Returns the function or class with a name that is a value.
         method_of: Returns the method of a value of this worker that another worker asks for.
-        check_called: Raises if a function that a message contains may not be called.
         bind: Does the same as ``by_value.bind``.
         unpack: Does the same as ``objects.unpack``.
         unpack_error: Does the same as ``exceptions.unpack_error``.
     """
 
-    is_restricted: bool
-    is_strict: bool
-    resolve: Callable[[bytes], Any]
-    resolve_value: Callable[[bytes], Any]
-    method_of: Callable[[Any, str], Any]
-    check_called: Callable[[Any], None]
-    bind: Callable[[Code, Any], tuple[Any, tuple[Any, ...]]]
-    unpack: Callable[..., Any]
-    unpack_error: Callable[[Any], BaseException]
+    is_restricted = False
+    is_strict = False
+    resolve: Any = staticmethod(functions.resolve)
+    resolve_value: Any = staticmethod(functions.resolve)
+    method_of: Any = staticmethod(getattr)
+    bind: Any = staticmethod(by_value.bind)
+    unpack: Any = staticmethod(objects.unpack)
+    unpack_error: Callable[[Any], BaseException] = staticmethod(exceptions.unpack_error)
+
+    def check_called(self, function: Any) -> None:
+        """Raises NotAllowed if a function that a message contains may not be called."""
 
 
-def _may_be_called(function: Any) -> None:
-    """Permits calls of every function that was read."""
-
-
-TRUSTING = Reader(
-    False,
-    False,
-    functions.resolve,
-    functions.resolve,
-    getattr,
-    _may_be_called,
-    by_value.bind,
-    objects.unpack,
-    unpack_error,
-)
-"""Reads everything that the workers of its group send."""
+TRUSTING = Reader()
 
 
 def make_reader(
@@ -90,292 +91,491 @@ def make_reader(
         ArgumentTypeError: One of ``callables`` cannot be called by others.
     """
     if is_strict:
-        strict = StrictNames(callables, worker)
-        restricted: _Restricted = _Strict(strict, worker)
-        calls = (strict.resolve, strict.resolve_value, strict.method_of, strict.check_called)
-    elif allowed is None:
-        return TRUSTING
-    else:
-        names = AllowList(allowed, worker)
-        restricted = _Allowing(names)
-        calls = (names.resolve, names.resolve, names.method_of, _may_be_called)
-    reads = (restricted.bind, restricted.unpack, restricted.unpack_error)
-    return Reader(True, is_strict, *calls, *reads)
+        return StrictNames(callables, worker)
+    return TRUSTING if allowed is None else AllowList(allowed, worker)
 
 
-class _Restricted:
+class _Restricted(Reader):
     """Base class of the readers with restrictions."""
 
-    def __init__(
-        self, resolve: Callable[[bytes], Any], find_type: Callable[[str, str], Any]
-    ) -> None:
-        self._resolve = resolve
-        self._find_type = find_type
+    is_restricted = True
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+
+    def find_global(self, module: str, path: str) -> Any:
+        """Returns the object that a global in a pickle, or in the record of an error, names."""
+        raise NotImplementedError
 
     def unpack(
         self,
         payload: bytes | bytearray | memoryview,
         tensors: Sequence[Tensor],
         externals: Sequence[object],
-        come_home: Callable[[ReferenceId], Any] = value_reading.refuse_home,
+        come_home: Any = values.refuse_home,
     ) -> Any:
         """Returns the object in a message, or raises NotAllowed."""
         if not payload:
             return tensors[0] if tensors else None
         if payload[0] != values.PICKLE:
-            limit_bytes = limit_of_repetition(len(payload), tensors)
-            return value_reading.decode(
-                payload, tensors, externals, self._resolve, come_home, limit_bytes
+            limit_bytes = values.limit_of_repetition(len(payload), tensors)
+            return values.decode(
+                payload, tensors, externals, self.resolve_value, come_home, limit_bytes
             )
         return self._unpickle(payload, tensors, externals)
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
         raise NotImplementedError
 
-    def bind(self, code: Code, captured: Any) -> NoReturn:
-        """Raises NotAllowed: a function would have to be made of code from another worker."""
-        raise NotImplementedError
-
     def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
         """Returns the error in a message, of the nearest type that is allowed."""
-        return unpack_error(content, find=self._find_type, unpack=self.unpack)
+        return exceptions.unpack_error(content, find=self.find_global, unpack=self.unpack)
 
 
-class _Allowing(_Restricted):
-    """Reads pickles that name only objects that an allow-list admits."""
+# An allow-list
 
-    def __init__(self, allowed: AllowList) -> None:
-        super().__init__(allowed.resolve, allowed.find_global)
-        self._allowed = allowed
+BY_THEMSELVES = tuple(
+    f"torchweft.{name}"
+    for name in "checkpoint embedding hybrid observe.doctor pipeline rl weights".split()
+)
+"""Parts of Weft that need an entry, since other workers tell them which files to write, or which
+modules and environments to make."""
 
-    def bind(self, code: Code, captured: Any) -> NoReturn:
-        self._allowed.refuse_by_value()
+_OPTION = "RpcBackendOptions(allowed_modules=...) or WEFT_ALLOWED_MODULES"
+
+_DEFINED: tuple[type, ...] = (
+    type,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+)
+"""Types of objects that say where they were defined; any other object is a plain object."""
+
+_TENSOR_CLASSES: tuple[type, ...] = (torch.Tensor, torch._C.TensorBase)
+_KNOWN_LIMIT = 4096
+_TENSOR_BASE = "TensorBase"
+_OPERATORS = "torch.ops"
+_OPERATOR_TYPES = (OpOverload, OpOverloadPacket)
+
+
+class AllowList(_Restricted):
+    """The names that one worker follows in messages of others. Thread-safe.
+
+    Args:
+        modules: Modules that may be used, with all their submodules.
+        worker: Name of this worker, for error messages.
+    """
+
+    def __init__(self, modules: Iterable[str], worker: str) -> None:
+        entries = {without_alias(module) for module in modules}
+        self._has_torch = registry.TORCH in entries
+        if self._has_torch:
+            entries = entries - {registry.TORCH} | registry.TORCH_PARTS
+        super().__init__(worker)
+        self._entries = frozenset(entries)
+        self._known: dict[bytes, tuple[object, str, object]] = {}
+
+    # Names
+
+    def resolve(self, name: bytes) -> Any:
+        """Returns the function or class for a name that ``name_of`` returned on another worker.
+
+        Raises:
+            NotAllowed: It may not be used here.
+            UnknownFunction: This worker does not have that name.
+        """
+        known = self._known.get(name)
+        if known is not None:
+            # Look it up again: a program may have replaced it, and then it must be checked again.
+            parent, attribute, before = known
+            if getattr(parent, attribute, None) is before:
+                return before
+        text = text_of(name)
+        if (
+            registry.remotely_callable.has(text)
+            or registry.remotely_callable_unless_strict.has(text)
+            or text in registry.SAFE
+            or registry.is_error(text)
+        ):
+            return resolve(name)
+        parent, attribute = self._locate(text)
+        found = self._found(parent, attribute, text)
+        if len(self._known) < _KNOWN_LIMIT:
+            self._known[bytes(name)] = (parent, attribute, found)
+        return found
+
+    resolve_value = resolve
+
+    def find_global(self, module: str, path: str) -> Any:
+        """Returns the object that a global in a pickle, or in the record of an error, names.
+
+        Raises:
+            NotAllowed: It may not be used here.
+            UnknownFunction: This worker does not have that name.
+        """
+        text = f"{without_alias(module)}:{path}"
+        if (
+            registry.rebuilds_plain.has(text)
+            or registry.rebuilds_pickled.has(text)
+            or registry.is_weft_error(text)
+        ):
+            return resolve(text.encode())
+        if registry.loads_script.has(text):
+            if self._is_allowed("torch.jit"):
+                return resolve(text.encode())
+            self._refuse(
+                text,
+                "TorchScript is a program by itself; have this worker load it from a file, or "
+                "add 'torch.jit' to",
+            )
+        if module == registry.TORCH:
+            constant = getattr(torch, path, None)
+            if isinstance(constant, (torch.dtype, torch.layout, torch.memory_format)):
+                return constant
+        if module.partition(".")[0] == "cloudpickle" or (module, path) in by_value.MARKERS:
+            self.bind()
+        return self.resolve(text.encode())
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> Any:
-        unpickler = AllowingUnpickler(payload, tensors, externals, self._allowed)
+        unpickler = AllowingUnpickler(payload, tensors, externals, self.find_global)
         try:
             return unpickler.load()
-        except WeftError:
-            raise
         except Exception as error:
-            if is_of_handler(error):
-                raise
-            raise SerializationError(
-                f"a received object cannot be rebuilt: {type(error).__name__}: {error}"
-            ) from error
+            raise by_value.not_rebuilt(error)  # noqa: B904
+
+    def bind(self, *_: object) -> NoReturn:
+        """Raises NotAllowed: a function would have to be made of code from another worker."""
+        self._refuse(
+            "a function or class that travels by value",
+            "define it at the top level of a module that this worker can import, and add that "
+            "module to",
+        )
+
+    def _locate(self, text: str) -> tuple[object, str]:
+        """Returns the object with the named object as an attribute, and the attribute's name."""
+        module, separator, path = text.partition(":")
+        parts = path.split(".")
+        if not separator or not all(map(str.isidentifier, (*module.split("."), *parts))):
+            raise UnknownFunction(f"{text!r} is no name of a function; it should be module:name")
+        if any(_is_hidden(part) for part in parts):
+            self._refuse(text, "no such name may be used from another worker, whatever is on")
+        if module == registry.TORCH and parts[0] == "ops":
+            return self._locate_operator(text, parts)
+        is_tensor_method = module == "torch._C" and parts[0] == _TENSOR_BASE and len(parts) == 2
+        is_torch = self._has_torch and (module == registry.TORCH or is_tensor_method)
+        if not is_torch and not self._is_allowed(module):
+            self._refuse(text, _to_add(module))
+        parent: object = import_module(module, path)
+        for part in parts[:-1]:
+            parent = self._attribute(parent, part, text)
+            if not isinstance(parent, type) or not self._may_use(parent):
+                self._refuse(text, f"{part!r} is no class of an allowed module; see")
+        return parent, parts[-1]
+
+    def _locate_operator(self, text: str, parts: list[str]) -> tuple[object, str]:
+        if not self._is_allowed(_OPERATORS):
+            self._refuse(text, f"add {_OPERATORS!r} to")
+        parent: object = torch.ops
+        for part in parts[1:-1]:
+            parent = self._attribute(parent, part, text)
+        found = self._attribute(parent, parts[-1], text)
+        if not isinstance(found, _OPERATOR_TYPES):
+            self._refuse(text, "that is no operator of torch; see")
+        return parent, parts[-1]
+
+    def _found(self, parent: object, attribute: str, text: str) -> Any:
+        found = self._attribute(parent, attribute, text)
+        if not self._belongs(found):
+            home = _home_of(found)
+            whose = "a module" if isinstance(found, types.ModuleType) else f"of module {home!r}"
+            self._refuse(f"{text}, which is {whose}", _to_add(home))
+        return found
+
+    def _attribute(self, parent: object, name: str, text: str) -> Any:
+        try:
+            return getattr(parent, name)
+        except (AttributeError, RuntimeError) as error:  # RuntimeError: no such operator
+            module, _, path = text.partition(":")
+            raise unknown(module, path, str(error)) from None
+
+    # Methods
+
+    def method_of(self, value: Any, name: str) -> Any:
+        """Returns a method of a value of this worker that another worker may call.
+
+        Raises:
+            NotAllowed: Other workers may not call it.
+            AttributeError: There is no method of that name.
+        """
+        kind = value if isinstance(value, type) else type(value)
+        text = f"method {name!r} of a {kind.__module__}.{kind.__qualname__}"
+        if type(name) is not str or _is_hidden(name, single=True):
+            self._refuse(text, "no such method may be called by another worker, whatever is on")
+        if isinstance(value, types.ModuleType):
+            self._refuse(text, "no module may be reached by a reference, whatever is on")
+        if name == "__call__":
+            self._check_called(value, text)
+            return getattr(value, name)
+        home = next((base for base in kind.__mro__ if name in vars(base)), None)
+        if home is None:  # An attribute of the object itself, or made by its class on access.
+            self._check_class(kind, text)
+        elif not _is_tame(home):
+            self._check_class(home, text)
+            self._check_belongs(vars(home)[name], text)
+        elif (home, name) in registry.REFUSED_METHODS:
+            self._refuse(text, "call a function that does it; see")
+        found = getattr(value, name)
+        if home is None or not _is_tame(home):
+            self._check_belongs(found, text)  # A property may have returned anything.
+        return found
+
+    def _check_called(self, value: object, text: str) -> None:
+        if isinstance(_unwrapped(value), _DEFINED):
+            self._check_belongs(value, text)
+        else:
+            self._check_class(type(value), text)
+
+    def _check_class(self, kind: type, text: str) -> None:
+        if not self._may_use(kind) and not _is_tame(kind):
+            self._refuse(f"{text}, which {kind.__module__} defines", _to_add(kind.__module__))
+
+    def _check_belongs(self, found: object, text: str) -> None:
+        if not self._belongs(found):
+            home = _home_of(found)
+            self._refuse(f"{text}, which {home} defines", _to_add(home))
+
+    # What belongs
+
+    def _is_allowed(self, module: str) -> bool:
+        module = without_alias(module)
+        below = ""
+        while module:
+            if module in self._entries:
+                # The entry "torch" leaves out torch's private modules: they compile and write.
+                is_part = self._has_torch and module in registry.TORCH_PARTS
+                return not (is_part and "._" in below)
+            module, _, name = module.rpartition(".")
+            below = f".{name}{below}"
+        return False
+
+    def _may_use(self, kind: type) -> bool:
+        return self._is_allowed(kind.__module__) or (self._has_torch and kind in _TENSOR_CLASSES)
+
+    def _belongs(self, found: object) -> bool:
+        """Whether an object was defined in an allowed module, as far as the object says where."""
+        if isinstance(found, types.ModuleType):
+            return False
+        home = _home_of(found)
+        if home is None or self._is_allowed(home):
+            return True
+        if isinstance(found, _OPERATOR_TYPES):
+            return self._is_allowed(_OPERATORS)
+        if not self._has_torch:
+            return False
+        found = _unwrapped(found)
+        if getattr(found, "__objclass__", None) is torch._C.TensorBase:
+            return True
+        return registry.is_operator(found) or any(found is kind for kind in _TENSOR_CLASSES)
+
+    def _refuse(self, what: str, advice: str) -> NoReturn:
+        raise NotAllowed(
+            f"worker {self._worker!r} does not allow {registry.shortened(what)}: {advice} its "
+            f"allowed modules ({_OPTION})",
+            worker=self._worker,
+            refused=what,
+        )
 
 
-class _Strict(_Restricted):
-    """Refuses all pickles."""
+def is_part_of_weft(module: str) -> bool:
+    """Tells whether a module is Weft's own."""
+    return _is_below(module, "torchweft")
 
-    def __init__(self, names: StrictNames, worker: str) -> None:
-        super().__init__(names.resolve_value, names.find_type)
-        self._worker = worker
 
-    def bind(self, code: Code, captured: Any) -> NoReturn:
-        self._unpickle(b"", (), ())
+def _is_below(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def _is_hidden(name: str, *, single: bool = False) -> bool:
+    return name.startswith("_" if single else "__") and name not in registry.USUAL_DUNDERS
+
+
+def _is_tame(kind: type) -> bool:
+    """Whether methods of a class do no more than their names say, for any caller."""
+    if kind in registry.METHOD_CLASSES or kind.__module__.startswith("torch.nn.modules."):
+        return True
+    name = f"{kind.__module__}:{kind.__qualname__}"
+    return name in registry.METHOD_NAMES or registry.has_callable_methods.has(name)
+
+
+def _unwrapped(found: Any) -> Any:
+    """Returns the function that a method, partial or descriptor of a class calls."""
+    while True:
+        if isinstance(found, functools.partial):
+            found = found.func
+        elif isinstance(found, (types.MethodType, staticmethod, classmethod)):
+            found = found.__func__
+        elif isinstance(found, property):
+            found = found.fget
+        else:
+            return found
+
+
+def _home_of(found: object) -> str | None:
+    """Returns the module where a function or class was defined; None for a plain object."""
+    found = _unwrapped(found)
+    home = getattr(found, "__module__", None)
+    if isinstance(found, _DEFINED):
+        if not isinstance(home, str):
+            home = _home_of_method(found)
+        return home
+    if isinstance(home, str) and home != type(found).__module__:
+        return home  # A wrapper that has taken the name of its function.
+    return None
+
+
+def _home_of_method(found: Any) -> str | None:
+    kind = getattr(found, "__objclass__", None)
+    if kind is None:
+        # Of a method in C: the class, or the object, that it is bound to.
+        bound_to = getattr(found, "__self__", None)
+        if isinstance(bound_to, types.ModuleType):
+            return bound_to.__name__
+        kind = bound_to if isinstance(bound_to, type) else None
+    return kind.__module__ if isinstance(kind, type) else None
+
+
+def _to_add(module: str | None) -> str:
+    if module is not None and is_part_of_weft(module):
+        module = next((each for each in BY_THEMSELVES if _is_below(module, each)), None)
+    if module is None or module == "builtins":
+        return "call a function of an allowed module that does what you need; see"
+    return f"add {module!r} to"
+
+
+# Names that are registered one by one
+
+
+class StrictNames(_Restricted):
+    """The names that one strict worker follows in messages of others. Thread-safe.
+
+    Args:
+        members: Functions and classes that this worker registers beside the program's.
+        worker: Name of this worker, for error messages.
+    """
+
+    def __init__(self, members: Iterable[Any], worker: str) -> None:
+        super().__init__(worker)
+        self._own = registry.Callables(members)
+
+    is_strict = True
+
+    def resolve(self, name: bytes) -> Any:
+        """Returns the function that a call names.
+
+        Raises:
+            NotAllowed: It is not registered here.
+        """
+        found = self._find(name)
+        if found is None and registry.remotely_callable.has(text_of(name)):
+            found = resolve(name)
+        return self._refuse_name(name) if found is None else found
+
+    def resolve_value(self, name: bytes) -> Any:
+        """Returns a function or class that arguments, results or errors contain.
+
+        Raises:
+            NotAllowed: It is neither registered here nor a class of errors of Python or Weft.
+        """
+        found, text = self._find(name), text_of(name)
+        if found is None and (registry.is_error(text) or registry.is_weft_error(text)):
+            found = resolve(name)
+        return self._refuse_name(name) if found is None else found
+
+    def find_global(self, module: str, path: str) -> Any:
+        """Returns the class of errors that a record of an error names.
+
+        Raises:
+            NotAllowed: It is neither registered here nor one of Python or Weft.
+        """
+        return self.resolve_value(f"{without_alias(module)}:{path}".encode())
+
+    def check_called(self, function: Any) -> None:
+        """Raises NotAllowed if a function that a message contains may not be called."""
+        if not (self._own.has(function) or registry.registered.has(function)):
+            self._refuse_name(describe(function).encode(errors="backslashreplace"))
+
+    def method_of(self, value: Any, name: str) -> Any:
+        """Returns a method of a value of this worker that another worker may call.
+
+        Raises:
+            NotAllowed: The class of the value does not declare it.
+        """
+        kind = type(value)
+        home = next((base for base in kind.__mro__ if name in vars(base)), None)
+        # No getattr: the value and its class may have code for attribute access.
+        if home is not None and registry.is_exposed(vars(home)[name]):
+            return vars(home)[name].__get__(value, kind)
+        self._refuse(
+            f"method {name!r} of a {kind.__module__}.{kind.__qualname__}",
+            self._why_not(kind, home, name),
+        )
 
     def _unpickle(self, payload: Any, tensors: Any, externals: Any) -> NoReturn:
-        raise NotAllowed(
+        raise self._without_pickle()
+
+    def bind(self, *_: object) -> NoReturn:
+        """Raises NotAllowed: a function would have to be made of code from another worker."""
+        raise self._without_pickle()
+
+    def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
+        """Returns the error in a message, of the nearest type that is known; never unpickles."""
+        if len(content) and content[0] != values.PICKLE:
+            return super().unpack_error(content)
+        return self._without_pickle()
+
+    def _without_pickle(self) -> NotAllowed:
+        return NotAllowed(
             f"worker {self._worker!r} is strict and was sent a pickle, which it does not read; "
             f"send it {values.TAKES}",
             worker=self._worker,
             refused="a pickle",
         )
 
-    def unpack_error(self, content: bytes | bytearray | memoryview) -> BaseException:
-        """Returns the error in a message, of the nearest type that is known; never unpickles."""
-        if len(content) and content[0] != values.PICKLE:
-            return super().unpack_error(content)
-        try:
-            self._unpickle(content, (), ())
-        except NotAllowed as error:
-            return error
-        raise AssertionError("a pickle was not refused")
+    def _why_not(self, kind: type, home: type | None, name: str) -> str:
+        if any(registry.is_exposed(vars(base).get(name)) for base in kind.__mro__):
+            assert home is not None
+            return f"as {home.__qualname__} overrides it without @{EXPOSE}; put that there as well"
+        if kind.__module__.partition(".")[0] in ("builtins", "torch", "torchweft"):
+            return f"which declares no such method; call a function that does it (@{REGISTER})"
+        return f"which the class does not declare; put @{EXPOSE} above its definition"
 
+    def _find(self, name: bytes) -> Any:
+        found = self._own.find(name)
+        return registry.registered.find(name) if found is None else found
 
-class AllowingUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined, unused-ignore]
-    """Reads a pickle that names only objects that an allow-list admits, and changes none of them.
-
-    Args:
-        payload: The pickle, made by ``objects.pack``.
-        tensors: The tensors taken out of it.
-        externals: The other objects taken out of it.
-        allowed: The list.
-    """
-
-    def __init__(
-        self,
-        payload: bytes | bytearray | memoryview,
-        tensors: Sequence[Tensor],
-        externals: Sequence[object],
-        allowed: AllowList,
-    ) -> None:
-        super().__init__(io.BytesIO(payload))
-        self._taken_out = {
-            objects.TENSOR_MARKER: tensors.__getitem__,
-            objects.EXTERNAL_MARKER: externals.__getitem__,
-            (functions.__name__, functions.resolve.__name__): self._find_named,
-        }
-        self._find = allowed.find_global
-        self._named: dict[int, object] = {}
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        """Returns the object that a global names here, or raises NotAllowed."""
-        name = (module_name, global_name)
-        found = self._taken_out.get(name) or _STAND_INS.get(name)
-        if found is None:
-            found = self._find(module_name, global_name)
-        self._named[id(found)] = found
-        return found
-
-    def _find_named(self, name: bytes) -> Any:
-        return self.find_class(*name.decode().split(":", 1))
-
-    def get_extension(self, code: int) -> None:
-        """Refuses a number that stands for a global."""
-        raise pickle.UnpicklingError(f"a pickle has the extension code {code}")
-
-    def check_changed(self, target: object) -> None:
-        """Raises UnpicklingError if a pickle would change an object that it only names."""
-        kinds = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
-        if id(target) in self._named or isinstance(target, kinds):
-            raise pickle.UnpicklingError(f"a pickle would change {target!r}, which it only names")
-
-
-def _guarded(read: Callable[[Any], None], target: Callable[[Any], object]) -> Callable[..., None]:
-    def read_guarded(unpickler: Any) -> None:
-        unpickler.check_changed(target(unpickler))
-        read(unpickler)
-
-    return read_guarded
-
-
-def _build(unpickler: Any) -> None:
-    _check_array(unpickler.stack[-2], unpickler.stack[-1])
-    pickle._Unpickler.load_build(unpickler)  # type: ignore[attr-defined, unused-ignore]
-
-
-def _read_bytearray(unpickler: Any) -> None:
-    """Reads a bytearray; takes memory for the bytes present, not for the announced size."""
-    size_bytes = int.from_bytes(unpickler.read(8), "little")
-    content = unpickler.read(size_bytes)
-    if len(content) < size_bytes:
-        raise pickle.UnpicklingError("a bytearray in a pickle is cut short")
-    unpickler.append(bytearray(content))
-
-
-def _below_mark(unpickler: Any) -> object:
-    return unpickler.metastack[-1][-1]
-
-
-_TARGETS: dict[bytes, Callable[[Any], object]] = {
-    pickle.BUILD: lambda unpickler: unpickler.stack[-2],
-    pickle.APPEND: lambda unpickler: unpickler.stack[-2],
-    pickle.SETITEM: lambda unpickler: unpickler.stack[-3],
-    pickle.APPENDS: _below_mark,
-    pickle.SETITEMS: _below_mark,
-    pickle.ADDITEMS: _below_mark,
-}
-"""The instructions that change an object, and where they find it."""
-
-AllowingUnpickler.dispatch = {
-    **AllowingUnpickler.dispatch,
-    pickle.BYTEARRAY8[0]: _read_bytearray,
-    **{
-        code[0]: _guarded({**AllowingUnpickler.dispatch, pickle.BUILD[0]: _build}[code[0]], target)
-        for code, target in _TARGETS.items()
-    },
-}
-
-
-# Arrays of numpy, which trusts a pickle with its memory. An array of objects that is made of bytes
-# takes them for addresses. The state of a dtype can say that it has no objects, although it has.
-# Setting the state of an array that already has memory frees that memory under its views. So the
-# functions that numpy calls when a pickle is read are replaced.
-
-_FLAGS = 7
-_ITEM_BYTES = 5
-_SUBARRAY, _NAMES, _FIELDS = 2, 3, 4
-_DTYPE_PARTS = range(8, 10)
-_KEPT_SIZE = (-1, 0)
-
-
-def _reconstruct(kind: Any, shape: Any, code: Any) -> np.ndarray[Any, Any]:
-    """Makes the empty array whose state comes next."""
-    if kind is not _ARRAY:
-        raise SerializationError("a message has an array of a class that is not numpy's")
-    return np.empty(0, dtype=np.int8)
-
-
-def _dtype(name: Any, *rest: Any) -> np.dtype[Any]:
-    """Makes a dtype that is not shared, because its state comes next."""
-    if not isinstance(name, str):
-        raise SerializationError(f"a message has a dtype named by a {type(name).__name__}")
-    return np.dtype(name, align=False, copy=True)
-
-
-def _scalar(kind: Any, content: Any = b"") -> Any:
-    _check_bytes(kind, content)
-    return np.frombuffer(content, kind, 1)[0]
-
-
-def _frombuffer(content: Any, kind: Any, shape: Any, order: Any, axes: Any = None) -> Any:
-    _check_bytes(kind, content)
-    made = np.frombuffer(content, kind)
-    if order == "K":
-        return made.reshape(shape).transpose(axes)
-    return made.reshape(shape, order=order)
-
-
-def _check_bytes(kind: Any, content: Any) -> None:
-    is_sound = isinstance(kind, np.dtype) and isinstance(content, (bytes, bytearray))
-    if not is_sound or kind.hasobject or not kind.itemsize:
-        raise SerializationError("a message makes values of numpy out of something else")
-
-
-def _check_array(target: object, state: Any) -> None:
-    """Raises SerializationError if a pickle sets a state that numpy cannot have made.
-
-    Args:
-        target: An array or a dtype; any other object is not checked.
-        state: The state that the pickle sets.
-    """
-    if isinstance(target, np.dtype):
-        parts = state if isinstance(state, tuple) else ()
-        if len(parts) not in _DTYPE_PARTS or not _is_own_state(target, parts):
-            raise SerializationError(
-                f"a message has a dtype like {target} with fields, or with a state that is not "
-                "its own; send a dict of arrays instead"
+    def _refuse_name(self, name: bytes) -> NoReturn:
+        text = text_of(name)
+        module, colon, _ = text.partition(":")
+        together = [each for each in registry.REGISTERED_TOGETHER if module.startswith(f"{each}.")]
+        if together:
+            option = registry.OPTION.format(f"*{together[0]}.CALLABLES, ...")
+            self._refuse(text, f"which is not registered there; {together[0]} needs {option}")
+        if colon and module not in sys.modules and not module.startswith("torchweft."):
+            why = (
+                f"whose module is not imported there, so no @{REGISTER} in it has run; import "
+                f"{registry.shortened(module)} in that worker before it joins"
             )
-    elif isinstance(target, (np.ndarray, np.generic)):
-        parts = state if isinstance(state, tuple) else ()
-        content = parts[4] if len(parts) == 5 else None
-        kind = parts[2] if len(parts) == 5 else None
-        is_of_objects = isinstance(kind, np.dtype) and kind.hasobject
-        expected = list if is_of_objects else (bytes, bytearray)
-        if target.size or not isinstance(kind, np.dtype) or not isinstance(content, expected):
-            raise SerializationError("a message sets an array of numpy to what it cannot be")
+        else:
+            why = f"which is not registered there; put @{REGISTER} above its definition"
+        self._refuse(text, f"{why}, or name it in {registry.OPTION.format('...')}")
 
-
-def _is_own_state(target: np.dtype[Any], parts: tuple[Any, ...]) -> bool:
-    if any(parts[place] is not None for place in (_SUBARRAY, _NAMES, _FIELDS)):
-        return False
-    return parts[_FLAGS] == target.flags and parts[_ITEM_BYTES] in (*_KEPT_SIZE, target.itemsize)
-
-
-class _Array:
-    """Stands for the class of arrays, which may not be called."""
-
-
-_ARRAY = _Array()
-
-_STAND_INS: dict[tuple[str, str], Any] = {
-    ("numpy", "ndarray"): _ARRAY,
-    ("numpy", "dtype"): _dtype,
-}
-"""Replacements of numpy's own functions in a pickle, by module and name."""
-for _package in ("numpy.core", "numpy._core"):
-    _STAND_INS[f"{_package}.multiarray", "_reconstruct"] = _reconstruct
-    _STAND_INS[f"{_package}.multiarray", "scalar"] = _scalar
-    _STAND_INS[f"{_package}.numeric", "_frombuffer"] = _frombuffer
+    def _refuse(self, what: str, why: str) -> NoReturn:
+        shown = registry.shortened(what)
+        raise NotAllowed(
+            f"worker {self._worker!r} is strict and does not run {shown}, {why}",
+            worker=self._worker,
+            refused=what,
+        )

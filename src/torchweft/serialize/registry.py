@@ -24,24 +24,16 @@ here by identity. No message can add to them.
 from __future__ import annotations
 
 import builtins
-import sys
 import weakref
 from collections.abc import Iterable
 from types import FunctionType, ModuleType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from torchweft import errors, ids
-from torchweft.errors import ArgumentTypeError, ConfigurationError, NotAllowed
-from torchweft.serialize.functions import (
-    describe,
-    import_module,
-    name_of,
-    resolve,
-    text_of,
-    without_alias,
-)
+from torchweft.errors import ArgumentTypeError, ConfigurationError
+from torchweft.serialize.functions import describe, import_module, name_of, without_alias
 
 T = TypeVar("T")
 
@@ -301,7 +293,8 @@ class Callables:
         return any(function is member for member in list(self._members.values()))
 
 
-_registered = Callables()
+registered = Callables()
+"""Those that the program has registered, for all of its strict workers."""
 
 
 def register(function: T) -> T:
@@ -328,7 +321,7 @@ def register(function: T) -> T:
         @rpc.register
         def evaluate(batch: torch.Tensor) -> float: ...
     """
-    _registered.add(function)
+    registered.add(function)
     return function
 
 
@@ -374,106 +367,6 @@ def expose(method: T) -> T:
         )
     _exposed.add(function)
     return method
-
-
-class StrictNames:
-    """The names that one strict worker follows in messages of others. Thread-safe.
-
-    Args:
-        members: Functions and classes that this worker registers beside the program's.
-        worker: Name of this worker, for error messages.
-    """
-
-    def __init__(self, members: Iterable[Any], worker: str) -> None:
-        self._own = Callables(members)
-        self._worker = worker
-
-    def resolve(self, name: bytes) -> Any:
-        """Returns the function that a call names.
-
-        Raises:
-            NotAllowed: It is not registered here.
-        """
-        found = self._find(name)
-        if found is None and remotely_callable.has(text_of(name)):
-            found = resolve(name)
-        return self._refuse_name(name) if found is None else found
-
-    def resolve_value(self, name: bytes) -> Any:
-        """Returns a function or class that arguments, results or errors contain.
-
-        Raises:
-            NotAllowed: It is neither registered here nor a class of errors of Python or Weft.
-        """
-        found, text = self._find(name), text_of(name)
-        if found is None and (is_error(text) or is_weft_error(text)):
-            found = resolve(name)
-        return self._refuse_name(name) if found is None else found
-
-    def find_type(self, module: str, path: str) -> Any:
-        """Returns the class of errors that a record of an error names.
-
-        Raises:
-            NotAllowed: It is neither registered here nor one of Python or Weft.
-        """
-        return self.resolve_value(f"{without_alias(module)}:{path}".encode())
-
-    def check_called(self, function: Any) -> None:
-        """Raises NotAllowed if a function that a message contains may not be called."""
-        if not (self._own.has(function) or _registered.has(function)):
-            self._refuse_name(describe(function).encode(errors="backslashreplace"))
-
-    def method_of(self, value: Any, name: str) -> Any:
-        """Returns a method of a value of this worker that another worker may call.
-
-        Raises:
-            NotAllowed: The class of the value does not declare it.
-        """
-        kind = type(value)
-        home = next((base for base in kind.__mro__ if name in vars(base)), None)
-        # No getattr: the value and its class may have code for attribute access.
-        if home is not None and is_exposed(vars(home)[name]):
-            return vars(home)[name].__get__(value, kind)
-        self._refuse(
-            f"method {name!r} of a {kind.__module__}.{kind.__qualname__}",
-            self._why_not(kind, home, name),
-        )
-
-    def _why_not(self, kind: type, home: type | None, name: str) -> str:
-        if any(is_exposed(vars(base).get(name)) for base in kind.__mro__):
-            assert home is not None
-            return f"as {home.__qualname__} overrides it without @{EXPOSE}; put that there as well"
-        if kind.__module__.partition(".")[0] in ("builtins", "torch", "torchweft"):
-            return f"which declares no such method; call a function that does it (@{REGISTER})"
-        return f"which the class does not declare; put @{EXPOSE} above its definition"
-
-    def _find(self, name: bytes) -> Any:
-        found = self._own.find(name)
-        return _registered.find(name) if found is None else found
-
-    def _refuse_name(self, name: bytes) -> NoReturn:
-        text = text_of(name)
-        module, colon, _ = text.partition(":")
-        together = [each for each in REGISTERED_TOGETHER if module.startswith(f"{each}.")]
-        if together:
-            option = OPTION.format(f"*{together[0]}.CALLABLES, ...")
-            self._refuse(text, f"which is not registered there; {together[0]} needs {option}")
-        if colon and module not in sys.modules and not module.startswith("torchweft."):
-            why = (
-                f"whose module is not imported there, so no @{REGISTER} in it has run; import "
-                f"{shortened(module)} in that worker before it joins"
-            )
-        else:
-            why = f"which is not registered there; put @{REGISTER} above its definition"
-        self._refuse(text, f"{why}, or name it in {OPTION.format('...')}")
-
-    def _refuse(self, what: str, why: str) -> NoReturn:
-        shown = shortened(what)
-        raise NotAllowed(
-            f"worker {self._worker!r} is strict and does not run {shown}, {why}",
-            worker=self._worker,
-            refused=what,
-        )
 
 
 def is_exposed(attribute: object) -> bool:

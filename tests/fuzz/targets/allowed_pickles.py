@@ -23,9 +23,8 @@ from torch import Tensor
 
 from tests.fuzz.target import Target
 from torchweft.errors import CallTimeout, WeftError
-from torchweft.serialize.allowed import AllowList
 from torchweft.serialize.objects import Packed, pack, register_external
-from torchweft.serialize.reading import make_reader
+from torchweft.serialize.reading import AllowList, make_reader
 
 _DEEDS = ("exec", "compile", "import", "open", "os.", "subprocess.", "socket.", "ctypes.")
 _DEEDS += ("shutil.", "marshal.", "pickle.", "sys.", "builtins.input", "tempfile.", "mmap.")

@@ -12,8 +12,8 @@ from torchweft.errors import ProtocolError, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
 from torchweft.serialize.tensors import encode_tensors
-from torchweft.serialize.value_reading import refusal_of, refuse_home
 from torchweft.serialize.values import encode as encode_value
+from torchweft.serialize.values import refusal_of, refuse_home
 from torchweft.wire.messages import (
     NO_CREATION,
     HandedReference,

@@ -18,7 +18,7 @@ from torchweft.channel.channels import decode_table, encode_table
 from torchweft.errors import ProtocolError, UnknownFunction, WeftError
 from torchweft.ids import ReferenceId
 from torchweft.protocol.backward import Abort, Gradients, Progress
-from torchweft.serialize import value_reading, values
+from torchweft.serialize import values
 from torchweft.serialize.tensors import (
     as_memory,
     decode_tensors,
@@ -67,7 +67,7 @@ def _read_tensors(frame: Frame, start: int, end: int) -> None:
             tensors, _ = rebuild(read(tensor_table), buffers)
     payload = control[start:end]
     if payload and payload[0] != values.PICKLE:
-        value_reading.decode(payload, tensors, (), _refuse)
+        values.decode(payload, tensors, (), _refuse)
 
 
 def _refuse(name: bytes) -> None:

@@ -11,9 +11,9 @@ from torch.nn import Parameter
 
 from tests.fuzz.target import Target
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.tensors import (
     APART,
+    CODES,
     ON_DEVICE,
     PARAMETER,
     REQUIRES_GRAD,

@@ -15,8 +15,7 @@ from tests.marked import names_of
 from torchweft.errors import SerializationError, WeftError
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.serialize.registry import rebuilds_plain
-from torchweft.serialize.value_reading import decode
-from torchweft.serialize.values import Encoder, encode
+from torchweft.serialize.values import Encoder, decode, encode
 
 warnings.filterwarnings("ignore", "Sparse")
 

@@ -14,7 +14,7 @@ import pytest
 from tests.fuzz.strict import program
 from tests.fuzz.targets import strict_member
 from torchweft.nn import owner
-from torchweft.serialize import functions, registry
+from torchweft.serialize import functions, reading
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.keeps("descriptors")]
 INPUTS = 20_000
@@ -31,10 +31,10 @@ def _followed(names: Any, name: bytes) -> Any:
 
 
 HOLES: dict[str, tuple[int, Any, str, Callable[..., Any]]] = {
-    "names are followed": (28, registry.StrictNames, "resolve", _followed),
+    "names are followed": (28, reading.StrictNames, "resolve", _followed),
     "any method is called": (
         27,
-        registry.StrictNames,
+        reading.StrictNames,
         "method_of",
         lambda names, value, name: getattr(value, name),
     ),

@@ -20,8 +20,7 @@ from torchweft.errors import ProtocolError
 from torchweft.ids import ReferenceId
 from torchweft.rpc import encoding
 from torchweft.rpc.encoding import plain_frame
-from torchweft.serialize.value_reading import decode
-from torchweft.serialize.values import no_home
+from torchweft.serialize.values import decode, no_home
 from torchweft.wire.frames import HEADER_BYTES
 from torchweft.wire.messages import (
     NO_GRAD,

@@ -18,8 +18,7 @@ from torchweft.ids import ReferenceId
 from torchweft.native import Native, native, reason
 from torchweft.serialize.functions import resolve
 from torchweft.serialize.tensors import decode_tensors, encode_tensors
-from torchweft.serialize.value_reading import decode, refuse_home
-from torchweft.serialize.values import encode
+from torchweft.serialize.values import decode, encode, refuse_home
 from torchweft.wire import messages
 from torchweft.wire.messages import NO_CREATION, NO_GRAD, HandedReference, encode_call
 

@@ -14,8 +14,8 @@ import torch
 
 from tests.unit.serialize import admitted
 from torchweft.errors import NotAllowed, UnknownFunction
-from torchweft.serialize.allowed import AllowList
 from torchweft.serialize.functions import name_of
+from torchweft.serialize.reading import AllowList
 
 MODULE = admitted.__name__
 BESIDE = "tests.unit.serialize.importable"
@@ -287,7 +287,7 @@ def test_operators_have_an_entry_of_their_own() -> None:
         ("types", "FunctionType"),
         ("torchweft.serialize.reducers", "_load_script"),
         ("torchweft.serialize.reducers", "register_reducer"),
-        ("torchweft.serialize.allowed", "AllowList"),
+        ("torchweft.serialize.reading", "AllowList"),
         (MODULE, "os.system"),
         (MODULE, "system"),
     ],

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize import dtypes
-from torchweft.serialize.dtypes import CODES, HOST, device_code, device_of, dtype_of
+from torchweft.serialize import tensors as dtypes
+from torchweft.serialize.tensors import CODES, HOST, device_code, device_of, dtype_of
 
 NEWEST_KNOWN = (2, 15)
 """The newest torch whose dtypes all have numbers; dtypes of a later torch are refused by name."""

@@ -15,7 +15,8 @@ from torchweft.errors import ArgumentTypeError, NotAllowed
 from torchweft.rpc import expose, register
 from torchweft.serialize import registry
 from torchweft.serialize.functions import name_of
-from torchweft.serialize.registry import Callables, StrictNames
+from torchweft.serialize.reading import StrictNames
+from torchweft.serialize.registry import Callables
 
 
 @register
@@ -127,7 +128,7 @@ def test_packages_whose_callables_are_registered_together(package: str) -> None:
 def test_errors_are_values_and_are_not_called() -> None:
     found = NAMES.resolve_value(b"torchweft.errors:NotAllowed")
     assert found is NotAllowed
-    assert NAMES.find_type("builtins", "KeyError") is KeyError
+    assert NAMES.find_global("builtins", "KeyError") is KeyError
     for kind in (NotAllowed, KeyError):
         with pytest.raises(NotAllowed):
             NAMES.check_called(kind)
@@ -135,7 +136,7 @@ def test_errors_are_values_and_are_not_called() -> None:
         NAMES.resolve(b"builtins:KeyError")
     for path in ("_rebuild_with_fields", "NotAllowed.__init__", "annotations"):
         with pytest.raises(NotAllowed):
-            NAMES.find_type("torchweft.errors", path)
+            NAMES.find_global("torchweft.errors", path)
 
 
 def test_entry_points_of_weft_are_called_and_are_no_values() -> None:

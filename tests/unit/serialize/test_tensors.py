@@ -20,8 +20,8 @@ from tests.unit.serialize.trips import copies, object_trip, random_tensor, raw
 from torchweft.errors import SerializationError
 from torchweft.native import native, reason
 from torchweft.serialize import tensors as codec
-from torchweft.serialize.dtypes import CODES
 from torchweft.serialize.tensors import (
+    CODES,
     COMPUTED,
     PARAMETER,
     REQUIRES_GRAD,

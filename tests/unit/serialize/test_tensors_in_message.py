@@ -15,11 +15,11 @@ from torch.nn import Parameter
 from tests.tables import cases
 from tests.thorough import examples
 from torchweft.errors import ProtocolError, SerializationError
-from torchweft.serialize import dtypes
 from torchweft.serialize import tensors as codec
-from torchweft.serialize.dtypes import CODES
+from torchweft.serialize import tensors as dtypes
 from torchweft.serialize.tensors import (
     APART,
+    CODES,
     COMPUTED,
     ON_DEVICE,
     PARAMETER,

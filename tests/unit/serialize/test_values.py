@@ -35,7 +35,7 @@ from torchweft.errors import (
 )
 from torchweft.ids import ReferenceId, WorkerInfo
 from torchweft.optim.local import GroupPart
-from torchweft.serialize import reducers, value_reading, values
+from torchweft.serialize import reducers, values
 from torchweft.serialize import values as tags
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.reading import make_reader
@@ -48,7 +48,7 @@ def trip(value: Any) -> Any:
     tensors = tensor_trip(*packed.tensors)
     if not packed.payload:
         return tensors[0] if tensors else None
-    return value_reading.decode(packed.payload, tensors, packed.externals)
+    return values.decode(packed.payload, tensors, packed.externals)
 
 
 SCALARS = (
@@ -227,7 +227,7 @@ def test_a_sparse_tensor_that_lies_is_refused(
     arguments = pack_plain((made, torch.ones(2), shape, is_coalesced), main_by_name=True)
     content = payload(counted(tags.MADE, len(name)), name, arguments.payload)
     with pytest.raises(ProtocolError):
-        value_reading.decode(content, arguments.tensors, ())
+        values.decode(content, arguments.tensors, ())
 
 
 def test_the_indices_of_a_sparse_tensor_cannot_be_changed_afterwards() -> None:
@@ -248,7 +248,7 @@ def test_attributes_do_not_hide_what_a_class_has(name: str) -> None:
     contents += [of_dict] if hasattr(OrderedDict, name) else []
     for content in contents:
         with pytest.raises(ProtocolError, match="would hide"):
-            value_reading.decode(
+            values.decode(
                 payload(content, counted(tags.DICTIONARY, 1), attribute), [torch.ones(1)], ()
             )
 
@@ -481,7 +481,7 @@ NONE = bytes((tags.NONE,))
 )
 def test_malformed_bytes_are_a_protocol_error(content: bytes) -> None:
     with pytest.raises(ProtocolError):
-        value_reading.decode(content, (), ())
+        values.decode(content, (), ())
 
 
 def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
@@ -493,9 +493,7 @@ def test_any_change_of_good_bytes_is_a_value_or_a_typed_error() -> None:
         for _ in range(chance.randint(1, 3)):
             changed[chance.randrange(len(changed))] = chance.randrange(256)
         try:
-            value_reading.decode(
-                bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing
-            )
+            values.decode(bytes(changed[: chance.randint(1, len(changed))]), (), (), _nothing)
         except (ProtocolError, UnknownFunction, ValueError):
             pass  # ValueError: a ConfigurationError for an invalid worker name.
 
@@ -517,7 +515,7 @@ def test_an_error_is_made_of_errors_of_weft_only() -> None:
         counted(tags.DICTIONARY, 0),
     )
     with pytest.raises(ProtocolError, match="makes an error of"):
-        value_reading.decode(content, (), ())
+        values.decode(content, (), ())
 
 
 def test_a_value_is_not_taken_for_a_pickle() -> None:
@@ -529,14 +527,20 @@ def test_a_value_is_not_taken_for_a_pickle() -> None:
         assert read(payload, [], []) == (1, [2])
 
 
+_LIMITS = (
+    *("PICKLE", "DEPTH_LIMIT", "UNFOLDING", "UNFOLDED_FLOOR_BYTES", "CONTAINER_BYTES"),
+    "KEYS_AT_ONCE",
+)
+
+
 def _is_tag(name: str, value: object) -> bool:
     is_public = name.isupper() and not name.startswith("_")
-    return is_public and type(value) is int and name not in ("PICKLE", "DEPTH_LIMIT")
+    return is_public and type(value) is int and name not in _LIMITS
 
 
 def test_every_tag_has_a_reader_and_a_number_of_its_own() -> None:
     numbers = [each for name, each in vars(tags).items() if _is_tag(name, each)]
-    assert sorted(numbers) == list(range(len(value_reading._READERS)))
+    assert sorted(numbers) == list(range(len(values._READERS)))
 
 
 # Values that both encoders take
@@ -567,7 +571,7 @@ def test_values_come_back_as_by_the_encoder_for_strict_workers(given: Any) -> No
     payload, tensors = encoded(given)
     assert payload is not None or has_repeated(given)
     if payload is not None:
-        arrived = value_reading.decode(payload, tensors, ())
+        arrived = values.decode(payload, tensors, ())
         assert arrived == given
         assert typed(arrived) == typed(given)
         assert payload == values.Encoder(True, ()).encode(given)
@@ -594,13 +598,13 @@ def test_values_of_other_kinds_are_left_to_the_other_encoder(given: Any) -> None
     payload, _ = encoded(given)
     strict = values.Encoder(True, ()).encode(given)
     assert payload in (None, strict)
-    assert value_reading.decode(strict, (), ()) == given
+    assert values.decode(strict, (), ()) == given
 
 
 def test_special_numbers_come_back() -> None:
     payload, _ = encoded((math.nan, -math.inf, -0.0))
     assert payload is not None
-    nan, infinite, zero = value_reading.decode(payload, (), ())
+    nan, infinite, zero = values.decode(payload, (), ())
     assert math.isnan(nan)
     assert infinite == -math.inf
     assert math.copysign(1.0, zero) == -1.0
@@ -613,7 +617,7 @@ def test_tensors_are_of_any_kind_and_stay_outside() -> None:
     payload, tensors = encoded(given)
     assert payload is not None
     assert [id(each) for each in tensors] == [id(sparse), id(parameter), id(given[3][0])]
-    arrived = value_reading.decode(payload, tensors, ())
+    arrived = values.decode(payload, tensors, ())
     assert arrived[0] is sparse
     assert arrived[2]["weight"] is parameter
     assert arrived[3][1] is sparse
@@ -624,7 +628,7 @@ def test_a_hundred_tensors_are_each_carried_once() -> None:
     payload, tensors = encoded((given, given[50], [*reversed(given)]))
     assert payload is not None
     assert [id(each) for each in tensors] == [id(each) for each in given]
-    first, middle, backward = value_reading.decode(payload, tensors, ())
+    first, middle, backward = values.decode(payload, tensors, ())
     assert middle is first[50]
     assert backward[0] is first[99]
 
@@ -635,7 +639,7 @@ def test_lists_and_dicts_that_come_twice_stay_one_object() -> None:
     many = [{"number": index} for index in range(100)]
     payload, _ = encoded({"first": shared, "again": shared, "many": many, "last": many[-1]})
     assert payload is not None
-    arrived = value_reading.decode(payload, (), ())
+    arrived = values.decode(payload, (), ())
     assert arrived["first"] is arrived["again"] is arrived["first"][1]
     assert arrived["last"] is arrived["many"][-1]
 
@@ -665,7 +669,7 @@ def test_a_deep_value_is_left_to_pickle() -> None:
         value = [value]
     payload, _ = encoded(value)
     assert payload is not None
-    assert value_reading.decode(payload, (), ()) == value
+    assert values.decode(payload, (), ()) == value
     assert encoded([[value]])[0] is None
 
 
@@ -680,7 +684,7 @@ def test_references_that_go_home_travel() -> None:
         arrived.append(reference)
         return "home"
 
-    assert value_reading.decode(payload, (), (), come_home=come_home) == (1, "home")
+    assert values.decode(payload, (), (), come_home=come_home) == (1, "home")
     assert arrived == [home]
     assert type(arrived[0]) is ReferenceId
     for reader in (None, make_reader(["torch"], False, "ps"), make_reader(None, True, "ps")):
@@ -700,7 +704,7 @@ def test_what_the_program_raises_meanwhile_comes_through() -> None:
     payload = values.encode(object(), [], True, lambda _: ReferenceId(1, 2, 3))
     assert payload is not None
     with pytest.raises(KeyboardInterrupt):
-        value_reading.decode(payload, (), (), come_home=fail)
+        values.decode(payload, (), (), come_home=fail)
 
 
 class Number(int):
@@ -752,7 +756,7 @@ def test_functions_of_the_main_program_go_by_name_where_both_run_it(
 @settings(max_examples=examples(500))
 def test_any_bytes_are_a_value_or_a_typed_error(data: bytes) -> None:
     try:
-        value_reading.decode(data, (), (), _nothing)
+        values.decode(data, (), (), _nothing)
     except (ProtocolError, UnknownFunction):
         pass
 
@@ -768,10 +772,10 @@ def test_values_that_were_damaged_are_values_or_a_typed_error(data: st.DataObjec
     damaged[place] = data.draw(st.integers(0, 255))
     for sent in (damaged, whole[:place], whole + bytes(damaged[:1])):
         try:
-            value_reading.decode(sent, tensors, (), _nothing)
+            values.decode(sent, tensors, (), _nothing)
         except (ProtocolError, UnknownFunction):
             pass
     with pytest.raises((ProtocolError, UnknownFunction)):
-        value_reading.decode(whole[:place], tensors, (), _nothing)
+        values.decode(whole[:place], tensors, (), _nothing)
     with pytest.raises(ProtocolError, match="1 bytes too many"):
-        value_reading.decode(whole + b"\0", tensors, (), lambda name: None)
+        values.decode(whole + b"\0", tensors, (), lambda name: None)

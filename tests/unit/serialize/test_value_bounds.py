@@ -17,13 +17,13 @@ from tests.thorough import examples
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize import values as tags
 from torchweft.serialize.tensors import separated
-from torchweft.serialize.value_reading import (
+from torchweft.serialize.values import (
     UNFOLDED_FLOOR_BYTES,
     UNFOLDING,
+    Encoder,
     decode,
     unfolded_limit,
 )
-from torchweft.serialize.values import Encoder
 
 _ONE_HASH = (1 << 61) - 1
 """Integers hash to their remainder by this number."""
@@ -105,7 +105,7 @@ def test_honest_keys_are_read_whatever_their_number() -> None:
 
 def test_a_time_that_is_wrong_once_refuses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([0.0, 10.0, *[10.0] * 1000])
-    monkeypatch.setattr("torchweft.serialize.value_reading.thread_time", lambda: next(times))
+    monkeypatch.setattr("torchweft.serialize.values.thread_time", lambda: next(times))
     assert _decode(set(range(100))) == set(range(100))
 
 
