@@ -19,7 +19,7 @@ from torchweft.autograd.engine import Engine
 from torchweft.autograd.passes import PassPart
 from torchweft.channel.copying import Copier
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.striping import ReceivingConnection, SendingConnection
+from torchweft.channel.stripes import ReceivingConnection, SendingConnection
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled
 from torchweft.protocol.leaving import Send, Step

@@ -10,8 +10,7 @@ from tests.contract.processes import functions
 from tests.internal import overridden
 from tests.processes import internals
 from torchweft import rpc
-from torchweft.channel.stripes import Stripes
-from torchweft.channel.striping import Arrivals, Outbox
+from torchweft.channel.stripes import Arrivals, Outbox, Stripes
 from torchweft.worker.current import current
 
 STRIPE = 1 << 18
@@ -55,7 +54,7 @@ def outbox_to(name: str) -> Outbox:
 
 
 def transfers_from(name: str) -> int:
-    return arrivals_from(name).count
+    return len(arrivals_from(name).under_way)
 
 
 def await_verdicts(name: str) -> None:

@@ -5,7 +5,6 @@ module              contents
 ==================  ===========================================================================
 ``reactor``         the threads that wait for events and run tasks; the queue of waiting tasks
 ``timers``          the thread that calls jobs when they are due; its jobs for the reactor
-``transfer_loop``   the threads that move large tensors
 ``interrupts``      which thread Ctrl-C may interrupt, and what is safe there; stacks
 ``thread_modes``    the PyTorch modes that a task leaves on its thread
 ``device_streams``  the order of GPU work between threads; the streams on which tasks run

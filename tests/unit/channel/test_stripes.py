@@ -17,11 +17,10 @@ import torch
 from tests.thorough import examples
 from tests.unit.worker.group import FRONT, KEY, Member, Received, group_of, wait_until
 from torchweft import knobs
-from torchweft.channel import striping as striped
+from torchweft.channel import stripes as striped
 from torchweft.channel.channel import Entry
 from torchweft.channel.device_copies import HostCopies, Part
-from torchweft.channel.stripes import Stripes
-from torchweft.channel.striping import Outbox, SendingConnection
+from torchweft.channel.stripes import Outbox, SendingConnection, Stripes
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.secret import Secret
 from torchweft.transport import addresses
@@ -128,7 +127,7 @@ def test_what_nobody_reads_is_dropped_when_it_is_here(pair: list[Member]) -> Non
     send(first, second, torch.randn(SIZE))
     received.next()
     arrivals = data_of(second)._of(second.peer(first)).arrivals
-    wait_until(lambda: arrivals.bytes_received == 4 * SIZE and arrivals.count == 0)
+    wait_until(lambda: arrivals.bytes_received == 4 * SIZE and len(arrivals.under_way) == 0)
     wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
 
 
@@ -163,7 +162,7 @@ def test_a_data_connection_that_breaks_makes_no_loss(
     send(first, second, *sent)
     assert received.begun.wait(LIMIT_S)
     data = data_of(second)._of(second.peer(first))
-    wait_until(lambda: data.arrivals.count and len(data.receiving) == 2)
+    wait_until(lambda: len(data.arrivals.under_way) and len(data.receiving) == 2)
     cut_data(first, second)
     arrived = received.next().tensors()[0]
     assert all(torch.equal(*both) for both in zip(sent, arrived, strict=True))
@@ -176,7 +175,7 @@ def test_a_data_connection_that_breaks_makes_no_loss(
     assert data_of(first)._of(first.peer(second)).set_count == 2
     assert first.peer(second).lost is second.peer(first).lost is None
     assert len(data.receiving) == 2
-    assert data.arrivals.count == 0
+    assert len(data.arrivals.under_way) == 0
 
 
 @pytest.mark.parametrize("over", ["unix", "tcp"])
@@ -205,7 +204,7 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
         receiving = data_of(second)._of(second.peer(first))
         wait_until(lambda: is_free(first, second), "that all had been let go of")
         wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
-        assert receiving.arrivals.count == 0
+        assert len(receiving.arrivals.under_way) == 0
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
 
@@ -318,7 +317,7 @@ def test_connections_that_break_while_a_device_copies_make_no_loss(
     found = send_slowly(first, second, SlowCopy(sent, step))
     assert all(torch.equal(*both) for both in zip(sent, found, strict=True))
     wait_until(lambda: is_free(first, second))
-    assert data_of(second)._of(second.peer(first)).arrivals.count == 0
+    assert len(data_of(second)._of(second.peer(first)).arrivals.under_way) == 0
 
 
 def test_a_device_copy_that_fails_leaves_nothing_kept(pair: list[Member]) -> None:

@@ -1,4 +1,4 @@
-"""The few threads that move large tensors over all data connections of one worker.
+"""The few threads that move large tensors, and the data connections of one worker that they serve.
 
 All of them wait in the same ``epoll_wait``, each connection armed for one event at a time, so one
 thread at a time handles a connection. It moves what it can without waiting, at most a few
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import select
+import socket
 import threading
 from collections.abc import Callable
 
@@ -26,8 +27,8 @@ Handler = Callable[[], int]
 """Moves what it can without waiting; returns the event to await before its next call."""
 
 
-def forget_nothing(fd: int) -> None:
-    """Does nothing: for connections that no loop watches."""
+OnEnd = Callable[[str], None]
+"""Takes the cause for which a connection has ended."""
 
 
 class TransferLoop:
@@ -119,17 +120,53 @@ class TransferLoop:
     def _serve(self, epoll: select.epoll) -> None:
         while not self._is_closing:
             for fd, _ in epoll.poll(LONGEST_WAIT_S, 1):
-                handler = self._handlers.get(fd)
+                handler, interest = self._handlers.get(fd), NOTHING
                 if handler is not None:
-                    interest = _guarded(handler)
+                    try:
+                        interest = handler()
+                    except Exception:
+                        _log.exception("stripes could not be moved")
                     # Otherwise it was closed meanwhile, and another one may have its number.
                     if self._handlers.get(fd) is handler:
                         self.arm(fd, interest)
 
 
-def _guarded(handler: Handler) -> int:
-    try:
-        return handler()
-    except Exception:
-        _log.exception("stripes could not be moved")
-        return NOTHING
+class Connection:
+    """One data connection.
+
+    Args:
+        connection: A connected socket; owned from here on.
+        on_end: Called with the cause when the connection ends.
+    """
+
+    def __init__(self, connection: socket.socket, on_end: OnEnd) -> None:
+        self._socket = connection
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        self._is_closed = False
+        connection.setblocking(False)
+        self.fd = connection.fileno()
+
+    def abandon(self) -> None:
+        """Frees the descriptor in a forked process; its parent keeps the connection."""
+        self._socket.close()
+
+    def close(self, forget: Callable[[int], None] | None = None) -> None:
+        """Ends the connection and frees its descriptor; drops the stripe that is being moved.
+
+        Args:
+            forget: Called with the descriptor before it is freed, but not by a second ``close``:
+                another connection may have the descriptor by then.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            dropped = self._drop()
+            if forget is not None:
+                forget(self.fd)
+            self._socket.close()
+        del dropped  # Outside the lock: freeing a tensor may run any code.
+
+    def _drop(self) -> object:
+        """Gives up the stripe that is being moved; returns its memory."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.thread_limits import no_new_threads
-from torchweft.threads.transfer_loop import NOTHING, READABLE, WRITABLE, TransferLoop
+from torchweft.channel.transfer_loop import NOTHING, READABLE, WRITABLE, TransferLoop
 
 LIMIT_S = 20.0
 

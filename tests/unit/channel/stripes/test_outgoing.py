@@ -11,15 +11,15 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from torchweft.channel import striping as striped
-from torchweft.channel.striping import (
+from torchweft.channel import stripes as striped
+from torchweft.channel.stripes import (
     HEADER_BYTES,
     Outbox,
     SendingConnection,
     Stripe,
     decode_stripe,
 )
-from torchweft.threads.transfer_loop import NOTHING, WRITABLE
+from torchweft.channel.transfer_loop import NOTHING, WRITABLE
 from torchweft.wire.frames import Buffer
 
 LIMIT_S = 20.0

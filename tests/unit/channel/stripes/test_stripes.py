@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchweft.channel.striping import HEADER_BYTES, Stripe, decode_stripe
+from torchweft.channel.stripes import HEADER_BYTES, Stripe, decode_stripe
 from torchweft.errors import ProtocolError
 
 LIMIT_BYTES = 1 << 40

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tests.thorough import examples
 from torchweft.channel.channel import NotInTime
 from torchweft.channel.memory import BufferPool
-from torchweft.channel.striping import (
+from torchweft.channel.stripes import (
     Arrivals,
     ReceivingConnection,
     Stripe,
     TransferKey,
 )
+from torchweft.channel.transfer_loop import NOTHING, READABLE
 from torchweft.errors import ProtocolError, WorkerLost
-from torchweft.threads.transfer_loop import NOTHING, READABLE
 
 LIMIT_S = 20.0
 LIMIT_BYTES = 1 << 24
@@ -107,7 +107,7 @@ def test_stripes_of_several_connections_make_one_transfer(
     assert not arrivals.is_here(KEY)
     assert ends[1].bring(stripe(data, 300, 600)) == READABLE
     assert waiter.result() == data
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
 
 
 def test_stripes_do_not_share_a_view(arrivals: Arrivals) -> None:
@@ -171,7 +171,7 @@ def test_what_nobody_wants_is_dropped(
             ends[0].bring(stripe(data, 0, 100))
         elif moment == "within":
             ends[1].bring(stripe(data, 100, 5000))
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
     assert pool.statistics().leased_count == 0
 
 
@@ -190,7 +190,7 @@ def test_the_loss_of_the_peer_ends_every_wait(
     assert len(ends[0].causes) == 1
     ends[0].receiving.close()
     del waiter
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
     assert pool.statistics().leased_count == 0
 
 
@@ -269,7 +269,7 @@ def test_a_closed_connection_is_not_read(arrivals: Arrivals, ends: list[End]) ->
     ends[0].socket.sendall(stripe(content(100), 0, 100))
     ends[0].receiving.close()
     assert ends[0].receiving.read() == NOTHING
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
 
 
 # Connections that broke
@@ -284,7 +284,7 @@ def test_who_waits_for_what_is_given_up_is_told(
     arrivals.give_up(SET)
     assert isinstance(waiter.result(), NotInTime)
     del waiter
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
     assert pool.statistics().leased_count == 0
 
 
@@ -294,7 +294,7 @@ def test_who_waits_after_it_was_given_up_is_told_at_once(arrivals: Arrivals) -> 
     assert not arrivals.is_here(KEY)
     with pytest.raises(NotInTime, match="had come"):
         arrivals.wait(KEY, 10, LIMIT_S)
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
 
 
 def test_what_had_come_in_full_stays(arrivals: Arrivals, ends: list[End]) -> None:
@@ -317,7 +317,7 @@ def test_of_a_message_with_many_tensors_some_may_have_come(
     assert arrivals.wait(KEY, 100, LIMIT_S) == content(100)
     with pytest.raises(NotInTime):
         arrivals.wait(other, 100, LIMIT_S)
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
 
 
 def test_the_end_of_a_set_ends_earlier_sets_and_no_later_one(
@@ -332,7 +332,7 @@ def test_the_end_of_a_set_ends_earlier_sets_and_no_later_one(
         arrivals.give_up(SET - 1)
         late.bring(stripe(data, 50, 100))
         assert arrivals.wait(later, 100, LIMIT_S) == data
-        assert arrivals.count == 0
+        assert len(arrivals.under_way) == 0
         arrivals.give_up(SET + 1)
         with pytest.raises(NotInTime):
             arrivals.wait(KEY, 100, LIMIT_S)
@@ -348,7 +348,7 @@ def test_nothing_is_kept_of_what_a_broken_set_brings_late(
     assert ends[1].bring(stripe(content(100), 0, 50)) == NOTHING
     for end in ends:
         end.receiving.close()
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
     assert pool.statistics().leased_count == 0
 
 
@@ -363,7 +363,7 @@ def test_what_nobody_wants_is_dropped_when_it_is_given_up(
     arrivals.give_up(SET)
     for key in (early, late):
         arrivals.discard(key, 100)
-    assert arrivals.count == 0
+    assert len(arrivals.under_way) == 0
     assert pool.statistics().leased_count == 0
 
 
