@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.device import DEVICE, IS_GPU, free_bytes, keep_busy, synchronize
+from tests.memory_counts import held_counts
 from torchweft import rpc
 from torchweft.worker.current import current
 
@@ -408,7 +409,7 @@ def free_bytes_here() -> int:
 def statistics(peer: str) -> dict[str, float]:
     """Returns the device memory and the tensors that this process holds."""
     gc.collect()
-    held = current().find(peer).held.statistics()
+    held = held_counts(current().find(peer).held)
     synchronize()
     return {
         "allocated bytes": torch.cuda.memory_allocated(DEVICE) if IS_GPU else 0,

@@ -10,9 +10,7 @@ import time
 import torch
 
 from tests.contract.processes.functions import _gates, _gates_lock, _kept, pass_gate
-from torchweft.channel.channels import HeldStatistics
-from torchweft.channel.copying import PullError
-from torchweft.channel.memory import PoolStatistics
+from tests.memory_counts import HeldCounts, PoolCounts, first_for, held_counts, pool_counts
 from torchweft.free_threading import IS_FREE_THREADED, LONGEST_WAIT_S
 from torchweft.rpc.node import Leaving
 from torchweft.worker.current import current
@@ -36,20 +34,20 @@ def keep_tensor(name: str, size_bytes: int) -> None:
     _kept[name] = make_tensor(size_bytes)
 
 
-def held_for(peer: str) -> HeldStatistics:
+def held_for(peer: str) -> HeldCounts:
     """Returns how much memory this worker holds until a peer has pulled it."""
-    return current().find(peer).held.statistics()
+    return held_counts(current().find(peer).held)
 
 
-def pool_statistics() -> PoolStatistics:
+def pool_statistics() -> PoolCounts:
     gc.collect()
     if IS_FREE_THREADED:
         time.sleep(2 * LONGEST_WAIT_S)  # Threads that sleep release memory when they wake up.
-    return current().pool.statistics()
+    return pool_counts(current().pool)
 
 
 def channel_to(peer: str) -> str:
-    return current().find(peer).ways.first_for(1 << 24)
+    return first_for(current().find(peer).ways, 1 << 24)
 
 
 def forbid(peer: str, *channels: str) -> None:
@@ -62,7 +60,7 @@ def break_pulling() -> None:
     """Makes every read of another process's memory by this worker fail."""
 
     def refuse(pid: int, address: int, into: memoryview) -> None:
-        raise PullError(1, "not permitted any more", pid, address, len(into))
+        raise OSError(1, "not permitted any more")
 
     copier = current().channels._home.copier
     copier.pull = refuse  # type: ignore[method-assign]

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from tests.contract.processes.functions import name_here, wait_until
+from tests.memory_counts import SharedCounts, first_for, shared_counts
 from torchweft import rpc
-from torchweft.channel.shm import SharedMemory, SharedPool, SharedStatistics
+from torchweft.channel.shm import SharedMemory, SharedPool
 from torchweft.worker.current import current
 
 
@@ -20,9 +21,9 @@ def pool() -> SharedPool:
     return made
 
 
-def statistics() -> SharedStatistics:
+def statistics() -> SharedCounts:
     gc.collect()
-    return pool().statistics()
+    return shared_counts(pool())
 
 
 def loans_of(name: str) -> int:
@@ -42,7 +43,7 @@ def meet(peer: str) -> None:
 
 
 def way_of(peer: str, size_bytes: int) -> str:
-    return current().find(peer).ways.first_for(size_bytes)
+    return first_for(current().find(peer).ways, size_bytes)
 
 
 def resources() -> tuple[int, int]:

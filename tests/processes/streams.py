@@ -8,6 +8,7 @@ import torch
 
 from tests.contract.processes import functions
 from tests.internal import overridden
+from tests.memory_counts import first_for
 from tests.processes import internals
 from torchweft import rpc
 from torchweft.channel.stripes import Arrivals, Outbox, Stripes
@@ -33,7 +34,7 @@ def data_connections() -> Stripes:
 
 
 def way_to(name: str, size_bytes: int) -> str:
-    return current().find(name).ways.first_for(size_bytes)
+    return first_for(current().find(name).ways, size_bytes)
 
 
 def connections_with(name: str) -> tuple[int, int]:

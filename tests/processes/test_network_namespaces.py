@@ -13,6 +13,7 @@ import torch
 from tests import far_workers as far
 from tests.contract.processes.hosts import network
 from tests.far_workers import far_workers
+from tests.memory_counts import first_for
 from tests.open_workers import OpenWorkers, WarmProcess
 from torchweft import rpc
 from torchweft.channel.stripes import Stripes
@@ -27,7 +28,7 @@ def call_all() -> dict[str, Any]:
     peer = current().peers[1]
     rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
     # Large tensors travel behind their messages until the peer has said what it can receive.
-    while peer.ways.first_for(SIZES[-1]) != "striped":
+    while first_for(peer.ways, SIZES[-1]) != "striped":
         rpc.rpc_sync(1, far.double, args=(torch.ones(1),))
     wrong = []
     for size_bytes in SIZES:
@@ -39,7 +40,7 @@ def call_all() -> dict[str, Any]:
     assert data.sending is not None
     return {
         "wrong": wrong,
-        "way": peer.ways.first_for(SIZES[-1]),
+        "way": first_for(peer.ways, SIZES[-1]),
         "family": peer.link._socket.family.name,
         "data families": [sending._socket.family.name for sending in data.sending.connections],
         "received": data.arrivals.bytes_received,

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import torchweft.memory
+from tests.memory_counts import shared_counts
 from tests.unit.channel.fake_gpu import FakeGpu
 from tests.unit.worker.group import group_of
 from torchweft import knobs
@@ -61,7 +62,7 @@ def test_a_shared_tensor_is_locked_until_its_memory_goes_back(
     gc.collect()
     pool.trim()
     assert gpu.registered == {}
-    assert pool.statistics().resident_bytes == 0
+    assert shared_counts(pool).resident_bytes == 0
 
 
 def test_memory_that_is_locked_already_is_used_again(gpu: FakeGpu, pool: SharedPool) -> None:
@@ -69,7 +70,7 @@ def test_memory_that_is_locked_already_is_used_again(gpu: FakeGpu, pool: SharedP
     address = first.data_ptr()
     del first
     gc.collect()
-    pool.statistics()
+    shared_counts(pool)
     again = torchweft.memory.shared_empty(1000, pin_memory=True)
     assert again.data_ptr() == address
     assert list(gpu.registered) == [address]
@@ -86,7 +87,7 @@ def test_memory_beyond_the_limit_is_not_locked_and_given_back(
 ) -> None:
     with pytest.raises(MemoryError, match="WEFT_PINNED_LIMIT_BYTES"):
         torchweft.memory.shared_empty(9 * MIB, dtype=torch.uint8, pin_memory=True)
-    assert pool.statistics().idle_bytes == pool.statistics().resident_bytes
+    assert shared_counts(pool).idle_bytes == shared_counts(pool).resident_bytes
     gpu.obstacle = "operation not permitted (800)"
     with pytest.raises(MemoryError, match="operation not permitted"):
         torchweft.memory.shared_empty(1, pin_memory=True)
@@ -113,7 +114,7 @@ def test_a_received_tensor_is_pinned_in_place(gpu: FakeGpu, agent: Agent) -> Non
     del view
     gc.collect()
     assert gpu.registered == {}
-    assert agent.page_locks.locked_bytes == 0
+    assert agent.page_locks.reserved_bytes == 0
     assert detached.tolist() == list(range(100))
 
 

@@ -170,13 +170,6 @@ def decode_table(
 # What is sent to one peer
 
 
-class HeldStatistics(NamedTuple):
-    """The buffers that a peer has not reported on yet."""
-
-    message_count: int
-    size_bytes: int
-
-
 class Held:
     """Keeps the handles of messages to one peer until it reports that it has their buffers.
 
@@ -228,12 +221,6 @@ class Held:
             dropped, self._held = self._held, {}
         dropped.clear()
 
-    def statistics(self) -> HeldStatistics:
-        """Returns how much is held now."""
-        with self._lock:
-            held = [handle.size_bytes for each in self._held.values() for _, handle in each]
-            return HeldStatistics(len(self._held), sum(held))
-
 
 class Ways:
     """The channels to and from one peer. Thread-safe.
@@ -257,13 +244,6 @@ class Ways:
         self._given_up: set[str] = set()
         self._proven: set[str] = set()
         self._lock = threading.RLock()
-
-    def first_for(self, size_bytes: int) -> str:
-        """Returns the name of the channel that is offered a buffer of the host of that size."""
-        if size_bytes <= self.inline_limit_bytes:
-            return INLINE
-        fitting = (name for name, least_bytes in self.sizes() if size_bytes >= least_bytes)
-        return next(fitting, STREAM)
 
     def sizes(self) -> list[tuple[str, int]]:
         """Returns the channels for the host's memory, best first, with their smallest buffers."""

@@ -27,7 +27,6 @@ from collections.abc import Callable
 import numpy as np
 
 from torchweft import knobs
-from torchweft.errors import WeftError
 from torchweft.free_threading import shared_count
 from torchweft.probe import running_threads, usable_cores
 
@@ -35,25 +34,6 @@ PIECE_BYTES = 2 << 20
 
 Step = Callable[[int, int], None]
 """Copies one piece, given its offset and size, without holding the interpreter lock."""
-
-
-class PullError(WeftError, OSError):
-    """Another process's memory could not be read.
-
-    Attributes:
-        pid: The process.
-        address: The address in its memory.
-        size_bytes: Number of bytes still missing.
-    """
-
-    def __init__(self, code: int, text: str, pid: int, address: int, size_bytes: int) -> None:
-        super().__init__(code, text)
-        self.pid = pid
-        self.address = address
-        self.size_bytes = size_bytes
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (type(self), (*self.args, self.pid, self.address, self.size_bytes))
 
 
 _REASONS = {
@@ -101,7 +81,7 @@ def pull(pid: int, address: int, into: memoryview) -> None:
         into: Writable, contiguous memory here; filled completely.
 
     Raises:
-        PullError: Some bytes could not be read; the contents of ``into`` are undefined.
+        OSError: Some bytes could not be read; the contents of ``into`` are undefined.
     """
     if into.nbytes:
         pull_range(pid, address, address_of(into), into.nbytes)
@@ -120,10 +100,10 @@ def pull_range(pid: int, source: int, target: int, size_bytes: int) -> None:
         source, target, size_bytes = source + count, target + count, size_bytes - count
 
 
-def _error(code: int, pid: int, address: int, size_bytes: int) -> PullError:
+def _error(code: int, pid: int, address: int, size_bytes: int) -> OSError:
     reason = _REASONS.get(code, os.strerror(code))
     text = f"cannot read {size_bytes} bytes at {address:#x} of process {pid}: {reason}"
-    return PullError(code, text, pid, address, size_bytes)
+    return OSError(code, text)
 
 
 class _Job:
@@ -189,17 +169,14 @@ class Copier:
         """Copies from another process's memory; see ``pull``.
 
         Raises:
-            PullError: Some bytes could not be read; the contents of ``into`` are undefined.
+            OSError: Some bytes could not be read; the contents of ``into`` are undefined.
         """
-        if into.nbytes < max(self._shared_pull_bytes, PIECE_BYTES) or not self._may_share:
-            pull(pid, address, into)
-            return
         target = address_of(into)
 
         def step(offset: int, size_bytes: int, keep: memoryview = into) -> None:
             pull_range(pid, address + offset, target + offset, size_bytes)
 
-        self._share(into.nbytes, step)
+        self._move(into.nbytes, self._shared_pull_bytes, step)
 
     def copy(self, source: int, target: int, size_bytes: int, keep: object) -> None:
         """Copies memory from one address to another.
@@ -210,14 +187,11 @@ class Copier:
             size_bytes: How much to copy.
             keep: Keeps both memories meanwhile, also if this thread is interrupted.
         """
-        if size_bytes < max(self._shared_copy_bytes, PIECE_BYTES) or not self._may_share:
-            ctypes.memmove(target, source, size_bytes)
-            return
 
         def step(offset: int, piece_bytes: int, keep: object = keep) -> None:
             ctypes.memmove(target + offset, source + offset, piece_bytes)
 
-        self._share(size_bytes, step)
+        self._move(size_bytes, self._shared_copy_bytes, step)
 
     def close(self) -> None:
         """Ends the helper thread and waits for it; later copies run without it."""
@@ -228,7 +202,10 @@ class Copier:
             self._jobs.put(None)
             helper.join()
 
-    def _share(self, size_bytes: int, step: Step) -> None:
+    def _move(self, size_bytes: int, shared_from_bytes: int, step: Step) -> None:
+        if size_bytes < max(shared_from_bytes, PIECE_BYTES) or not self._may_share:
+            step(0, size_bytes)
+            return
         step(0, PIECE_BYTES)
         if not core_is_free():
             step(PIECE_BYTES, size_bytes - PIECE_BYTES)

@@ -32,14 +32,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torchweft.channel.memory import BufferPool, Bytes, Exporters
+from torchweft.channel.memory import Budget, BufferPool, Bytes
 
 SMALL_BYTES = 64 << 10
 """To the host, buffers up to this size share one piece of pinned memory. To a device, CUDA takes
@@ -194,7 +193,7 @@ def _forget_error() -> None:
         ctypes.CDLL(None).cudaGetLastError()
 
 
-class PageLocks:
+class PageLocks(Budget):
     """Page-locks memory, and counts it. Thread-safe.
 
     Attributes:
@@ -206,42 +205,8 @@ class PageLocks:
     """
 
     def __init__(self, limit_bytes: int, calls: GpuCalls | None = None) -> None:
+        super().__init__(limit_bytes)
         self.calls = GpuCalls() if calls is None else calls
-        self._limit_bytes = limit_bytes
-        self._reserved_bytes = 0
-        self._freed: deque[int] = deque()
-        self._owners = Exporters[int]()
-        self._lock = threading.RLock()
-
-    @property
-    def locked_bytes(self) -> int:
-        """The page-locked bytes now."""
-        with self._lock:
-            self._settle()
-            return self._reserved_bytes
-
-    def reserve(self, size_bytes: int) -> bool:
-        """Counts bytes as locked; returns False, and counts nothing, beyond the limit."""
-        with self._lock:
-            self._settle()
-            if self._reserved_bytes + size_bytes > self._limit_bytes:
-                return False
-            self._reserved_bytes += size_bytes
-            return True
-
-    def free(self, size_bytes: int) -> None:
-        """Counts reserved bytes as free again."""
-        self._freed.append(size_bytes)  # No lock: a finalizer may call this at any point.
-
-    def free_with(self, owner: Bytes, size_bytes: int) -> None:
-        """Counts reserved bytes as free again when an array, and all views of it, are gone."""
-        self._owners.add(owner, size_bytes)
-
-    def _settle(self) -> None:
-        ended_bytes = sum(self._owners.take_ended())
-        self._reserved_bytes -= ended_bytes
-        while self._freed:
-            self._reserved_bytes -= self._freed.popleft()
 
     def lock(
         self,
@@ -264,7 +229,7 @@ class PageLocks:
             return (
                 f"{size_bytes} bytes exceed the limit of page-locked memory: "
                 f"{self._limit_bytes} bytes are allowed (WEFT_PINNED_LIMIT_BYTES), of which "
-                f"{self.locked_bytes} are in use"
+                f"{self.reserved_bytes} are in use"
             )
         try:
             obstacle = self.calls.register(address, size_bytes, device)

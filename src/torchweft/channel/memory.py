@@ -37,7 +37,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -54,15 +54,6 @@ MADV_POPULATE_WRITE = 23
 _POPULATED_AT_ONCE_BYTES = 4 << 20
 _POPULATED_LIMIT_BYTES = 64 << 20
 """Larger slabs get pages as they are written: a peer may announce data that it never sends."""
-
-
-class PoolStatistics(NamedTuple):
-    """How much memory a pool has, in whole slabs."""
-
-    leased_bytes: int
-    idle_bytes: int
-    leased_count: int
-    mapped_count: int
 
 
 class Slab:
@@ -131,6 +122,46 @@ class Exporters(Generic[T]):
         return [watch.behind for watch in list(self._watches.values())]
 
 
+class Budget:
+    """Counts bytes against a limit. Thread-safe.
+
+    Args:
+        limit_bytes: How many bytes may be reserved at a time.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self._reserved_bytes = 0
+        self._freed: deque[int] = deque()
+        self._owners = Exporters[int]()
+        self._lock = threading.RLock()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The bytes that are reserved now."""
+        with self._lock:
+            self._reserved_bytes -= sum(self._owners.take_ended())
+            while self._freed:
+                self._reserved_bytes -= self._freed.popleft()
+            return self._reserved_bytes
+
+    def reserve(self, size_bytes: int) -> bool:
+        """Counts bytes; returns False, and counts nothing, beyond the limit."""
+        with self._lock:
+            if self.reserved_bytes + size_bytes > self._limit_bytes:
+                return False
+            self._reserved_bytes += size_bytes
+            return True
+
+    def free(self, size_bytes: int) -> None:
+        """Counts reserved bytes as free again."""
+        self._freed.append(size_bytes)  # No lock: a finalizer may call this at any point.
+
+    def free_with(self, owner: Bytes, size_bytes: int) -> None:
+        """Counts reserved bytes as free again when an array, and all views of it, are gone."""
+        self._owners.add(owner, size_bytes)
+
+
 class BufferPool:
     """Leases warm memory and takes it back when its last view dies.
 
@@ -147,7 +178,6 @@ class BufferPool:
         self._leases = Exporters[Slab]()
         self._idle: OrderedDict[int, list[Slab]] = OrderedDict()
         self._idle_bytes = 0
-        self._mapped_count = 0
         self._by_address: weakref.WeakValueDictionary[int, Slab] = weakref.WeakValueDictionary()
 
     def lease(self, size_bytes: int) -> memoryview:
@@ -177,9 +207,8 @@ class BufferPool:
 
     def trim(self, idle_s: float = 0.0) -> int:
         """Unmaps memory that was idle for ``idle_s`` seconds; returns the bytes unmapped."""
-        unused: list[Slab] = []
         with self._lock:
-            self._reclaim(unused)
+            unused = self._reclaim()
             limit_s = time.monotonic() - idle_s
             for slabs in list(self._idle.values()):
                 unused += [slab for slab in slabs if slab.idle_since_s <= limit_s]
@@ -187,20 +216,12 @@ class BufferPool:
             self._idle_bytes = sum(size * len(slabs) for size, slabs in self._idle.items())
         return sum(slab.size_bytes for slab in unused)
 
-    def statistics(self) -> PoolStatistics:
-        """Returns how much memory is lent and how much is idle now."""
-        unused: list[Slab] = []
-        with self._lock:
-            self._reclaim(unused)
-            leased = [slab.size_bytes for slab in self._leases.all()]
-            return PoolStatistics(sum(leased), self._idle_bytes, len(leased), self._mapped_count)
-
     def _take(self, slab_bytes: int) -> Slab | None:
         """Takes an idle slab of that size, if there is one."""
         unused: list[Slab] = []
         with self._lock:
             if self._leases.ended:
-                self._reclaim(unused)
+                unused += self._reclaim()
             slabs = self._idle.get(slab_bytes)
             if slabs is None:
                 self._idle[slab_bytes] = []
@@ -214,28 +235,29 @@ class BufferPool:
     def _map(self, slab_bytes: int) -> Slab:
         slab = Slab(slab_bytes)
         with self._lock:
-            self._mapped_count += 1
             self._by_address[slab.address] = slab
         return slab
 
-    def _reclaim(self, unused: list[Slab]) -> None:
+    def _reclaim(self) -> list[Slab]:
         """Takes back ended leases.
 
-        Slabs beyond the limit go to ``unused``, for the caller to drop once it has left the lock.
+        Returns slabs beyond the limit, for the caller to drop once it has left the lock.
         """
+        unused: list[Slab] = []
         for slab in self._leases.take_ended():
-            if slab.size_bytes > self._limit_bytes:
+            if not self.keeps(slab):
                 unused.append(slab)
                 continue
             slab.idle_since_s = time.monotonic()
             self._idle.setdefault(slab.size_bytes, []).append(slab)
             self._idle_bytes += slab.size_bytes
         if self._idle_bytes <= self._limit_bytes:
-            return
+            return unused
         for size_bytes, slabs in list(self._idle.items()):
             while slabs and self._idle_bytes > self._limit_bytes:
                 unused.append(slabs.pop())
                 self._idle_bytes -= size_bytes
+        return unused
 
 
 @functools.lru_cache(1024)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.channel.copying import PullError, pull, unavailable
+from torchweft.channel.copying import pull, unavailable
 from torchweft.errors import ProtocolError
 from torchweft.serialize.tensors import as_memory
 
@@ -100,7 +100,7 @@ class Pull(Channel):
             buffer = self._home.pool.lease(entry.size_bytes)
             try:
                 self._home.copier.pull(pid, _ADDRESS.unpack(entry.content)[0], buffer)
-            except PullError as error:
+            except OSError as error:
                 raise CannotGet(str(error)) from error
             pulled.append(buffer)
         return pulled

@@ -32,9 +32,9 @@ size is a power of two. The receiver reads it into a slab of its own, which then
 the tensor. The slab that was used last is taken first, as it is the warmest. The memory comes from
 the warm pool, whose pages uploads to GPUs lock.
 
-A slab of the sender comes back when its ``Staged`` ends. That is when the peer has reported that it
-has the buffer, or when the message is not sent. A slab of the receiver comes back when the last
-view of its tensor ends. A slab whose transfer may still be running never comes back.
+A slab comes back when its last view ends. At the sender its ``Staged`` has the view, until the peer
+has reported that it has the buffer, or the message is not sent. At the receiver the tensor has it.
+A slab whose transfer may still be running never comes back.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ import os
 import struct
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -59,7 +58,7 @@ from torch import Tensor
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
 from torchweft.channel.copying import Copier
-from torchweft.channel.memory import Bytes, Exporters
+from torchweft.channel.memory import Budget, Bytes, Exporters
 from torchweft.errors import ConfigurationError, ProtocolError, WeftError
 from torchweft.free_threading import shared_count
 from torchweft.wire.frames import Buffer
@@ -265,32 +264,6 @@ def _failing(action: str) -> Iterator[None]:
         raise TransportFailed(f"{action} failed: {type(error).__name__}: {error}") from error
 
 
-class Budget:
-    """Counts the registered memory of a worker against a limit. Thread-safe.
-
-    Args:
-        limit_bytes: How much memory may be reserved.
-    """
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._limit_bytes = limit_bytes
-        self._lock = threading.RLock()
-        self.reserved_bytes = 0
-
-    def reserve(self, size_bytes: int) -> bool:
-        """Counts bytes; returns False, and counts nothing, beyond the limit."""
-        with self._lock:
-            if self.reserved_bytes + size_bytes > self._limit_bytes:
-                return False
-            self.reserved_bytes += size_bytes
-            return True
-
-    def free(self, size_bytes: int) -> None:
-        """Counts reserved bytes as free again."""
-        with self._lock:
-            self.reserved_bytes -= size_bytes
-
-
 class Slab:
     """Registered memory.
 
@@ -302,6 +275,7 @@ class Slab:
         description: The bytes with which the peer can read it; empty for a slab of a receiver.
         is_described: Whether the peer has the description for certain.
         is_counted: Whether it is within the budget.
+        is_used_up: Whether the peer may read it for ever, so that it is not used again.
         idle_since_s: When it came back.
     """
 
@@ -312,38 +286,36 @@ class Slab:
         self.size_bytes = memory.nbytes
         self.description = b""
         self.is_described = False
-        self.is_counted = False
+        self.is_counted = self.is_used_up = False
         self.idle_since_s = 0.0
 
 
 class Staged(Handle):
     """A copy of a buffer in a slab, kept until the peer has read it, or is lost."""
 
-    __slots__ = ("_idle", "_slab")
+    __slots__ = ("_slab",)
 
-    def __init__(self, slab: Slab, size_bytes: int, idle: deque[Slab]) -> None:
+    def __init__(self, slab: Slab, memory: memoryview) -> None:
         content = SLAB.pack(slab.number, slab.size_bytes)
         if not slab.is_described:
             content += slab.description
-        super().__init__(content, size_bytes, slab.memory[:size_bytes].data)
+        super().__init__(content, memory.nbytes, memory)
         self._slab = slab
-        self._idle: deque[Slab] | None = idle
 
     def memory(self) -> memoryview:
         """Returns the copy. The slab is not used again: the peer may still be reading it."""
-        self._idle = None
+        self._slab.is_used_up = True
         return super().memory()
 
     def acknowledge(self) -> None:
         self._slab.is_described = True
 
-    def __del__(self) -> None:
-        if self._idle is not None:
-            self._idle.append(self._slab)
 
-
-class _Slabs:
+class Slabs:
     """The slabs of one endpoint. Thread-safe.
+
+    Those that a peer reads are within the budget, and stay registered as long as the endpoint is
+    open. Of those that buffers are read into, the budget limits the idle ones.
 
     Args:
         endpoint: Registers them.
@@ -358,6 +330,7 @@ class _Slabs:
         self._smallest_bytes = knobs.RDMA_FROM_BYTES.get()
         self._numbers = shared_count(1)
         self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
+        self._lent = Exporters[Slab]()
         self._idle: dict[int, list[Slab]] = {}
         self._counted_bytes = 0
         self._is_closed = False
@@ -366,57 +339,14 @@ class _Slabs:
         """Returns the size of the slab for a buffer."""
         return 1 << (max(size_bytes, self._smallest_bytes, 1) - 1).bit_length()
 
-    def close(self) -> None:
-        """Forgets all slabs, which are not registered any more, or will not be."""
-        with self._lock:
-            self._is_closed = True
-            counted_bytes, self._counted_bytes = self._counted_bytes, 0
-            self._idle.clear()
-        self._budget.free(counted_bytes)
-
-    def _count(self, size_bytes: int) -> bool:
-        """Reserves memory for a slab; returns False beyond the budget, and after ``close``."""
-        with self._lock:
-            if self._is_closed or not self._budget.reserve(size_bytes):
-                return False
-            self._counted_bytes += size_bytes
-            return True
-
-    def _discount(self, size_bytes: int) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._counted_bytes -= size_bytes
-        self._budget.free(size_bytes)
-
-    def _make(self, size_bytes: int) -> Slab:
-        memory = self._lease(size_bytes)
-        return Slab(next(self._numbers), memory, self._endpoint.register(memory))
-
-
-class SendingSlabs(_Slabs):
-    """The slabs that a peer reads. They stay registered as long as the endpoint is open."""
-
-    def __init__(self, endpoint: Endpoint, lease: Lease, budget: Budget) -> None:
-        super().__init__(endpoint, lease, budget)
-        self._ended: deque[Slab] = deque()
-
     def put(self, buffer: Tensor, copier: Copier) -> Staged | None:
-        """Copies a buffer to a slab; returns None if no memory is left for one.
+        """Copies a buffer to a slab that the peer can read; returns None if no memory is left.
 
         Raises:
             TransportFailed: No slab can be registered.
         """
-        slab = self._take(self.size_for(buffer.nbytes))
-        if slab is None:
-            return None
-        staged = Staged(slab, buffer.nbytes, self._ended)
-        target = slab.registration.tensor
-        copier.copy(buffer.data_ptr(), target.data_ptr(), buffer.nbytes, (buffer, target))
-        return staged
-
-    def _take(self, slab_bytes: int) -> Slab | None:
-        slab = self._pop(slab_bytes)
+        slab_bytes = self.size_for(buffer.nbytes)
+        slab = self._take(slab_bytes)
         if slab is None and self._count(slab_bytes):
             try:
                 slab = self._make(slab_bytes)
@@ -424,28 +354,17 @@ class SendingSlabs(_Slabs):
             except BaseException:
                 self._discount(slab_bytes)
                 raise
+            slab.is_counted = True
         elif slab is None:
             with self._lock:
-                larger = sorted(size for size, idle in self._idle.items() if size > slab_bytes)
-            for size_bytes in larger:
-                slab = slab or self._pop(size_bytes)
-        return slab
-
-    def _pop(self, slab_bytes: int) -> Slab | None:
-        with self._lock:
-            while self._ended:
-                slab = self._ended.popleft()
-                self._idle.setdefault(slab.size_bytes, []).append(slab)
-            idle = self._idle.get(slab_bytes)
-            return idle.pop() if idle and not self._is_closed else None
-
-
-class ReceivingSlabs(_Slabs):
-    """The slabs that buffers of a peer are read into. The budget limits those that are idle."""
-
-    def __init__(self, endpoint: Endpoint, lease: Lease, budget: Budget) -> None:
-        super().__init__(endpoint, lease, budget)
-        self._lent = Exporters[Slab]()
+                larger = sorted(size for size in self._idle if size > slab_bytes)
+            slab = next(filter(None, map(self._take, larger)), None)
+        if slab is None:
+            return None
+        staged = Staged(slab, self.lend(slab, buffer.nbytes))
+        target = slab.registration.tensor
+        copier.copy(buffer.data_ptr(), target.data_ptr(), buffer.nbytes, (buffer, target))
+        return staged
 
     def take(self, size_bytes: int) -> Slab:
         """Returns a slab to read a buffer into.
@@ -455,13 +374,10 @@ class ReceivingSlabs(_Slabs):
             MemoryError: The system has no memory left.
         """
         slab_bytes = self.size_for(size_bytes)
-        self._settle()
-        with self._lock:
-            idle = self._idle.get(slab_bytes)
-            if idle:
-                return idle.pop()
-        slab = self._make(slab_bytes)
-        slab.is_counted = self._count(slab_bytes)
+        slab = self._take(slab_bytes)
+        if slab is None:
+            slab = self._make(slab_bytes)
+            slab.is_counted = self._count(slab_bytes)
         return slab
 
     def lend(self, slab: Slab, size_bytes: int) -> memoryview:
@@ -472,6 +388,8 @@ class ReceivingSlabs(_Slabs):
 
     def give_back(self, slab: Slab) -> None:
         """Takes back a slab that no transfer uses; ends its registration beyond the budget."""
+        if slab.is_used_up:
+            return
         slab.is_counted = slab.is_counted or self._count(slab.size_bytes)
         if not slab.is_counted:
             self._endpoint.unregister(slab.registration)
@@ -494,9 +412,43 @@ class ReceivingSlabs(_Slabs):
             self._discount(slab.size_bytes)
             self._endpoint.unregister(slab.registration)
 
+    def close(self) -> None:
+        """Forgets all slabs, which are not registered any more, or will not be."""
+        with self._lock:
+            self._is_closed = True
+            counted_bytes, self._counted_bytes = self._counted_bytes, 0
+            self._idle.clear()
+        self._budget.free(counted_bytes)
+
     def _settle(self) -> None:
         for slab in self._lent.take_ended():
             self.give_back(slab)
+
+    def _take(self, slab_bytes: int) -> Slab | None:
+        """Takes an idle slab of that size, if there is one."""
+        self._settle()
+        with self._lock:
+            idle = self._idle.get(slab_bytes)
+            return idle.pop() if idle else None
+
+    def _make(self, size_bytes: int) -> Slab:
+        memory = self._lease(size_bytes)
+        return Slab(next(self._numbers), memory, self._endpoint.register(memory))
+
+    def _count(self, size_bytes: int) -> bool:
+        """Reserves memory for a slab; returns False beyond the budget, and after ``close``."""
+        with self._lock:
+            if self._is_closed or not self._budget.reserve(size_bytes):
+                return False
+            self._counted_bytes += size_bytes
+            return True
+
+    def _discount(self, size_bytes: int) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            self._counted_bytes -= size_bytes
+        self._budget.free(size_bytes)
 
 
 # The channel
@@ -517,7 +469,7 @@ class _Sending:
     def __init__(self) -> None:
         self.begun_s = time.monotonic()
         self.endpoint: Endpoint | None = None
-        self.slabs: SendingSlabs | None = None
+        self.slabs: Slabs | None = None
         self.trial = b""
         self.staged: Staged | None = None
         self.is_proven = False
@@ -531,7 +483,7 @@ class _Receiving:
         failure: Why it is not used any more.
     """
 
-    def __init__(self, endpoint: Endpoint, slabs: ReceivingSlabs) -> None:
+    def __init__(self, endpoint: Endpoint, slabs: Slabs) -> None:
         self.endpoint = endpoint
         self.slabs = slabs
         self.failure = ""
@@ -640,7 +592,7 @@ class Rdma(Channel):
         with self._home.reactor.idling():
             try:
                 endpoint = open_endpoint()
-                slabs = SendingSlabs(endpoint, self._home.pool.lease, self._budget)
+                slabs = Slabs(endpoint, self._home.pool.lease, self._budget)
                 with self._lock:
                     is_late = self._is_closed or self._sending.get(peer.id) is not sending
                     if not is_late:
@@ -694,7 +646,7 @@ class Rdma(Channel):
     def _answer(self, peer: Peer, url: bytes) -> bytes:
         """Opens this side's end and connects it; returns what the sender connects to."""
         endpoint = open_endpoint()
-        slabs = ReceivingSlabs(endpoint, self._home.pool.lease, self._budget)
+        slabs = Slabs(endpoint, self._home.pool.lease, self._budget)
         with self._lock:
             is_late = self._is_closed or peer.is_over or peer.id in self._receiving
             is_taken = not is_late and not self._has_no_way_left
@@ -751,7 +703,7 @@ class Rdma(Channel):
         except (TransportFailed, MemoryError) as error:
             self._fail_sending(peer, sending, str(error))
 
-    def _trial(self, sending: _Sending, slabs: SendingSlabs) -> bytes:
+    def _trial(self, sending: _Sending, slabs: Slabs) -> bytes:
         """Fills a slab with random bytes; returns the handle with which the receiver reads it."""
         content = bytearray(os.urandom(slabs.size_for(1)))
         staged = slabs.put(torch.frombuffer(content, dtype=torch.uint8), self._home.copier)
@@ -877,7 +829,7 @@ def _close(ways: Sequence[_Sending | _Receiving], deadline_s: float) -> None:
             way.slabs.close()
 
 
-def _give_back_ended(slabs: ReceivingSlabs, transfers: Sequence[tuple[Slab, Transfer]]) -> None:
+def _give_back_ended(slabs: Slabs, transfers: Sequence[tuple[Slab, Transfer]]) -> None:
     """Takes back the slabs of transfers that have ended; the others are never used again."""
     for slab, transfer in transfers:
         try:

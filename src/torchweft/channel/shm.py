@@ -314,15 +314,6 @@ class Extents:
         return sum(self._ends) - sum(self._starts)
 
 
-class SharedStatistics(NamedTuple):
-    """How much shared memory a worker has, in whole slabs."""
-
-    resident_bytes: int
-    idle_bytes: int
-    loan_count: int
-    tickets_used: int
-
-
 class Borrower:
     """A peer as holder of loans."""
 
@@ -556,14 +547,6 @@ class SharedPool:
                 slabs[:] = [slab for slab in slabs if slab.idle_since_s > limit_s]
         self._punch(unused)
         return sum(slab.size_bytes for slab in unused)
-
-    def statistics(self) -> SharedStatistics:
-        """Returns the amounts of memory, loans and tickets now."""
-        with self._lock:
-            self._collect()
-            return SharedStatistics(
-                self._resident_bytes, self._idle_bytes(), len(self._loans), self._tickets_used
-            )
 
     def duplicate(self) -> int | None:
         """Returns a descriptor of the memory, for the caller to close; None after ``close``."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.memory_counts import first_for, held_counts
 from tests.unit.channel.home import Posts, SomePeer, make_home
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle
@@ -134,13 +135,13 @@ def held_one(held: Held, fake: Fake, memory: memoryview) -> int:
 def test_release_lets_go_once_and_says_whether_the_peer_has_it(fakes: list[Fake]) -> None:
     held, fake = Held(), fakes[0]
     tokens = [held_one(held, fake, memoryview(bytes(size))) for size in (10, 20, 30)]
-    assert held.statistics() == (3, 60)
+    assert held_counts(held) == (3, 60)
     held.release(tokens[1])
     held.release(tokens[1])
     assert fake.events == ["acknowledged"]
     held.release(tokens[0], is_sent=False)
     assert fake.events == ["acknowledged"]
-    assert held.statistics() == (1, 30)
+    assert held_counts(held) == (1, 30)
 
 
 def test_memory_is_kept_until_released(fakes: list[Fake]) -> None:
@@ -162,7 +163,7 @@ def test_close_lets_go_of_everything_for_good(fakes: list[Fake]) -> None:
     token = held_one(held, fakes[0], arrays[1].data)
     arrays.clear()
     assert [each() for each in alive] == [None, None]
-    assert held.statistics() == (0, 0)
+    assert held_counts(held) == (0, 0)
     held.release(token)
     assert not fakes[0].events
 
@@ -170,7 +171,7 @@ def test_close_lets_go_of_everything_for_good(fakes: list[Fake]) -> None:
 def test_a_finalizer_may_use_what_is_letting_go_of_it(fakes: list[Fake]) -> None:
     held, array = Held(), np.zeros(100, dtype=np.uint8)
     seen: list[tuple[int, int]] = []
-    weakref.finalize(array, lambda: seen.append(held.statistics()))
+    weakref.finalize(array, lambda: seen.append(held_counts(held)))
     held_one(held, fakes[0], array.data)
     del array
     held.close()
@@ -194,7 +195,7 @@ def test_tokens_of_many_threads_differ(fakes: list[Fake]) -> None:
     for token in tokens:
         held.release(token)
     assert len(set(tokens)) == 900
-    assert held.statistics() == (0, 0)
+    assert held_counts(held) == (0, 0)
 
 
 # Sending
@@ -216,7 +217,7 @@ def test_a_buffer_takes_the_first_channel_that_has_room(
     ]
     assert [memory.nbytes for memory in parcel.following] == [5, 150, 99, 0]
     assert parcel.moved() == {"sent best": 100, "sent next": 250}
-    assert peer.held.statistics() == (1, 350)
+    assert held_counts(peer.held) == (1, 350)
     parcel.begin(may_wait=False)
     assert [fake.events for fake in fakes] == [[], ["begin 1"], []]
     peer.held.release(parcel.token)
@@ -230,7 +231,7 @@ def test_where_all_buffers_follow_there_is_no_table(
     assert parcel.table == b""
     assert len(parcel.following) == 3
     assert channels.put(SomePeer(), tensors(1000)).table == b""
-    assert peer.held.statistics() == (0, 0)
+    assert held_counts(peer.held) == (0, 0)
 
 
 def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
@@ -239,7 +240,7 @@ def test_nothing_is_held_for_a_channel_whose_buffers_come_back_otherwise(
     fakes[0].room = fakes[1].room = 0
     parcel = channels.put(peer, tensors(500))
     assert parcel.moved() == {"sent free": 500}
-    assert peer.held.statistics() == (0, 0)
+    assert held_counts(peer.held) == (0, 0)
     parcel.take_back()
     assert fakes[2].events == ["taken back"]
 
@@ -252,7 +253,7 @@ def test_a_channel_that_raises_leaves_nothing(
     with pytest.raises(KeyboardInterrupt):
         channels.put(peer, tensors(300, 300))
     assert fakes[0].events == ["taken back"]
-    assert peer.held.statistics() == (0, 0)
+    assert held_counts(peer.held) == (0, 0)
 
 
 # Receiving
@@ -331,11 +332,11 @@ def test_a_channel_of_another_version_is_refused(channels: Channels, peer: SomeP
 
 def test_sizes_decide_once_the_peer_has_confirmed(fakes: list[Fake]) -> None:
     ways = Ways("ps", fakes)
-    assert ways.first_for(MIB) == "stream"
+    assert first_for(ways, MIB) == "stream"
     assert all("not confirmed" in ways.obstacles()[fake.name] for fake in fakes)
     ways.confirm({"next": ""})
     sizes = [0, ways.inline_limit_bytes, ways.inline_limit_bytes + 1]
-    assert [ways.first_for(size) for size in sizes] == ["inline", "inline", "next"]
+    assert [first_for(ways, size) for size in sizes] == ["inline", "inline", "next"]
     assert ways.sizes() == [("next", 200)]
 
 
@@ -343,9 +344,9 @@ def test_a_verdict_changes_only_what_it_names(fakes: list[Fake]) -> None:
     ways = Ways("ps", fakes)
     ways.confirm({"next": ""})
     ways.confirm({"best": "", "a channel of a later version": ""})
-    assert ways.first_for(MIB) == "best"
+    assert first_for(ways, MIB) == "best"
     ways.confirm({"best": "gone"})
-    assert ways.first_for(MIB) == "next"
+    assert first_for(ways, MIB) == "next"
     assert ways.obstacles()["best"] == "gone"
 
 
@@ -353,7 +354,7 @@ def test_what_cannot_be_received_may_still_be_sent(fakes: list[Fake]) -> None:
     ways = Ways("ps", fakes)
     ways.accepted({"best": "not permitted here"})
     ways.confirm({"best": ""})
-    assert ways.first_for(MIB) == "best"
+    assert first_for(ways, MIB) == "best"
     assert ways.verdict() == {"best": "not permitted here"}
 
 
@@ -372,7 +373,7 @@ def test_giving_up_warns_once_and_lasts(
         ways.give_up("best", "Operation not permitted")
         ways.give_up("best", "once more")
     ways.confirm({"best": ""})
-    assert ways.first_for(MIB) == "next"
+    assert first_for(ways, MIB) == "next"
     assert ways.obstacles()["best"] == "Operation not permitted"
     [record] = caplog.records
     assert record.getMessage() == (
@@ -385,7 +386,7 @@ def test_a_channel_with_a_trial_counts_as_used_after_it(fakes: list[Fake]) -> No
     fakes[0].is_tried = True  # type: ignore[misc]
     ways = Ways("ps", fakes)
     ways.confirm({"best": ""})
-    assert ways.first_for(MIB) == "best"
+    assert first_for(ways, MIB) == "best"
     assert ways.obstacles()["best"] == UNTRIED
     ways.prove(fakes[0])
     assert ways.obstacles()["best"] == ""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.memory_counts import held_counts
 from tests.thorough import examples
 from tests.unit.channel.fake_driver import FakeDriver
 from tests.unit.channel.fake_transport import FakeNetwork
@@ -89,7 +90,7 @@ class Pair:
 
     def is_free(self) -> bool:
         gc.collect()
-        return not self.peer.held.statistics().message_count
+        return not held_counts(self.peer.held).message_count
 
 
 @pytest.fixture(params=[channel.name for channel in CHANNELS])

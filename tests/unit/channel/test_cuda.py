@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.memory_counts import held_counts
 from tests.unit.channel.fake_driver import FakeDriver
 from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
@@ -73,7 +74,7 @@ def is_given_up(pair: list[Member]) -> bool:
 
 
 def held(pair: list[Member]) -> int:
-    return pair[0].peer(pair[1]).held.statistics().message_count
+    return held_counts(pair[0].peer(pair[1]).held).message_count
 
 
 def check(message: TensorMessage, tensors: list[Tensor]) -> None:

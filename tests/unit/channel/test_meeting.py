@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.memory_counts import pool_counts, shared_counts
 from tests.unit.channel.home import SomePeer, make_home
 from tests.unit.channel.processes import dead_pid
 from tests.unit.worker.group import KEY, group_of
@@ -313,8 +314,8 @@ def test_a_member_gives_idle_memory_back() -> None:
         member.agent.pool.lease(MIB)
         assert (pool.trim(100.0), member.agent.pool.trim(100.0)) == (0, 0)
         assert member.agent.channels.tick(5.0) == 5.0
-        assert pool.statistics().resident_bytes == 0
-        assert member.agent.pool.statistics().idle_bytes == 0
+        assert shared_counts(pool).resident_bytes == 0
+        assert pool_counts(member.agent.pool).idle_bytes == 0
 
 
 def test_idle_memory_is_looked_for_now_and_then() -> None:

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.memory_counts import pool_counts
 from torchweft.channel.copying import address_of
 from torchweft.channel.memory import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, slab_size
 
@@ -34,18 +35,18 @@ def test_a_lease_is_aligned_and_of_exactly_the_size(pool: BufferPool, size_bytes
 
 def test_an_empty_lease_takes_no_memory(pool: BufferPool) -> None:
     assert pool.lease(0).nbytes == 0
-    assert pool.statistics().mapped_count == 0
+    assert len(pool._by_address) == 0
 
 
 def test_a_slab_comes_back_when_the_tensor_dies(pool: BufferPool) -> None:
     tensor = torch.frombuffer(pool.lease(MIB), dtype=torch.float32)
     address = tensor.data_ptr()
-    assert pool.statistics()[:3] == (MIB, 0, 1)
+    assert pool_counts(pool)[:3] == (MIB, 0, 1)
     del tensor
-    assert pool.statistics()[:3] == (0, MIB, 0)
+    assert pool_counts(pool)[:3] == (0, MIB, 0)
     again = pool.lease(MIB)
     assert address_of(again) == address
-    assert pool.statistics().mapped_count == 1
+    assert len(pool._by_address) == 1
 
 
 def test_every_kind_of_view_keeps_the_slab(pool: BufferPool) -> None:
@@ -78,16 +79,16 @@ def test_leased_memory_is_faulted_in(pool: BufferPool) -> None:
 def test_idle_memory_is_bounded() -> None:
     pool = BufferPool(limit_bytes=3 * MIB)
     leases = [pool.lease(MIB) for _ in range(5)]
-    assert pool.statistics().leased_bytes == 5 * MIB
+    assert pool_counts(pool).leased_bytes == 5 * MIB
     leases.clear()
-    assert pool.statistics()[:2] == (0, 3 * MIB)
+    assert pool_counts(pool)[:2] == (0, 3 * MIB)
 
 
 def test_a_slab_beyond_the_limit_does_not_drive_out_the_others() -> None:
     pool = BufferPool(limit_bytes=3 * MIB)
     leases = [pool.lease(MIB), pool.lease(4 * MIB)]
     leases.clear()
-    assert pool.statistics().idle_bytes == MIB
+    assert pool_counts(pool).idle_bytes == MIB
 
 
 def test_sizes_not_asked_for_the_longest_go_first() -> None:
@@ -96,26 +97,24 @@ def test_sizes_not_asked_for_the_longest_go_first() -> None:
     smaller = [pool.lease(MIB) for _ in range(2)]
     smaller.clear()
     pool.lease(2 * MIB)
-    mapped_count = pool.statistics().mapped_count
-    assert pool.statistics().idle_bytes == 2 * MIB
-    pool.lease(2 * MIB)
-    assert pool.statistics().mapped_count == mapped_count
+    assert [slab.size_bytes for slab in pool._by_address.values()] == [2 * MIB]
+    assert pool_counts(pool).idle_bytes == 2 * MIB
 
 
 def test_trim_returns_idle_memory_only(pool: BufferPool) -> None:
     kept, idle = pool.lease(MIB), pool.lease(2 * MIB)
     del idle
     assert pool.trim() == 2 * MIB
-    assert pool.statistics()[:3] == (MIB, 0, 1)
+    assert pool_counts(pool)[:3] == (MIB, 0, 1)
     kept[:] = bytes(MIB)
 
 
 def test_memory_used_a_moment_ago_is_not_idle_yet(pool: BufferPool) -> None:
     pool.lease(MIB)
     assert pool.trim(idle_s=1000.0) == 0
-    assert pool.statistics().idle_bytes == MIB
+    assert pool_counts(pool).idle_bytes == MIB
     assert pool.trim(idle_s=0.0) == MIB
-    assert pool.statistics().idle_bytes == 0
+    assert pool_counts(pool).idle_bytes == 0
 
 
 def test_memory_outlives_its_pool() -> None:
@@ -169,10 +168,10 @@ def test_a_collection_inside_the_lock_may_end_and_begin_leases(
         _LeasesInItsFinalizer(pool)
     monkeypatch.setattr(pool, "_lock", _CollectingLock(pool._lock))
     lease = pool.lease(MIB)
-    statistics = pool.statistics()
+    statistics = pool_counts(pool)
     assert (statistics.leased_bytes, statistics.leased_count) == (MIB, 1)
-    assert statistics.idle_bytes == (statistics.mapped_count - 1) * MIB
-    assert statistics.mapped_count <= 4
+    assert statistics.idle_bytes == (len(pool._by_address) - 1) * MIB
+    assert len(pool._by_address) <= 4
     del lease
 
 
@@ -194,7 +193,7 @@ def test_no_slab_is_lent_twice_at_a_time(pool: BufferPool) -> None:
     for thread in threads:
         thread.join()
     assert not wrong
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 @given(st.integers(min_value=1, max_value=1 << 40))

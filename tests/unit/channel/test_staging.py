@@ -83,7 +83,7 @@ def test_without_pinned_memory_other_memory_serves() -> None:
     memories = Staging(locks).to_host(sent)
     assert [bytes(memory) for memory in memories] == [bytes_of(tensor) for tensor in sent]
     assert gpu.waits == 0
-    assert locks.locked_bytes == 0
+    assert locks.reserved_bytes == 0
 
 
 def test_beyond_the_limit_other_memory_serves(gpu: FakeGpu) -> None:
@@ -100,10 +100,10 @@ def test_memory_counts_until_its_last_view_is_gone(gpu: FakeGpu) -> None:
     memory = staging.to_host([noise(MIB + 1)])[0]
     view = memory[5:10]
     del memory
-    assert locks.locked_bytes == 2 * MIB, "torch rounds its blocks to powers of two"
+    assert locks.reserved_bytes == 2 * MIB, "torch rounds its blocks to powers of two"
     del view, staging
     gc.collect()
-    assert locks.locked_bytes == 0
+    assert locks.reserved_bytes == 0
 
 
 def test_parts_come_one_by_one(gpu: FakeGpu, staging: Staging) -> None:

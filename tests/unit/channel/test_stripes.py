@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.memory_counts import first_for, held_counts, pool_counts
 from tests.thorough import examples
 from tests.unit.worker.group import FRONT, KEY, Member, Received, group_of, wait_until
 from torchweft import knobs
@@ -64,7 +65,7 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
     peer = sender.peer(to)
     if peer.link is None:
         sender.agent.connect(peer)
-        wait_until(lambda: peer.ways.first_for(NEVER_BYTES // 2) == "striped")
+        wait_until(lambda: first_for(peer.ways, NEVER_BYTES // 2) == "striped")
     sender.agent.sender.send(
         peer, sender.tensor_messages.encode(peer, Kind.CALL, 0, 7, FRONT, tensors)
     )
@@ -72,7 +73,7 @@ def send(sender: Member, to: Member, *tensors: torch.Tensor) -> None:
 
 def is_free(sender: Member, to: Member) -> bool:
     """Whether the sender keeps no tensor for another member."""
-    return not sender.peer(to).held.statistics().message_count
+    return not held_counts(sender.peer(to).held).message_count
 
 
 def hold_back(monkeypatch: pytest.MonkeyPatch, stripes: int) -> threading.Event:
@@ -128,7 +129,7 @@ def test_what_nobody_reads_is_dropped_when_it_is_here(pair: list[Member]) -> Non
     received.next()
     arrivals = data_of(second)._of(second.peer(first)).arrivals
     wait_until(lambda: arrivals.bytes_received == 4 * SIZE and len(arrivals.under_way) == 0)
-    wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
+    wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
 
 
 def test_the_sender_lets_go_of_what_is_written(pair: list[Member]) -> None:
@@ -203,7 +204,7 @@ def test_tensors_come_whatever_breaks_and_nothing_is_left(over: str) -> None:
         assert first.peer(second).lost is second.peer(first).lost is None
         receiving = data_of(second)._of(second.peer(first))
         wait_until(lambda: is_free(first, second), "that all had been let go of")
-        wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
+        wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
         assert len(receiving.arrivals.under_way) == 0
         wait_until(lambda: len(os.listdir("/proc/self/fd")) <= descriptors)
 
@@ -385,7 +386,7 @@ def test_what_does_not_come_for_long_is_asked_for_again(
     assert second.peer(first).lost is None
     wait_until(lambda: is_free(first, second))
     received.message = None
-    wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
+    wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
 
 
 def test_the_loss_of_the_peer_ends_the_wait(
@@ -400,7 +401,7 @@ def test_the_loss_of_the_peer_ends_the_wait(
     wait_until(lambda: arrivals.bytes_received > 0)
     second.agent.lose(second.peer(first), "a test")
     assert isinstance(received.failure(), WorkerLost)
-    wait_until(lambda: second.agent.pool.statistics().leased_count == 0)
+    wait_until(lambda: pool_counts(second.agent.pool).leased_count == 0)
 
 
 def test_a_close_ends_the_wait(pair: list[Member], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +498,7 @@ def test_where_no_connection_can_be_made_tensors_follow_the_message(
         send(first, second, sent)
         assert torch.equal(received.next().tensors()[0][0], sent)
     assert caplog.text.count("nobody takes it") == 1
-    assert first.peer(second).ways.first_for(NEVER_BYTES // 2) == "stream"
+    assert first_for(first.peer(second).ways, NEVER_BYTES // 2) == "stream"
 
 
 def greet(member: Member, key: Secret = KEY) -> tuple[socket.socket, Handshake]:

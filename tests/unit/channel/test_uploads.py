@@ -5,6 +5,7 @@ import gc
 import pytest
 import torch
 
+from tests.memory_counts import pool_counts
 from tests.unit.channel.fake_gpu import UNTOUCHED, FakeGpu
 from torchweft.channel.copying import address_of
 from torchweft.channel.device_copies import LOCKED_FROM_BYTES, PageLock, PageLocks, Uploads
@@ -80,7 +81,7 @@ def test_a_slab_is_locked_once_and_unlocked_before_it_is_unmapped(
     del again
     pool.trim()
     assert gpu.registered == {}
-    assert locks.locked_bytes == 0
+    assert locks.reserved_bytes == 0
 
 
 def test_memory_in_use_stays_locked_when_the_pool_is_trimmed(
@@ -115,7 +116,7 @@ def test_a_lock_that_fails_only_costs_speed(
     gpu.obstacle = "out of memory (2)"
     memory = filled(pool, MIB)
     assert bytes(to_device(uploads, memory, DEVICE).numpy().data) == bytes(memory)
-    assert locks.locked_bytes == 0
+    assert locks.reserved_bytes == 0
     assert locks.lock(1 << 40, MIB) == "out of memory (2)"
 
 
@@ -140,12 +141,12 @@ def test_a_batch_waits_once_and_keeps_its_memory_until_then(
     tensors = [batch.add(memory, DEVICE), batch.add(filled(pool, 100_000), DEVICE)]
     del memory
     gc.collect()
-    assert pool.statistics().leased_count == 2
+    assert pool_counts(pool).leased_count == 2
     assert tensors[0][0] == UNTOUCHED
     batch.wait()
     assert gpu.waits == 1
     assert bytes(tensors[0].numpy().data) == expected
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_small_memory_is_taken_at_once(gpu: FakeGpu, pool: BufferPool, uploads: Uploads) -> None:
@@ -164,14 +165,14 @@ def test_a_batch_that_is_dropped_waits(gpu: FakeGpu, pool: BufferPool, uploads: 
     batch.add(filled(pool, 100_000), DEVICE)
     del batch
     assert gpu.waits == 1
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_a_lock_ends_once(gpu: FakeGpu, locks: PageLocks) -> None:
     lock = locks.lock(1 << 40, MIB)
     assert isinstance(lock, PageLock)
-    assert locks.locked_bytes == MIB
+    assert locks.reserved_bytes == MIB
     lock.release()
     lock.release()
     del lock
-    assert (gpu.registered, locks.locked_bytes) == ({}, 0)
+    assert (gpu.registered, locks.reserved_bytes) == ({}, 0)

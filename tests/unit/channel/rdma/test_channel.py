@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.memory_counts import held_counts
 from tests.unit.channel.fake_transport import FakeNetwork
 from tests.unit.worker.group import FRONT, Member, Received, group_of, wait_until
 from torchweft import knobs
 from torchweft.channel import rdma
 from torchweft.channel.channels import UNTRIED
-from torchweft.channel.rdma import Rdma, SendingSlabs
+from torchweft.channel.rdma import Rdma, Slab, Slabs
 from torchweft.errors import ProtocolError, WorkerLost
 from torchweft.wire.frames import Frame
 from torchweft.wire.messages import Kind
@@ -87,7 +88,7 @@ def large() -> Tensor:
 
 
 def held(pair: list[Member]) -> int:
-    return peer_of(pair).held.statistics().message_count
+    return held_counts(peer_of(pair).held).message_count
 
 
 @pytest.fixture
@@ -99,10 +100,15 @@ def proven(network: FakeNetwork, pair: list[Member], received: Received) -> list
     return pair
 
 
-def sending_slabs(pair: list[Member]) -> SendingSlabs:
+def sending_slabs(pair: list[Member]) -> Slabs:
     slabs = pair[0].agent.channels.of(Rdma)._sending[peer_of(pair).id].slabs
     assert slabs is not None
     return slabs
+
+
+def idle_in(slabs: Slabs) -> list[Slab]:
+    slabs._settle()
+    return [slab for idle in list(slabs._idle.values()) for slab in idle]
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -194,7 +200,7 @@ def test_descriptions_go_along_until_a_message_with_them_has_arrived(
     assert size() == before
     exchange(proven, received, tensor)
     slabs = sending_slabs(proven)
-    wait_until(lambda: any(slab.is_described for slab in list(slabs._ended)))
+    wait_until(lambda: any(slab.is_described for slab in idle_in(slabs)))
     assert size() < before - 800
 
 
@@ -316,7 +322,7 @@ def test_a_read_that_takes_too_long_is_asked_for_and_its_slabs_are_not_used_agai
     network.stalls = False
     exchange(proven, received, large())
     assert network.reads == 1
-    assert not sending_slabs(proven)._ended
+    assert not idle_in(sending_slabs(proven))
 
 
 def test_messages_under_way_when_the_channel_is_given_up_arrive(
@@ -407,7 +413,7 @@ def test_an_unknown_slab_is_refused(
     slab = slabs._take(SLAB_BYTES)
     assert slab is not None
     slab.number, slab.is_described = 77, True
-    slabs._ended.append(slab)
+    slabs.give_back(slab)
     send(proven, [large()])
     error = received.failure()
     assert isinstance(error, ProtocolError)

@@ -7,18 +7,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.memory_counts import pool_counts
 from tests.unit.channel.fake_transport import FakeNetwork, FakeTransport
 from torchweft import knobs
 from torchweft.channel.copying import Copier
-from torchweft.channel.memory import BufferPool
-from torchweft.channel.rdma import (
-    SLAB,
-    Budget,
-    ReceivingSlabs,
-    SendingSlabs,
-    Staged,
-    TransportFailed,
-)
+from torchweft.channel.memory import Budget, BufferPool
+from torchweft.channel.rdma import SLAB, Slabs, Staged, TransportFailed
 
 COPIER = Copier()
 KIB = 1024
@@ -46,13 +40,13 @@ def smallest() -> Iterator[None]:
 
 
 @pytest.fixture
-def sending(network: FakeNetwork, pool: BufferPool, budget: Budget) -> SendingSlabs:
-    return SendingSlabs(network.open_endpoint(), pool.lease, budget)
+def sending(network: FakeNetwork, pool: BufferPool, budget: Budget) -> Slabs:
+    return Slabs(network.open_endpoint(), pool.lease, budget)
 
 
 @pytest.fixture
-def receiving(network: FakeNetwork, pool: BufferPool, budget: Budget) -> ReceivingSlabs:
-    return ReceivingSlabs(network.open_endpoint(), pool.lease, budget)
+def receiving(network: FakeNetwork, pool: BufferPool, budget: Budget) -> Slabs:
+    return Slabs(network.open_endpoint(), pool.lease, budget)
 
 
 def transport(network: FakeNetwork) -> FakeTransport:
@@ -68,12 +62,12 @@ def number_of(staged: Staged) -> int:
     return int(SLAB.unpack_from(staged.content)[0])
 
 
-def test_sizes_are_powers_of_two(sending: SendingSlabs) -> None:
+def test_sizes_are_powers_of_two(sending: Slabs) -> None:
     sizes = [1, 3 * KIB, 4 * KIB, 4 * KIB + 1, 16 * KIB]
     assert [sending.size_for(each) // KIB for each in sizes] == [4, 4, 4, 8, 16]
 
 
-def test_a_copy_is_independent_of_its_buffer(sending: SendingSlabs) -> None:
+def test_a_copy_is_independent_of_its_buffer(sending: Slabs) -> None:
     buffer = random_bytes(5000)
     before = bytes(buffer.numpy())
     staged = sending.put(buffer, COPIER)
@@ -83,9 +77,7 @@ def test_a_copy_is_independent_of_its_buffer(sending: SendingSlabs) -> None:
     assert staged.size_bytes == 5000
 
 
-def test_the_slab_that_came_back_last_is_used_next(
-    network: FakeNetwork, sending: SendingSlabs
-) -> None:
+def test_the_slab_that_came_back_last_is_used_next(network: FakeNetwork, sending: Slabs) -> None:
     first, second = sending.put(random_bytes(10), COPIER), sending.put(random_bytes(10), COPIER)
     assert first is not None
     assert second is not None
@@ -98,9 +90,7 @@ def test_the_slab_that_came_back_last_is_used_next(
     assert network.registered == 2
 
 
-def test_a_slab_that_may_be_read_is_never_used_again(
-    network: FakeNetwork, sending: SendingSlabs
-) -> None:
+def test_a_slab_that_may_be_read_is_never_used_again(network: FakeNetwork, sending: Slabs) -> None:
     staged = sending.put(random_bytes(10), COPIER)
     assert staged is not None
     memory = staged.memory()  # The peer asks for the bytes.
@@ -112,7 +102,7 @@ def test_a_slab_that_may_be_read_is_never_used_again(
     assert network.registered == 2
 
 
-def test_a_description_goes_along_until_it_is_acknowledged(sending: SendingSlabs) -> None:
+def test_a_description_goes_along_until_it_is_acknowledged(sending: Slabs) -> None:
     staged = sending.put(random_bytes(10), COPIER)
     assert staged is not None
     assert SLAB.unpack_from(staged.content) == (1, 4 * KIB)
@@ -124,9 +114,7 @@ def test_a_description_goes_along_until_it_is_acknowledged(sending: SendingSlabs
     assert again.content == SLAB.pack(1, 4 * KIB)
 
 
-def test_beyond_the_budget_larger_slabs_serve_or_none(
-    budget: Budget, sending: SendingSlabs
-) -> None:
+def test_beyond_the_budget_larger_slabs_serve_or_none(budget: Budget, sending: Slabs) -> None:
     large = sending.put(random_bytes(60 * KIB), COPIER)
     assert budget.reserved_bytes == 64 * KIB
     assert sending.put(random_bytes(10), COPIER) is None
@@ -139,7 +127,7 @@ def test_beyond_the_budget_larger_slabs_serve_or_none(
 
 
 def test_a_slab_that_cannot_be_registered_is_not_counted(
-    network: FakeNetwork, budget: Budget, sending: SendingSlabs
+    network: FakeNetwork, budget: Budget, sending: Slabs
 ) -> None:
     network.refuses.add("register")
     with pytest.raises(TransportFailed, match="cannot register"):
@@ -147,7 +135,7 @@ def test_a_slab_that_cannot_be_registered_is_not_counted(
     assert budget.reserved_bytes == 0
 
 
-def test_closing_frees_the_budget(budget: Budget, sending: SendingSlabs) -> None:
+def test_closing_frees_the_budget(budget: Budget, sending: Slabs) -> None:
     staged = sending.put(random_bytes(10), COPIER)
     sending.close()
     assert budget.reserved_bytes == 0
@@ -156,7 +144,7 @@ def test_closing_frees_the_budget(budget: Budget, sending: SendingSlabs) -> None
 
 
 def test_a_received_buffer_keeps_its_slab_until_its_last_view_ends(
-    network: FakeNetwork, receiving: ReceivingSlabs
+    network: FakeNetwork, receiving: Slabs
 ) -> None:
     slab = receiving.take(5000)
     view = torch.frombuffer(receiving.lend(slab, 5000), dtype=torch.uint8)[10:]
@@ -167,20 +155,20 @@ def test_a_received_buffer_keeps_its_slab_until_its_last_view_ends(
     assert network.registered == 2
 
 
-def test_a_view_that_another_thread_settles_is_left_to_it(receiving: ReceivingSlabs) -> None:
+def test_a_view_that_another_thread_settles_is_left_to_it(receiving: Slabs) -> None:
     """Both threads have seen that a view has ended."""
 
     class Taken(deque[object]):
         def __bool__(self) -> bool:
             return True
 
-    receiving._ended = Taken()
+    receiving._lent.ended = Taken()
     receiving.trim(0.0)
     assert receiving.take(KIB).size_bytes >= KIB
 
 
 def test_idle_slabs_are_released(
-    network: FakeNetwork, budget: Budget, pool: BufferPool, receiving: ReceivingSlabs
+    network: FakeNetwork, budget: Budget, pool: BufferPool, receiving: Slabs
 ) -> None:
     slab = receiving.take(5000)
     receiving.give_back(slab)
@@ -190,11 +178,11 @@ def test_idle_slabs_are_released(
     receiving.trim(0.0)
     assert network.registered == 0
     assert budget.reserved_bytes == 0
-    assert pool.statistics().leased_bytes == 0
+    assert pool_counts(pool).leased_bytes == 0
 
 
 def test_slabs_beyond_the_budget_are_released_when_they_come_back(
-    network: FakeNetwork, budget: Budget, receiving: ReceivingSlabs
+    network: FakeNetwork, budget: Budget, receiving: Slabs
 ) -> None:
     slabs = [receiving.take(40 * KIB) for _ in range(3)]
     assert budget.reserved_bytes == 64 * KIB
@@ -203,7 +191,7 @@ def test_slabs_beyond_the_budget_are_released_when_they_come_back(
     assert network.registered == 1
 
 
-def test_a_tensor_outlives_its_endpoint(network: FakeNetwork, receiving: ReceivingSlabs) -> None:
+def test_a_tensor_outlives_its_endpoint(network: FakeNetwork, receiving: Slabs) -> None:
     slab = receiving.take(5000)
     slab.memory[:] = 7
     tensor = torch.frombuffer(receiving.lend(slab, 5000), dtype=torch.uint8)

@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from tests.memory_counts import shared_counts
 from tests.thorough import examples
 from torchweft.channel.copying import address_of
 from torchweft.channel.shm import LOAN, Borrowed, Borrower, Process, SharedPool, attach
@@ -96,7 +97,7 @@ class Loans(RuleBasedStateMachine):
             self.borrowed.refuse(LOAN.pack(1 << 21, ended[index % len(ended)]))
 
     def live_tags(self) -> set[int]:
-        self.pool.statistics()
+        shared_counts(self.pool)
         return set(self.pool._tags.tolist())
 
     @rule(target=shared, size_bytes=SIZES)
@@ -142,7 +143,7 @@ class Loans(RuleBasedStateMachine):
     @rule()
     def trim(self) -> None:
         self.pool.trim()
-        assert self.pool.statistics().idle_bytes == 0
+        assert shared_counts(self.pool).idle_bytes == 0
 
     @invariant()
     def what_is_in_use_is_nobody_else_s(self) -> None:
@@ -155,7 +156,7 @@ class Loans(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_accounted_for(self) -> None:
-        statistics = self.pool.statistics()
+        statistics = shared_counts(self.pool)
         assert statistics.loan_count == len(self.in_use)
         assert statistics.idle_bytes <= statistics.resident_bytes <= LIMIT
         free_bytes = self.pool._extents.free_bytes()
@@ -164,7 +165,7 @@ class Loans(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.in_use.clear()
         self.owned.clear()
-        statistics = self.pool.statistics()
+        statistics = shared_counts(self.pool)
         assert (statistics.loan_count, statistics.idle_bytes) == (0, statistics.resident_bytes)
         self.pool.close()
 

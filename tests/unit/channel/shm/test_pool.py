@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.memory_counts import shared_counts
 from torchweft.channel import shm as pool_module
 from torchweft.channel.copying import address_of
 from torchweft.channel.memory import slab_size
@@ -73,9 +74,9 @@ def test_a_slab_comes_back_when_the_borrower_s_last_view_dies(
     view = tensor[5:7]
     del tensor
     gc.collect()
-    assert pool.statistics().loan_count == 1
+    assert shared_counts(pool).loan_count == 1
     del view
-    assert pool.statistics()[1:3] == (slab_size(100 * KIB), 0)
+    assert shared_counts(pool)[1:3] == (slab_size(100 * KIB), 0)
     again = lend(pool, borrower, 100 * KIB)
     assert again.offset == entry.offset
     assert again.tag != entry.tag
@@ -99,26 +100,26 @@ def test_a_late_or_second_end_of_a_loan_ends_no_other(
     second = lend(pool, borrower, KIB)
     assert (second.offset, second.tag & 0xFFFF) == (first.offset, first.tag & 0xFFFF)
     borrowed.refuse(first.content)
-    assert pool.statistics().loan_count == 1
+    assert shared_counts(pool).loan_count == 1
     borrowed.refuse(second.content)
     borrowed.refuse(second.content)
-    assert pool.statistics().loan_count == 0
-    assert pool.statistics().idle_bytes == slab_size(KIB)
+    assert shared_counts(pool).loan_count == 0
+    assert shared_counts(pool).idle_bytes == slab_size(KIB)
 
 
 def test_a_loan_that_was_never_told_is_taken_back(pool: SharedPool, borrower: Borrower) -> None:
     entry = lend(pool, borrower, KIB)
     pool.take_back(entry.tag)
-    assert pool.statistics().loan_count == 0
+    assert shared_counts(pool).loan_count == 0
     other = lend(pool, borrower, KIB)
     pool.take_back(entry.tag)
-    assert pool.statistics().loan_count == 1, "it was another loan of the same ticket"
+    assert shared_counts(pool).loan_count == 1, "it was another loan of the same ticket"
     pool.take_back(other.tag)
 
 
 def test_a_large_slab_is_made_when_asked_for_again(pool: SharedPool, borrower: Borrower) -> None:
     assert pool.lend(AT_ONCE_BYTES + 1, borrower) is None
-    assert pool.statistics().resident_bytes == 0
+    assert shared_counts(pool).resident_bytes == 0
     assert pool.lend(AT_ONCE_BYTES + 1, borrower) is not None
     assert pool.lend(AT_ONCE_BYTES * 4, borrower) is None
     pool.trim()  # Runs some seconds later; forgets the request.
@@ -130,16 +131,16 @@ def test_memory_is_bounded(pool: SharedPool, borrowed: Borrowed, borrower: Borro
     assert pool.lend(KIB, borrower) is None
     with pytest.raises(MemoryError, match="WEFT_SHM_LIMIT_BYTES"):
         pool.share(KIB)
-    assert pool.statistics().resident_bytes == 16 * MIB
+    assert shared_counts(pool).resident_bytes == 16 * MIB
     borrowed.refuse(entries[7].content)
     assert pool.lend(KIB, borrower) is not None, "idle slabs of other sizes are in the way"
-    assert pool.statistics().resident_bytes == 15 * MIB + slab_size(KIB)
+    assert shared_counts(pool).resident_bytes == 15 * MIB + slab_size(KIB)
 
 
 def test_more_than_the_limit_at_once_moves_nothing(pool: SharedPool, borrower: Borrower) -> None:
     pool.take_back(lend(pool, borrower, MIB).tag)
     assert [pool.lend(32 * MIB, borrower) for _ in range(3)] == [None] * 3
-    assert pool.statistics().idle_bytes == MIB
+    assert shared_counts(pool).idle_bytes == MIB
 
 
 def test_scattered_idle_memory_is_joined(
@@ -163,7 +164,7 @@ def test_a_machine_short_of_memory_lends_nothing_new(
     monkeypatch.setattr(pool_module, "available_bytes", lambda: 100 * KIB)
     assert pool.lend(64 * KIB, borrower) is not None
     assert pool.lend(64 * KIB, borrower) is None
-    assert pool.statistics().resident_bytes == 64 * KIB
+    assert shared_counts(pool).resident_bytes == 64 * KIB
 
 
 def test_the_memory_left_is_looked_up_once_for_many_slabs(
@@ -196,7 +197,7 @@ def test_pages_that_cannot_be_had_are_no_loan(
     with monkeypatch.context() as broken:
         broken.setattr(pool.area, "populate", fail)
         assert pool.lend(KIB, borrower) is None
-        assert pool.statistics() == (0, 0, 0, 0)
+        assert shared_counts(pool) == (0, 0, 0, 0)
     assert pool.lend(KIB, borrower) is not None
 
 
@@ -210,12 +211,12 @@ def test_an_interrupt_while_pages_are_made_leaves_nothing(
         broken.setattr(pool.area, "populate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             pool.lend(KIB, borrower)
-    assert pool.statistics() == (0, 0, 0, 0)
+    assert shared_counts(pool) == (0, 0, 0, 0)
 
 
 def test_idle_memory_is_given_back(pool: SharedPool, borrower: Borrower) -> None:
     first = lend(pool, borrower, 64 * KIB)
-    assert pool.statistics().loan_count == 1
+    assert shared_counts(pool).loan_count == 1
     pool.take_back(first.tag)
     pool.trim()
     before = os.fstat(pool.descriptor).st_blocks
@@ -223,7 +224,7 @@ def test_idle_memory_is_given_back(pool: SharedPool, borrower: Borrower) -> None
     pool.take_back(idle.tag)
     assert pool.trim(idle_s=1000.0) == 0
     assert pool.trim() == 64 * KIB
-    assert pool.statistics() == (MIB, 0, 1, 2)
+    assert shared_counts(pool) == (MIB, 0, 1, 2)
     pool.take_back(lent.tag)
     assert pool.trim() == MIB
     assert os.fstat(pool.descriptor).st_blocks == before
@@ -235,14 +236,14 @@ def test_a_lost_borrower_that_lives_keeps_what_it_has(
     first, second = lend(pool, borrower, KIB), lend(pool, borrower, KIB)
     pool.lose(borrower)
     pool.trim()
-    assert pool.statistics().loan_count == 2
+    assert shared_counts(pool).loan_count == 2
     borrowed.refuse(first.content)
-    assert pool.statistics().loan_count == 1
+    assert shared_counts(pool).loan_count == 1
     type(borrower.process).dead = True  # type: ignore[attr-defined]
     pool.trim()
-    assert pool.statistics().loan_count == 0
+    assert shared_counts(pool).loan_count == 0
     borrowed.refuse(second.content)
-    assert pool.statistics().idle_bytes == 0
+    assert shared_counts(pool).idle_bytes == 0
 
 
 def test_a_lost_borrower_that_is_dead_keeps_nothing(pool: SharedPool, borrower: Borrower) -> None:
@@ -251,7 +252,7 @@ def test_a_lost_borrower_that_is_dead_keeps_nothing(pool: SharedPool, borrower: 
     lend(pool, borrower, KIB)
     type(borrower.process).dead = True  # type: ignore[attr-defined]
     pool.lose(borrower)
-    assert pool.statistics().loan_count == 1
+    assert shared_counts(pool).loan_count == 1
     pool.take_back(kept.tag)
 
 
@@ -272,7 +273,7 @@ def test_there_are_only_so_many_loans(
     monkeypatch.setattr(pool_module, "TICKET_COUNT", 3)
     entries = [lend(pool, borrower, KIB) for _ in range(3)]
     assert pool.lend(KIB, borrower) is None
-    assert pool.statistics().idle_bytes == slab_size(KIB)
+    assert shared_counts(pool).idle_bytes == slab_size(KIB)
     pool.take_back(entries[1].tag)
     assert lend(pool, borrower, KIB).tag & 0xFFFF == entries[1].tag & 0xFFFF
     assert TICKET_COUNT == 1 << 16
@@ -294,9 +295,9 @@ def test_shared_memory_may_be_lent_many_times_at_once(
     assert bytes(memory[:4]) == b"axxx"
     del memory
     gc.collect()
-    assert pool.statistics() == (slab_size(KIB), 0, 2, 2)
+    assert shared_counts(pool) == (slab_size(KIB), 0, 2, 2)
     tensors.clear()
-    assert pool.statistics() == (slab_size(KIB), slab_size(KIB), 0, 2)
+    assert shared_counts(pool) == (slab_size(KIB), slab_size(KIB), 0, 2)
     assert not pool.shared
 
 
@@ -328,7 +329,7 @@ def test_a_pool_as_the_knob_has_it() -> None:
     made = make_pool(-1)
     assert made is not None
     assert 0 < made.area.size_bytes <= (4 << 30) + (2 << 20)
-    assert made.statistics().resident_bytes == 0
+    assert shared_counts(made).resident_bytes == 0
     made.close()
 
 
@@ -366,8 +367,8 @@ def test_many_threads_lend_and_give_back(pool: SharedPool, borrowed: Borrowed) -
     for thread in threads:
         thread.join()
     assert not wrong
-    assert pool.statistics().loan_count == 0
-    assert pool.statistics().resident_bytes <= 16 * MIB
+    assert shared_counts(pool).loan_count == 0
+    assert shared_counts(pool).resident_bytes <= 16 * MIB
 
 
 class _SendsInItsFinalizer:
@@ -405,5 +406,5 @@ def test_a_finalizer_inside_the_lock_gets_no_loan(
     assert outcomes[0] == (None, 0)
     assert isinstance(outcomes[1], MemoryError)
     monkeypatch.undo()
-    assert pool.statistics().loan_count == 1
+    assert shared_counts(pool).loan_count == 1
     pool.take_back(entry.tag)

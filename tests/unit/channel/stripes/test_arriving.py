@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.memory_counts import pool_counts
 from tests.thorough import examples
 from torchweft.channel.channel import NotInTime
 from torchweft.channel.memory import BufferPool
@@ -153,10 +154,10 @@ def test_memory_is_taken_once_and_given_back_when_nobody_uses_it(
     ends[0].bring(stripe(data, 0, 25_000))
     ends[0].bring(stripe(data, 25_000, 50_000))
     assert waiter.result() == data
-    assert pool.statistics().leased_count == 1
+    assert pool_counts(pool).leased_count == 1
     waiter.memory = None
     # The connection that received the data does not keep it either.
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 @pytest.mark.parametrize("when", ["before", "within", "after"])
@@ -172,7 +173,7 @@ def test_what_nobody_wants_is_dropped(
         elif moment == "within":
             ends[1].bring(stripe(data, 100, 5000))
     assert len(arrivals.under_way) == 0
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_the_loss_of_the_peer_ends_every_wait(
@@ -191,7 +192,7 @@ def test_the_loss_of_the_peer_ends_every_wait(
     ends[0].receiving.close()
     del waiter
     assert len(arrivals.under_way) == 0
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_what_is_here_survives_the_loss_of_the_peer(arrivals: Arrivals, ends: list[End]) -> None:
@@ -285,7 +286,7 @@ def test_who_waits_for_what_is_given_up_is_told(
     assert isinstance(waiter.result(), NotInTime)
     del waiter
     assert len(arrivals.under_way) == 0
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_who_waits_after_it_was_given_up_is_told_at_once(arrivals: Arrivals) -> None:
@@ -349,7 +350,7 @@ def test_nothing_is_kept_of_what_a_broken_set_brings_late(
     for end in ends:
         end.receiving.close()
     assert len(arrivals.under_way) == 0
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_what_nobody_wants_is_dropped_when_it_is_given_up(
@@ -364,7 +365,7 @@ def test_what_nobody_wants_is_dropped_when_it_is_given_up(
     for key in (early, late):
         arrivals.discard(key, 100)
     assert len(arrivals.under_way) == 0
-    assert pool.statistics().leased_count == 0
+    assert pool_counts(pool).leased_count == 0
 
 
 def test_the_loss_of_the_peer_after_that_ends_nothing_twice(
