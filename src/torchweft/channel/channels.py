@@ -326,7 +326,6 @@ class Parcel:
         table: The table for the message; empty if all buffers follow.
         following: The buffers that follow the message.
         taken: The channels that carry the others, with the handles that each has made.
-        apart: Those of them that are to send bytes beside the message.
         copies: Copies from devices that still fill some of the buffers.
 
     Args:
@@ -334,10 +333,7 @@ class Parcel:
         buffers: The buffers.
     """
 
-    __slots__ = (
-        *("_entries", "_peer", "apart", "buffers", "copies"),
-        *("following", "table", "taken", "token"),
-    )
+    __slots__ = ("_entries", "_peer", "buffers", "copies", "following", "table", "taken", "token")
 
     def __init__(self, peer: Peer, buffers: Sequence[Tensor]) -> None:
         self._peer = peer
@@ -347,7 +343,6 @@ class Parcel:
         self.table = b""
         self.following: Sequence[memoryview] = ()
         self.taken: list[tuple[Channel, list[Handle]]] = []
-        self.apart: list[tuple[Channel, list[Handle]]] = []
         self.copies: HostCopies | None = None
 
     def offer(self, channel: Channel, left: Sequence[int]) -> Sequence[int]:
@@ -368,8 +363,6 @@ class Parcel:
         if not taken:
             return left
         self.taken.append((channel, taken))
-        if channel.sends_apart:
-            self.apart.append((channel, taken))
         return rest
 
     def wait_for_copies(self) -> None:
@@ -385,10 +378,7 @@ class Parcel:
             self.wait_for_copies()
         if not self.taken:
             return
-        held: list[tuple[Channel, Handle]] = []
-        for channel, handles in self.taken:
-            if channel.is_held:
-                held += [(channel, handle) for handle in handles]
+        held = [(of, each) for of, handles in self.taken if of.is_held for each in handles]
         if held:
             self._peer.held.hold(self.token, held)
         for position, memory in zip(left, self.following, strict=True):
@@ -403,8 +393,9 @@ class Parcel:
         """
         peer, token, copies = self._peer, self.token, self.copies
         try:
-            for channel, handles in self.apart:
-                channel.begin(peer, token, handles, may_wait=may_wait, copies=copies)
+            for channel, handles in self.taken:
+                if channel.sends_apart:
+                    channel.begin(peer, token, handles, may_wait=may_wait, copies=copies)
         except BaseException:
             self.take_back()
             raise
@@ -575,10 +566,8 @@ class Channels:
         parcel.buffers = memory
         return rest
 
-    def supply(
-        self, peer: Peer, token: int, number: int, *, is_lasting: bool
-    ) -> Callable[[], list[memoryview]] | list[memoryview]:
-        """Returns the buffers of a message that did not reach a peer over a channel.
+    def supply(self, peer: Peer, token: int, number: int, *, is_lasting: bool) -> list[Handle]:
+        """Returns the handles of buffers that did not reach a peer over a channel.
 
         Args:
             peer: The peer.
@@ -586,22 +575,16 @@ class Channels:
             number: The channel.
             is_lasting: Whether the peer cannot receive over the channel any more.
 
-        Returns:
-            The buffers, or a function that returns them and may block.
-
         Raises:
             ProtocolError: There is no such channel.
         """
         channel = self._by_number.get(number)
         if channel is None:
             raise ProtocolError(f"a peer asks for tensors of channel {number}")
-        handles = peer.held.take(token, channel)
         if is_lasting:
             reason = f"worker {peer.name!r} cannot get tensors of this process that way"
             peer.ways.give_up(channel.name, reason)
-        if any(handle.is_slow for handle in handles):
-            return lambda: [handle.memory() for handle in handles]
-        return [handle.memory() for handle in handles]
+        return peer.held.take(token, channel)
 
     # Receiving
 
@@ -638,9 +621,7 @@ class Channels:
                 got = self._get(peer, channel, token, list(own.values()))
                 found.update(zip(own, got, strict=True))
         finally:
-            self._drop(peer, token, waiting)
-            if is_held:
-                self._home.post(peer, Kind.PULLED, encode_ints(token))
+            self._drop(peer, token, waiting, is_held)
         rest = iter(following)
         return [found[n] if n in found else next(rest) for n in range(len(entries))]
 
@@ -668,9 +649,7 @@ class Channels:
         """
         token, entries = decode_table(table, list(map(len, following)), self._limit_bytes)
         waiting = self._by_channel(peer, entries)
-        self._drop(peer, token, waiting)
-        if any(channel.is_held for channel in waiting):
-            self._home.post(peer, Kind.PULLED, encode_ints(token))
+        self._drop(peer, token, waiting, any(channel.is_held for channel in waiting))
 
     def upload(
         self, peer: Peer, buffers: Sequence[Received], devices: Mapping[int, torch.device | None]
@@ -715,9 +694,14 @@ class Channels:
                 found.setdefault(channel, {})[position] = entry
         return found
 
-    def _drop(self, peer: Peer, token: int, waiting: Mapping[Channel, Mapping[int, Entry]]) -> None:
+    def _drop(
+        self, peer: Peer, token: int, waiting: Mapping[Channel, dict[int, Entry]], is_held: bool
+    ) -> None:
+        """Drops the buffers that are left; reports that the message needs no handles any more."""
         for channel, own in waiting.items():
             channel.drop(peer, token, list(own.values()))
+        if is_held:
+            self._home.post(peer, Kind.PULLED, encode_ints(token))
 
     # Housekeeping
 

@@ -283,35 +283,31 @@ class Extents:
     """
 
     def __init__(self, start: int, end: int) -> None:
-        self._starts = [start]
-        self._ends = [end]
+        self._free = [(start, end)]
 
     def take(self, size_bytes: int) -> int | None:
         """Takes a range and returns its start; None if no free range is long enough."""
-        for index, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
-            if end - start >= size_bytes:
-                self._starts[index] += size_bytes
-                if self._starts[index] == end:
-                    del self._starts[index], self._ends[index]
+        for index, (start, end) in enumerate(self._free):
+            rest = start + size_bytes
+            if rest <= end:
+                self._free[index : index + 1] = [(rest, end)] if rest < end else []
                 return start
         return None
 
     def give_back(self, start: int, size_bytes: int) -> None:
         """Frees a range that ``take`` returned, or any part of it."""
         end = start + size_bytes
-        index = bisect.bisect(self._starts, start)
-        if index < len(self._starts) and self._starts[index] == end:
-            end = self._ends[index]
-            del self._starts[index], self._ends[index]
-        if index and self._ends[index - 1] == start:
-            self._ends[index - 1] = end
-        else:
-            self._starts.insert(index, start)
-            self._ends.insert(index, end)
+        index = bisect.bisect(self._free, (start, end))
+        if index < len(self._free) and self._free[index][0] == end:
+            _, end = self._free.pop(index)
+        if index and self._free[index - 1][1] == start:
+            index -= 1
+            start, _ = self._free.pop(index)
+        self._free.insert(index, (start, end))
 
     def free_bytes(self) -> int:
         """Returns the total of free bytes."""
-        return sum(self._ends) - sum(self._starts)
+        return sum(end - start for start, end in self._free)
 
 
 class Borrower:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from _thread import get_ident
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -186,9 +185,8 @@ class TensorMessages:
             parcel.take_back()
             raise
         if parcel.taken:
-            if parcel.apart:
-                # Last: no tensor may begin to arrive of a message that cannot be sent after all.
-                parcel.begin(may_wait=kind == Kind.REPLY)
+            # Last: no tensor may begin to arrive of a message that cannot be sent after all.
+            parcel.begin(may_wait=kind == Kind.REPLY)
             moved = parcel.moved()
             lent_bytes = moved.get(LENT, 0)
             self._agent.lent_bytes += lent_bytes
@@ -255,24 +253,21 @@ class TensorMessages:
         if len(numbers) != 3:
             raise ProtocolError(f"a request to send again has {len(numbers)} numbers")
         token, channel, is_lasting = numbers
-        supplied = self._channels.supply(peer, token, channel, is_lasting=bool(is_lasting))
-        if callable(supplied):
-            self._agent.reactor.submit(partial(self._supply_slowly, supplied), peer, frame.id)
+        handles = self._channels.supply(peer, token, channel, is_lasting=bool(is_lasting))
+
+        def supply(*_: object) -> None:
+            buffers: list[memoryview] = []
+            try:
+                buffers = [handle.memory() for handle in handles]
+            finally:
+                # Without buffers, the peer raises an error in place of the value.
+                answer = encode_frame(Kind.REPLY, 0, frame.id, b"", buffers)
+                self._agent.sender.post(peer, answer)
+
+        if any(handle.is_slow for handle in handles):
+            self._agent.reactor.submit(supply)
         else:
-            self._supply(peer, frame.id, supplied)
-
-    def _supply_slowly(
-        self, supplied: Callable[[], list[memoryview]], peer: Peer, number: int
-    ) -> None:
-        buffers: list[memoryview] = []
-        try:
-            buffers = supplied()
-        finally:
-            # Without buffers, the peer raises an error in place of the value.
-            self._supply(peer, number, buffers)
-
-    def _supply(self, peer: Peer, number: int, buffers: Sequence[memoryview]) -> None:
-        self._agent.sender.post(peer, encode_frame(Kind.REPLY, 0, number, b"", buffers))
+            supply()
 
 
 def _on_pulled(peer: Peer, frame: Frame) -> None:
