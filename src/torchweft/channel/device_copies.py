@@ -32,12 +32,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from torchweft.channel.copying import address_of
 from torchweft.channel.memory import Budget, BufferPool, Bytes
 
 SMALL_BYTES = 64 << 10
@@ -288,7 +289,7 @@ class _Target(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A range of a buffer in host memory: ``number`` is that of the buffer in its message."""
+    """A range of a buffer in host memory: ``number`` is that of the buffer among others."""
 
     number: int
     start: int
@@ -316,17 +317,25 @@ class HostCopies:
                 mark.synchronize()
         return self.memories
 
-    def parts(self, numbers: Collection[int]) -> Iterator[Part]:
-        """Yields the parts of some buffers, each as soon as it is on the host; blocks between.
+    def parts(self, buffers: Sequence[memoryview]) -> Iterator[Part]:
+        """Yields the ranges of buffers, each as soon as its bytes are there; blocks between.
 
         Args:
-            numbers: The numbers of the buffers in their message.
+            buffers: Some of ``memories``, and other memory of the host, which has its bytes.
         """
+        numbers = {address_of(each): n for n, each in enumerate(self.memories) if each.nbytes}
+        positions: dict[int, int] = {}
+        for position, buffer in enumerate(buffers):
+            number = numbers.get(address_of(buffer))
+            if number is None:
+                yield Part(position, 0, buffer.nbytes)
+            else:
+                positions[number] = position
         for part, mark in self._parts:
-            if part.number in numbers:
+            if part.number in positions:
                 if mark is not None:
                     mark.synchronize()
-                yield part
+                yield part._replace(number=positions[part.number])
 
 
 class Staging:

@@ -46,7 +46,7 @@ import threading
 import time
 from _thread import allocate_lock
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +54,6 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.channel.channel import Channel, Copies, Entry, Handle, Home, NotInTime, Peer
-from torchweft.channel.copying import address_of
 from torchweft.channel.device_copies import HostCopies
 from torchweft.channel.memory import Bytes
 from torchweft.channel.transfer_loop import (
@@ -390,24 +389,22 @@ class Arrivals:
         """
         with self._lock:
             self._broken_set = max(self._broken_set, set_number)
-            ended = [
-                self.under_way.pop(key)
-                for key, arrival in list(self.under_way.items())
-                if key.set_number <= set_number and arrival.missing_bytes
-            ]
-        for arrival in ended:
-            arrival.done.release()
+            self._end(lambda key, is_here: key.set_number <= set_number and not is_here)
 
     def fail(self, error: Callable[[], Exception]) -> None:
         """Makes present and future waits raise what ``error`` returns; drops other transfers."""
         with self._lock:
-            if self._error is not None:
-                return
-            self._error = error
-            failed, self.under_way = list(self.under_way.values()), {}
-        for arrival in failed:
-            if arrival.missing_bytes:
-                arrival.done.release()
+            if self._error is None:
+                self._error = error
+                self._end(lambda key, is_here: True)
+
+    def _end(self, is_over: Callable[[TransferKey, bool], bool]) -> None:
+        """Forgets some transfers, and wakes those that wait for them."""
+        for key, arrival in list(self.under_way.items()):
+            if is_over(key, not arrival.missing_bytes):
+                del self.under_way[key]
+                if arrival.missing_bytes:
+                    arrival.done.release()
 
     def begin(self, key: TransferKey, stripe: Stripe) -> tuple[_Arrival, memoryview]:
         """Returns the transfer of a stripe, and the memory for the stripe's bytes."""
@@ -551,7 +548,6 @@ class ReceivingConnection(Connection):
 
 _SET = struct.Struct("<I")
 """The handle: number of the set."""
-_DRAIN_POLL_S = 0.001
 _DIAL_AGAIN_S = 10.0
 """How long tensors follow their messages after a failure to make data connections."""
 _SPARE_WAITS = 16
@@ -606,7 +602,6 @@ class Stripes(Channel):
         self._inline_bytes = knobs.INLINE_LIMIT_BYTES.get()
         self._pump = TransferLoop(f"weft-{home.name}-data", knobs.STRIPE_THREADS.get())
         self._stall_s = knobs.STRIPE_STALL_S.get()
-        self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
         self._lock = threading.RLock()
         self._is_closed = False
         self._spare_waits = threading.Semaphore(_SPARE_WAITS)
@@ -659,9 +654,9 @@ class Stripes(Channel):
         for handle in handles:
             handle.copies = copies
         try:
-            for position, start, end in _ready_parts(copies, handles):
-                buffer = handles[position].kept
-                for connection in sending.put_part(token, position, buffer, start, end):
+            buffers = [handle.kept for handle in handles]
+            for position, start, end in copies.parts(buffers):
+                for connection in sending.put_part(token, position, buffers[position], start, end):
                     self._pump.arm(connection.fd, WRITABLE)
         except BaseException:
             # The message will not be sent: the receiver must not keep what has arrived.
@@ -745,21 +740,19 @@ class Stripes(Channel):
                 buffers.append(data.arrivals.wait(key, size, self._stall_s))
         except BaseException as error:
             if isinstance(error, TimeoutError):
-                self._give_up_late(peer, next(iter(sizes)).set_number, error)
+                # A busy peer is not lost: it sends when asked. The error's traceback would keep the
+                # memory, so the log has its text.
+                text = "a tensor of worker %r is late: %s; requesting it again"
+                _log.warning(text, peer.name, str(error))
+                number = next(iter(sizes)).set_number
+                self._end_receiving(peer, number)
+                self._home.post(peer, Kind.DATA_BROKEN, encode_ints(number))
             for key, size in list(sizes.items())[len(buffers) :]:
                 data.arrivals.discard(key, size)
             if isinstance(error, TimeoutError):
                 raise NotInTime(str(error)) from None
             raise
         return buffers
-
-    def _give_up_late(self, peer: Peer, number: int, error: Exception) -> None:
-        """Gives up a set that brings nothing. A busy peer is not lost: it sends when asked."""
-        # As text: the error's traceback would keep the memory.
-        text = "a tensor of worker %r is late: %s; requesting it again"
-        _log.warning(text, peer.name, str(error))
-        self._end_receiving(peer, number)
-        self._home.post(peer, Kind.DATA_BROKEN, encode_ints(number))
 
     def drop(self, peer: Peer, token: int, entries: Sequence[Entry]) -> None:
         """Has the transfers of a message dropped on arrival: they will not be fetched."""
@@ -853,7 +846,7 @@ class Stripes(Channel):
         deadline_s = time.monotonic() + limit_s
         outboxes = [each for data in self._known() if (each := data.sending) is not None]
         while not all(box.is_empty for box in outboxes) and time.monotonic() < deadline_s:
-            time.sleep(_DRAIN_POLL_S)
+            time.sleep(0.001)
         for peer in list(self._home.peers.values()):
             if not peer.is_self:
                 self.lost(peer)
@@ -863,7 +856,7 @@ class Stripes(Channel):
         data: _PeerData | None = peer.kept.get(self.name)
         if data is None:
             with self._lock:
-                arrivals = Arrivals(self._home.pool.lease, self._limit_bytes)
+                arrivals = Arrivals(self._home.pool.lease, knobs.FRAME_LIMIT_BYTES.get())
                 data = peer.kept.setdefault(self.name, _PeerData(arrivals))
         return data
 
@@ -894,17 +887,3 @@ def _transfers(token: int, entries: Sequence[Entry]) -> dict[TransferKey, int]:
             raise ProtocolError(f"a handle of a transfer has {len(entry.content)} bytes")
         sizes[TransferKey(_SET.unpack(entry.content)[0], token, position)] = entry.size_bytes
     return sizes
-
-
-def _ready_parts(copies: HostCopies, handles: Sequence[_Striped]) -> Iterator[tuple[int, int, int]]:
-    """Yields position, start and end of the ranges of buffers as their bytes are there."""
-    numbers = {address_of(each): n for n, each in enumerate(copies.memories) if each.nbytes}
-    position_of: dict[int, int] = {}
-    for position, handle in enumerate(handles):
-        number = numbers.get(address_of(handle.kept))
-        if number is None:  # Memory of the host, with all of its bytes.
-            yield position, 0, handle.size_bytes
-        else:
-            position_of[number] = position
-    for number, start, end in copies.parts(position_of):
-        yield position_of[number], start, end

@@ -143,18 +143,11 @@ def _first_failing(
 
 
 def _call_parts(value: object) -> list[tuple[str, object]]:
-    """Names the parts of a call: arguments, and the function, first or last, if it is there."""
-    if type(value) is not tuple or not value:
+    """Names the parts of a call: arguments, and the function behind them if it goes by value."""
+    if type(value) is not tuple or len(value) not in (2, 3) or not isinstance(value[1], dict):
         return []
-    if len(value) == 3 and callable(value[2]) and isinstance(value[1], dict):
-        return list(zip(("args", "kwargs", "function"), value, strict=True))
-    if not isinstance(value[-1], dict):
-        return []
-    if len(value) == 2 and isinstance(value[0], (tuple, list)):
-        return list(zip(("args", "kwargs"), value, strict=True))
-    if len(value) == 3 and callable(value[0]) and isinstance(value[1], (tuple, list)):
-        return list(zip(("function", "args", "kwargs"), value, strict=True))
-    return []
+    is_call = isinstance(value[0], (tuple, list)) and all(map(callable, value[2:]))
+    return list(zip(("args", "kwargs", "function"), value, strict=False)) if is_call else []
 
 
 def _parts(value: Any) -> Iterator[tuple[str, object]]:

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ from tests.unit.worker.group import FRONT, KEY, Member, Received, group_of, wait
 from torchweft import knobs
 from torchweft.channel import stripes as striped
 from torchweft.channel.channel import Entry
+from torchweft.channel.copying import address_of
 from torchweft.channel.device_copies import HostCopies, Part
 from torchweft.channel.stripes import Outbox, SendingConnection, Stripes
 from torchweft.errors import NotInitialized, WorkerLost
@@ -252,8 +253,8 @@ class SlowCopy(HostCopies):
         assert self._is_whole.wait(LIMIT_S)
         return self.memories
 
-    def parts(self, numbers: Collection[int]) -> Iterator[Part]:
-        assert set(numbers) == set(range(len(self._sources)))
+    def parts(self, buffers: Sequence[memoryview]) -> Iterator[Part]:
+        assert list(map(address_of, buffers)) == list(map(address_of, self.memories))
         done_bytes = 0
         for position, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
             for start in range(0, source.numel(), 250_000):
