@@ -45,7 +45,7 @@ def pool_counts(pool: BufferPool) -> PoolCounts:
     with pool._lock:
         unused = pool._reclaim()
         leased = [slab.size_bytes for slab in pool._leases.all()]
-        idle_bytes = pool._idle_bytes
+        idle_bytes = pool._idle.size_bytes
     del unused
     return PoolCounts(sum(leased), idle_bytes, len(leased))
 
@@ -54,7 +54,7 @@ def shared_counts(pool: SharedPool) -> SharedCounts:
     """Returns the amounts of memory, loans and tickets now."""
     with pool._lock:
         pool._collect()
-        idle_bytes = pool._idle_bytes()
+        idle_bytes = pool._idle.size_bytes
         return SharedCounts(pool._resident_bytes, idle_bytes, len(pool._loans), pool._tickets_used)
 
 

@@ -17,8 +17,7 @@ from tests.faults.board import Board
 from tests.faults.plan import EXIT, KILL, Fault
 from torchweft.autograd.engine import Engine
 from torchweft.autograd.passes import PassPart
-from torchweft.channel.copying import Copier
-from torchweft.channel.memory import BufferPool
+from torchweft.channel.memory import BufferPool, Copier
 from torchweft.channel.stripes import ReceivingConnection, SendingConnection
 from torchweft.mapreduce import shared
 from torchweft.protocol.backward import Discover, Settled

@@ -29,9 +29,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchweft.channel.copying import Copier
 from torchweft.channel.device_copies import HostCopies, PageLocks
-from torchweft.channel.memory import BufferPool
+from torchweft.channel.memory import BufferPool, Copier
 from torchweft.errors import ProtocolError, WeftError
 from torchweft.probe import Facts
 from torchweft.protocol.observing import VALUE, Wait

@@ -28,6 +28,7 @@ import os
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -315,6 +316,7 @@ class Peer(ChannelPeer, Protocol):
 
     ways: Ways
     held: Held
+    moved: Counter[str]
 
 
 class Parcel:
@@ -421,7 +423,8 @@ class Channels:
     """All channels of one worker. Thread-safe.
 
     Attributes:
-        on_pulled: Called with peer, channel and bytes after buffers have been got.
+        pulled_bytes: Size of all buffers that were got.
+        on_pulled: Called with peer, channel and bytes after buffers have been got, while traced.
 
     Args:
         home: What channels need of the worker.
@@ -443,7 +446,8 @@ class Channels:
         self._small_bytes = knobs.SMALL_ON_DEVICE_BYTES.get()
         self._limit_bytes = knobs.FRAME_LIMIT_BYTES.get()
         self._next_trim_s = 0.0
-        self.on_pulled: Callable[[Any, str, int], None] = lambda peer, channel, size_bytes: None
+        self.pulled_bytes = 0
+        self.on_pulled: Callable[[Any, str, int], None] | None = None
 
     def of(self, channel: type[C]) -> C:
         """Returns the channel of a type."""
@@ -638,7 +642,11 @@ class Channels:
                     f"worker {peer.name!r} could not resend tensors that did not come: {error}"
                 ) from None
             return supplied
-        self.on_pulled(peer, channel.name, sum(map(_SIZE, entries)))
+        size_bytes = sum(map(_SIZE, entries))
+        self.pulled_bytes += size_bytes
+        peer.moved[f"received {channel.name}"] += size_bytes
+        if self.on_pulled is not None:
+            self.on_pulled(peer, channel.name, size_bytes)
         return buffers
 
     def drop(self, peer: Peer, table: Buffer, following: Sequence[Received]) -> None:

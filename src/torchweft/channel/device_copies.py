@@ -38,8 +38,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from torchweft.channel.copying import address_of
-from torchweft.channel.memory import Budget, BufferPool, Bytes
+from torchweft.channel.memory import Budget, BufferPool, Bytes, address_of
 
 SMALL_BYTES = 64 << 10
 """To the host, buffers up to this size share one piece of pinned memory. To a device, CUDA takes

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.channel.copying import pull, unavailable
+from torchweft.channel.memory import pull, unavailable
 from torchweft.errors import ProtocolError
 from torchweft.serialize.tensors import as_memory
 

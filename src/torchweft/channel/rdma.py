@@ -57,8 +57,7 @@ from torch import Tensor
 
 from torchweft import knobs
 from torchweft.channel.channel import CannotGet, Channel, Entry, Handle, Home, Meeting, Peer
-from torchweft.channel.copying import Copier
-from torchweft.channel.memory import Budget, Bytes, Exporters
+from torchweft.channel.memory import Budget, Bytes, Copier, Exporters, IdleSlabs
 from torchweft.errors import ConfigurationError, ProtocolError, WeftError
 from torchweft.free_threading import shared_count
 from torchweft.wire.frames import Buffer
@@ -331,7 +330,7 @@ class Slabs:
         self._numbers = shared_count(1)
         self._lock = threading.RLock()  # A garbage collection may run a finalizer of the user.
         self._lent = Exporters[Slab]()
-        self._idle: dict[int, list[Slab]] = {}
+        self._idle = IdleSlabs[Slab]()
         self._counted_bytes = 0
         self._is_closed = False
 
@@ -357,7 +356,7 @@ class Slabs:
             slab.is_counted = True
         elif slab is None:
             with self._lock:
-                larger = sorted(size for size in self._idle if size > slab_bytes)
+                larger = [size for size in self._idle.sizes() if size > slab_bytes]
             slab = next(filter(None, map(self._take, larger)), None)
         if slab is None:
             return None
@@ -394,20 +393,15 @@ class Slabs:
         if not slab.is_counted:
             self._endpoint.unregister(slab.registration)
             return
-        slab.idle_since_s = time.monotonic()
         with self._lock:
             if not self._is_closed:
-                self._idle.setdefault(slab.size_bytes, []).append(slab)
+                self._idle.add(slab)
 
     def trim(self, idle_s: float) -> None:
         """Ends the registrations of slabs that were idle for ``idle_s`` seconds."""
         self._settle()
-        before_s = time.monotonic() - idle_s
-        ended: list[Slab] = []
         with self._lock:
-            for idle in self._idle.values():
-                ended += [slab for slab in idle if slab.idle_since_s <= before_s]
-                idle[:] = [slab for slab in idle if slab.idle_since_s > before_s]
+            ended = self._idle.take_older(idle_s)
         for slab in ended:
             self._discount(slab.size_bytes)
             self._endpoint.unregister(slab.registration)
@@ -417,7 +411,7 @@ class Slabs:
         with self._lock:
             self._is_closed = True
             counted_bytes, self._counted_bytes = self._counted_bytes, 0
-            self._idle.clear()
+            self._idle = IdleSlabs()
         self._budget.free(counted_bytes)
 
     def _settle(self) -> None:
@@ -428,8 +422,7 @@ class Slabs:
         """Takes an idle slab of that size, if there is one."""
         self._settle()
         with self._lock:
-            idle = self._idle.get(slab_bytes)
-            return idle.pop() if idle else None
+            return self._idle.take(slab_bytes)
 
     def _make(self, size_bytes: int) -> Slab:
         memory = self._lease(size_bytes)

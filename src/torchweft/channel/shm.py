@@ -61,7 +61,6 @@ import struct
 import threading
 import time
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -77,6 +76,7 @@ from torchweft.channel.memory import (
     MADV_POPULATE_WRITE,
     Bytes,
     Exporters,
+    IdleSlabs,
     available_bytes,
     madvise,
     slab_size,
@@ -379,7 +379,7 @@ class SharedPool:
         self._is_inside: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         """Whether this thread is in the middle of another method: a finalizer is running."""
         self._extents = Extents(SLABS_OFFSET, SLABS_OFFSET + limit_bytes)
-        self._idle: OrderedDict[int, list[_Slab]] = OrderedDict()
+        self._idle = IdleSlabs[_Slab]()
         self._resident_bytes = 0
         self._unseen_bytes = 0
         self._looks_again_s = 0.0
@@ -470,14 +470,11 @@ class SharedPool:
         return kind(self, offset, tag, size_bytes)
 
     def _take(self, slab_bytes: int) -> _Slab | None:
-        slabs = self._idle.get(slab_bytes)
-        if not slabs:
+        slab = self._idle.take(slab_bytes)
+        if slab is None:
             self._collect()
-            slabs = self._idle.get(slab_bytes)
-            if not slabs:
-                return None
-        self._idle.move_to_end(slab_bytes)
-        return slabs.pop()
+            slab = self._idle.take(slab_bytes)
+        return slab
 
     # Sharing with the user
 
@@ -534,13 +531,9 @@ class SharedPool:
         return self._drop_idle(idle_s)
 
     def _drop_idle(self, idle_s: float) -> int:
-        unused = []
         with self._lock:
             self._collect()
-            limit_s = time.monotonic() - idle_s
-            for slabs in self._idle.values():
-                unused += [slab for slab in slabs if slab.idle_since_s <= limit_s]
-                slabs[:] = [slab for slab in slabs if slab.idle_since_s > limit_s]
+            unused = self._idle.take_older(idle_s)
         self._punch(unused)
         return sum(slab.size_bytes for slab in unused)
 
@@ -596,7 +589,7 @@ class SharedPool:
             if self._is_closed or self._resident_bytes + slab_bytes > self._limit_bytes:
                 return None
             offset = self._extents.take(slab_bytes)
-            if offset is None and self._extents.free_bytes() + self._idle_bytes() >= slab_bytes:
+            if offset is None and self._extents.free_bytes() + self._idle.size_bytes >= slab_bytes:
                 # Idle slabs lie in the way. Dropping them under the lock is slow, but rare.
                 self._drop_idle(0.0)
                 offset = self._extents.take(slab_bytes)
@@ -604,19 +597,13 @@ class SharedPool:
                 self._resident_bytes += slab_bytes
             return offset
 
-    def _idle_bytes(self) -> int:
-        return sum(size_bytes * len(slabs) for size_bytes, slabs in self._idle.items())
-
     def _make_room(self, slab_bytes: int) -> None:
         """Gives idle slabs back until one more fits, least recently requested sizes first."""
         unused: list[_Slab] = []
         with self._lock:
-            missing_bytes = self._resident_bytes + slab_bytes - self._limit_bytes
-            if missing_bytes > 0 and slab_bytes <= self._limit_bytes:
-                for slabs in self._idle.values():
-                    while slabs and missing_bytes > 0:
-                        unused.append(slabs.pop(0))
-                        missing_bytes -= unused[-1].size_bytes
+            if slab_bytes <= self._limit_bytes:
+                missing_bytes = self._resident_bytes + slab_bytes - self._limit_bytes
+                unused = self._idle.take_bytes(missing_bytes)
         self._punch(unused)
 
     def _punch(self, slabs: list[_Slab]) -> None:
@@ -667,11 +654,7 @@ class SharedPool:
         if slab.loan_count or slab.is_owned:
             return
         self.shared.pop(slab.offset, None)
-        slab.idle_since_s = time.monotonic()
-        slabs = self._idle.get(slab.size_bytes)
-        if slabs is None:
-            slabs = self._idle[slab.size_bytes] = []
-        slabs.append(slab)
+        self._idle.add(slab)
 
 
 def make_pool(limit_bytes: int) -> SharedPool | None:

@@ -577,36 +577,33 @@ class Attached:
 
         Makes the side stream of a device current, once, when the device has a context.
         """
+        self._meet(is_published=False)
+
+    def publish(self) -> None:
+        """Has tasks that begin from now on wait for the work of this thread so far."""
+        lane = self._meet(is_published=True)
+        if lane is not None:
+            self._served._publish(lane)
+
+    def _meet(self, *, is_published: bool) -> _Lane | None:
         if not HAS_CUDA or not cuda.is_initialized():
-            return
+            return None
         lane, ended = self._look()
         try:
             for each in cuda.devices():
                 stream = lane.stream(each)
                 _await(stream, each, ended)
                 current = cuda.current_stream(each)
-                if each not in self._entered:
+                if is_published:
+                    _note_end(lane, each)
+                if each not in self._entered:  # This thread may have made the context.
                     self._enter(each, stream)
-                elif ended and current != stream:  # Set by the program, for longer than a call.
+                elif not is_published and ended and current != stream:
+                    # Set by the program, for longer than a call.
                     cuda.wait(current, cuda.record(stream))
         except Exception:
             report_failure()
-
-    def publish(self) -> None:
-        """Has tasks that begin from now on wait for the work of this thread so far."""
-        if not HAS_CUDA or not cuda.is_initialized():
-            return
-        lane, ended = self._look()
-        try:
-            for each in cuda.devices():
-                stream = lane.stream(each)
-                _await(stream, each, ended)
-                _note_end(lane, each)
-                if each not in self._entered:  # This thread may have made the context.
-                    self._enter(each, stream)
-        except Exception:
-            report_failure()
-        self._served._publish(lane)
+        return lane
 
     def close(self) -> None:
         """Ends the use of the streams: the thread ends."""

@@ -24,9 +24,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from torchweft import knobs
 from torchweft.channel.channel import Home
 from torchweft.channel.channels import Channels
-from torchweft.channel.copying import Copier
 from torchweft.channel.device_copies import PageLocks
-from torchweft.channel.memory import BufferPool
+from torchweft.channel.memory import BufferPool, Copier
 from torchweft.errors import CallTimeout, DuplicateName, NotInitialized, WeftError, WorkerLost
 from torchweft.protocol.calls import SimpleRequest
 from torchweft.protocol.connecting import (
@@ -155,10 +154,8 @@ class Agent:
         self.info = self.me.info
         self.pool = BufferPool(knobs.POOL_LIMIT_BYTES.get())
         self.page_locks = PageLocks(knobs.PINNED_LIMIT_BYTES.get())
-        self.pulled_bytes = 0
         self.offered_bytes = 0
         self.lent_bytes = 0
-        self.on_pulled: Callable[[Peer, str, int], None] | None = None
         """Called after tensors were fetched, with the channel and the bytes, while traced."""
         self.default_timeout_s = default_timeout_s
         self.slots = Slots()
@@ -193,7 +190,6 @@ class Agent:
         self.links = Links(self.reactor, self.timers, self.receiver, self.pool, patience, self.lose)
         ReactorChecks(self.reactor, self.timers, self.calls.__len__, self.links.mend)
         self.channels = Channels(self._home(patience), self._ask_again)
-        self.channels.on_pulled = self._note_pulled
         self._connector = Connector(
             self.me.registration,
             members.is_open,
@@ -298,15 +294,8 @@ class Agent:
 
     def traffic(self) -> Traffic:
         """Returns the bytes exchanged with all other workers so far."""
-        off_links = Traffic(self.offered_bytes, self.pulled_bytes, self.lent_bytes)
+        off_links = Traffic(self.offered_bytes, self.channels.pulled_bytes, self.lent_bytes)
         return sum_of([self.links.traffic(), off_links])
-
-    def _note_pulled(self, peer: Peer, channel: str, size_bytes: int) -> None:
-        """Counts the bytes of tensors that were fetched over a channel."""
-        self.pulled_bytes += size_bytes
-        peer.moved[f"received {channel}"] += size_bytes
-        if self.on_pulled is not None:
-            self.on_pulled(peer, channel, size_bytes)
 
     def _on_connection(self, listener: socket.socket) -> None:
         try:

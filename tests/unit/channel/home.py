@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torchweft.channel.channel import Channel, Home
 from torchweft.channel.channels import Held, Ways
-from torchweft.channel.copying import Copier
 from torchweft.channel.device_copies import PageLocks
-from torchweft.channel.memory import BufferPool
+from torchweft.channel.memory import BufferPool, Copier
 from torchweft.errors import WorkerLost
 from torchweft.wire.messages import Kind
 
@@ -25,6 +25,7 @@ class SomePeer:
         self.kept: dict[str, Any] = {}
         self.ways = Ways(self.name)
         self.held = Held()
+        self.moved: Counter[str] = Counter()
 
     def lost_error(self) -> WorkerLost:
         return WorkerLost("it is lost", worker=self.name, since=0.0)

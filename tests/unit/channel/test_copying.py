@@ -10,8 +10,8 @@ import pytest
 
 from tests.thread_limits import no_new_threads
 from torchweft import knobs, probe
-from torchweft.channel import copying
-from torchweft.channel.copying import PIECE_BYTES, Copier, address_of
+from torchweft.channel import memory as copying
+from torchweft.channel.memory import PIECE_BYTES, Copier, address_of
 from torchweft.channel.pull import Nonce, find_obstacle
 from torchweft.probe import usable_cores
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.memory_counts import pool_counts
-from torchweft.channel.copying import address_of
-from torchweft.channel.memory import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, slab_size
+from torchweft.channel.memory import HUGE_PAGE_BYTES, PAGE_BYTES, BufferPool, address_of, slab_size
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.unit.channel.processes import dead_pid, forked
-from torchweft.channel import copying
-from torchweft.channel.copying import address_of, pull
+from torchweft.channel import memory as copying
+from torchweft.channel.memory import address_of, pull
 from torchweft.channel.pull import NONCE_BYTES, Nonce, find_obstacle
 
 PAGE = mmap.PAGESIZE

@@ -20,8 +20,8 @@ from tests.unit.worker.group import FRONT, KEY, Member, Received, group_of, wait
 from torchweft import knobs
 from torchweft.channel import stripes as striped
 from torchweft.channel.channel import Entry
-from torchweft.channel.copying import address_of
 from torchweft.channel.device_copies import HostCopies, Part
+from torchweft.channel.memory import address_of
 from torchweft.channel.stripes import Outbox, SendingConnection, Stripes
 from torchweft.errors import NotInitialized, WorkerLost
 from torchweft.secret import Secret

@@ -7,9 +7,8 @@ import torch
 
 from tests.memory_counts import pool_counts
 from tests.unit.channel.fake_gpu import UNTOUCHED, FakeGpu
-from torchweft.channel.copying import address_of
 from torchweft.channel.device_copies import LOCKED_FROM_BYTES, PageLock, PageLocks, Uploads
-from torchweft.channel.memory import BufferPool, slab_size
+from torchweft.channel.memory import BufferPool, address_of, slab_size
 
 MIB = 1 << 20
 DEVICE = torch.device("cpu")

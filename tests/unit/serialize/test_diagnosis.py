@@ -81,7 +81,6 @@ PATHS: list[tuple[Any, str]] = [
     (call({LOCK: 1}), "args[0] key"),
     (call(closure(LOCK)), "args[0] variable 'captured'"),
     (call(Net()), "args[0].layer.guard"),
-    ((closure(Box(LOCK)), (), {}), "function variable 'captured'.content"),
     (((), {}, closure(Box(LOCK))), "function variable 'captured'.content"),
     ({"a": LOCK}, "value['a']"),
     (LOCK, "value"),

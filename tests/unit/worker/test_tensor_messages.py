@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.memory_counts import first_for, held_counts
 from tests.unit.worker.group import FRONT, Member, Received, group_of
 from torchweft import knobs
-from torchweft.channel.copying import Copier
+from torchweft.channel.memory import Copier
 from torchweft.errors import ProtocolError, SerializationError
 from torchweft.serialize.tensors import COMPUTED, REQUIRES_GRAD
 from torchweft.wire.frames import Frame

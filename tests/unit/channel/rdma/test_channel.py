@@ -108,7 +108,7 @@ def sending_slabs(pair: list[Member]) -> Slabs:
 
 def idle_in(slabs: Slabs) -> list[Slab]:
     slabs._settle()
-    return [slab for idle in list(slabs._idle.values()) for slab in idle]
+    return [slab for idle in list(slabs._idle._by_size.values()) for slab in idle]
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:

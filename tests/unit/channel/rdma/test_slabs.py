@@ -10,8 +10,7 @@ import torch
 from tests.memory_counts import pool_counts
 from tests.unit.channel.fake_transport import FakeNetwork, FakeTransport
 from torchweft import knobs
-from torchweft.channel.copying import Copier
-from torchweft.channel.memory import Budget, BufferPool
+from torchweft.channel.memory import Budget, BufferPool, Copier
 from torchweft.channel.rdma import SLAB, Slabs, Staged, TransportFailed
 
 COPIER = Copier()

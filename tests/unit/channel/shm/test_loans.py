@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 
 from tests.memory_counts import shared_counts
 from tests.thorough import examples
-from torchweft.channel.copying import address_of
+from torchweft.channel.memory import address_of
 from torchweft.channel.shm import LOAN, Borrowed, Borrower, Process, SharedPool, attach
 
 KIB = 1 << 10

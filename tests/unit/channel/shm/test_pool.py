@@ -12,8 +12,7 @@ import torch
 
 from tests.memory_counts import shared_counts
 from torchweft.channel import shm as pool_module
-from torchweft.channel.copying import address_of
-from torchweft.channel.memory import slab_size
+from torchweft.channel.memory import address_of, slab_size
 from torchweft.channel.shm import (
     AT_ONCE_BYTES,
     TICKET_COUNT,
