@@ -132,28 +132,24 @@ def decode_table(
     """
     if not data:
         return EMPTY_TABLE
-    data, size = bytes(data), len(data)
-    if size < _HEAD_BYTES:
-        raise ProtocolError(f"a buffer table of {size} bytes is shorter than its own head")
-    token, count = _HEAD.unpack_from(data)
-    if size < _HEAD_BYTES + count * _ENTRY_BYTES:
-        raise ProtocolError(f"a buffer table of {size} bytes announces {count} buffers")
-    entries, end = [], _HEAD_BYTES
-    total_bytes, following = 0, []
-    for _ in range(count):
-        start = end + _ENTRY_BYTES
-        if start > size:
-            raise ProtocolError(f"{size} bytes of a buffer table end before its entries")
-        channel, size_bytes, length = _ENTRY.unpack_from(data, end)
-        end = start + length
-        entries.append(Entry(channel, size_bytes, data[start:end]))
-        total_bytes += size_bytes
-        if channel == FOLLOWS:
-            following.append(size_bytes)
-            if length:
-                raise ProtocolError("a buffer that follows its message has a handle")
-        elif not size_bytes:
-            raise ProtocolError("an empty buffer is to be fetched over a channel")
+    data, size, end = bytes(data), len(data), _HEAD_BYTES
+    entries, total_bytes, following = [], 0, []
+    try:
+        token, count = _HEAD.unpack_from(data)
+        for _ in range(count):
+            channel, size_bytes, length = _ENTRY.unpack_from(data, end)
+            start = end + _ENTRY_BYTES
+            end = start + length
+            entries.append(Entry(channel, size_bytes, data[start:end]))
+            total_bytes += size_bytes
+            if channel == FOLLOWS:
+                following.append(size_bytes)
+                if length:
+                    raise ProtocolError("a buffer that follows its message has a handle")
+            elif not size_bytes:
+                raise ProtocolError("an empty buffer is to be fetched over a channel")
+    except struct.error:
+        raise ProtocolError(f"a buffer table announces more than its {size} bytes have") from None
     if end != size:
         raise ProtocolError(f"a buffer table has {size} bytes, and its entries take {end}")
     if total_bytes > limit_bytes:

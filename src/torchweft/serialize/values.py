@@ -151,6 +151,8 @@ class ExactEncoder:
             other objects.
     """
 
+    _beyond: type[Exception] = Beyond
+
     def __init__(
         self,
         tensors: list[Tensor],
@@ -171,7 +173,7 @@ class ExactEncoder:
         """Returns the payload for ``value``.
 
         Raises:
-            Beyond: Some part of it is of another kind.
+            Beyond: Some part of it is of another kind; SerializationError for a strict worker.
         """
         self._add(value)
         return b"".join(self._parts)
@@ -183,12 +185,9 @@ class ExactEncoder:
             return
         self._depth += 1
         if self._depth > DEPTH_LIMIT:
-            raise self._too_deep()
+            raise self._beyond("it is nested too deeply")
         adder(self, value)
         self._depth -= 1
-
-    def _too_deep(self) -> Exception:
-        return Beyond("it is nested too deeply")
 
     def _add_constant(self, value: object) -> None:
         self._parts.append(bytes((NONE if value is None else TRUE if value else FALSE,)))
@@ -305,21 +304,12 @@ class Encoder(ExactEncoder):
         externals: The other objects that stay outside, in the same way.
     """
 
+    _beyond = RecursionError
+
     def __init__(self, main_by_name: bool, external_types: tuple[type, ...]) -> None:
         super().__init__([], main_by_name)
         self._external_types = external_types
         self.externals: list[object] = []
-
-    def encode(self, value: object) -> bytes:
-        """Returns the payload for ``value``.
-
-        Raises:
-            SerializationError: Some part of it is of another kind.
-        """
-        return super().encode(value)
-
-    def _too_deep(self) -> Exception:
-        return RecursionError("it is nested too deeply")
 
     def _check_first(self, value: object) -> None:
         """Takes every object again and again: there is no other way for it to travel."""
