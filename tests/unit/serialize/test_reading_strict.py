@@ -80,7 +80,7 @@ NAMES = StrictNames([torch.add, admitted.Model.make], "ps")
 
 
 def test_what_the_program_or_the_worker_has_registered_is_found() -> None:
-    assert NAMES.resolve(b"tests.unit.serialize.test_registry_callables:registered") is registered
+    assert NAMES.resolve(b"tests.unit.serialize.test_reading_strict:registered") is registered
     name = name_of(torch.add, main_by_name=True)
     assert name is not None
     assert NAMES.resolve(name) is NAMES.resolve_value(name) is torch.add
@@ -92,8 +92,8 @@ def test_what_the_program_or_the_worker_has_registered_is_found() -> None:
 @cases(
     "name",
     [
-        b"tests.unit.serialize.test_registry_callables:other",
-        b"tests.unit.serialize.test_registry_callables:registered.__globals__",
+        b"tests.unit.serialize.test_reading_strict:other",
+        b"tests.unit.serialize.test_reading_strict:registered.__globals__",
         b"tests.unit.serialize.admitted:Model",
         b"os:system",
         b"torch:mul",
