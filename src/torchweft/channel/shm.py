@@ -112,10 +112,6 @@ PROCESSES = Path("/proc")
 _MADV_REMOVE = 9
 _MADV_POPULATE_READ = 22
 _SEALS = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
-_F_GET_SEALS = 1034
-_F_ADD_SEALS = 1033
-_MFD_CLOEXEC = 1
-_MFD_ALLOW_SEALING = 2
 _CREDENTIALS = struct.Struct("3i")
 _DEAD = ("Z", "X")
 
@@ -201,10 +197,10 @@ def create(size_bytes: int) -> tuple[int, Area]:
     """
     if not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOSYS, "this system has no memfd_create")
-    descriptor = os.memfd_create("weft", _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("weft", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, SLABS_OFFSET + size_bytes)
-        fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
         area = Area(descriptor, SLABS_OFFSET + size_bytes)
     except BaseException:
         os.close(descriptor)
@@ -223,7 +219,7 @@ def attach(descriptor: int, nonce: bytes) -> Area:
     Raises:
         OSError: It cannot be mapped, or is not the memory that the other side described.
     """
-    if fcntl.fcntl(descriptor, _F_GET_SEALS) & _SEALS != _SEALS:
+    if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
         raise OSError(errno.EPERM, "the memory is not sealed: it could be cut off under a reader")
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes <= SLABS_OFFSET:

@@ -33,6 +33,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 from torchweft.errors import NotAllowed, UnknownFunction
 from torchweft.serialize import by_value, exceptions, functions, objects, registry, values
+from torchweft.serialize.by_value import Code
 from torchweft.serialize.functions import (
     describe,
     import_module,
@@ -61,11 +62,11 @@ class Reader:
 
     is_restricted = False
     is_strict = False
-    resolve: Any = staticmethod(functions.resolve)
-    resolve_value: Any = staticmethod(functions.resolve)
-    method_of: Any = staticmethod(getattr)
-    bind: Any = staticmethod(by_value.bind)
-    unpack: Any = staticmethod(objects.unpack)
+    resolve: Callable[[bytes], Any] = staticmethod(functions.resolve)
+    resolve_value: Callable[[bytes], Any] = staticmethod(functions.resolve)
+    method_of: Callable[[Any, str], Any] = staticmethod(getattr)
+    bind: Callable[[Code, Any], tuple[Any, tuple[Any, ...]]] = staticmethod(by_value.bind)
+    unpack: Callable[..., Any] = staticmethod(objects.unpack)
     unpack_error: Callable[[Any], BaseException] = staticmethod(exceptions.unpack_error)
 
     def check_called(self, function: Any) -> None:
@@ -96,7 +97,7 @@ def make_reader(
 
 
 class _Restricted(Reader):
-    """Base class of the readers with restrictions."""
+    """Base class of the readers with restrictions, each of which replaces every method."""
 
     is_restricted = True
 

@@ -58,6 +58,13 @@ def test_a_worker_without_restrictions_reads_in_the_shortest_way() -> None:
     assert TRUSTING.method_of is getattr
 
 
+def test_a_reader_with_restrictions_replaces_all_that_trusts() -> None:
+    trusting = {name for name in vars(Reader) if not name.startswith("__")}
+    for reader, inherited in ((ALLOWING, {"is_strict", "check_called"}), (STRICT, set())):
+        own = {name for kind in type(reader).__mro__[:2] for name in vars(kind)}
+        assert trusting - own == inherited
+
+
 # Values that programs send
 
 

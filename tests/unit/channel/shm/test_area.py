@@ -101,12 +101,12 @@ def test_the_wrong_memory_is_not_used(made: tuple[int, Area]) -> None:
 
 
 def test_memory_that_could_be_cut_off_is_not_used() -> None:
-    descriptor = os.memfd_create("test", layout._MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, 4 * MIB)
         with pytest.raises(OSError, match="not sealed"):
             attach(descriptor, bytes(16))
-        fcntl.fcntl(descriptor, layout._F_ADD_SEALS, layout._SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, layout._SEALS)
         assert attach(descriptor, bytes(16)).size_bytes == 4 * MIB
     finally:
         os.close(descriptor)
@@ -122,10 +122,10 @@ def test_what_is_no_memory_is_not_used() -> None:
 
 
 def test_memory_too_small_is_not_used() -> None:
-    descriptor = os.memfd_create("test", layout._MFD_ALLOW_SEALING)
+    descriptor = os.memfd_create("test", os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, 4096)
-        fcntl.fcntl(descriptor, layout._F_ADD_SEALS, layout._SEALS)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, layout._SEALS)
         with pytest.raises(OSError, match="too few"):
             attach(descriptor, bytes(16))
     finally:
