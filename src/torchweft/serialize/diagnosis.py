@@ -191,11 +191,16 @@ def _attributes(value: object) -> Iterator[tuple[str, object]]:
         for group in ("_modules", "_parameters", "_buffers"):
             yield from ((f".{name}", part) for name, part in attributes[group].items())
     yield from ((f".{name}", part) for name, part in list(attributes.items()))
+    yield from ((f".{name}", part) for name, part in slots_of(value))
+
+
+def slots_of(value: object) -> Iterator[tuple[str, object]]:
+    """Yields the names and contents of an object's slots that have one."""
     for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
+        slots = vars(kind).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
-                yield f".{name}", getattr(value, name)
+                yield name, getattr(value, name)
 
 
 def _shown(value: object) -> str:

@@ -30,6 +30,7 @@ import torch
 from torchweft.columns import LAYOUT, printable
 from torchweft.errors import RemoteError, WeftError
 from torchweft.serialize import values
+from torchweft.serialize.diagnosis import slots_of
 from torchweft.serialize.functions import MAIN_MODULES, find_global
 from torchweft.serialize.objects import pack, pack_plain, unpack
 from torchweft.serialize.registry import rebuilds_pickled
@@ -404,11 +405,7 @@ def _state(error: BaseException) -> tuple[tuple[Any, ...], dict[str, Any]]:
     native = _native_base(type(error))
     reduced = native.__reduce__(error)
     attributes = dict(reduced[2]) if len(reduced) > 2 and isinstance(reduced[2], dict) else {}
-    for kind in type(error).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if hasattr(error, name):
-                attributes[name] = getattr(error, name)
+    attributes.update(slots_of(error))
     return tuple(reduced[1]), attributes
 
 
