@@ -37,7 +37,6 @@ def test_modules_for_few_programs_are_not_imported_with_rpc() -> None:
     parts = "checkpoint embedding hybrid launch mapreduce observe pipeline rl weights".split()
     later = [f"torchweft.{part}" for part in parts]
     later += ["torchweft.rpc.batching", "torchweft.rpc.stacking"]
-    later += ["torchweft.protocol.batching"]
     assert not [name for name in ours if name.startswith(tuple(later))]
     heavy = {"asyncio", "multiprocessing.pool", "rich", "ssl", "torch._dynamo", "urllib.request"}
     assert not names & heavy

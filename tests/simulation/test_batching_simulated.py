@@ -8,7 +8,7 @@ import pytest
 
 from tests.simulation.seeds import batches, name_of, try_seeds
 from tests.simulation.timeline import Timeline
-from torchweft.protocol.batching import LAST, NOTHING, REFUSE, SOON, Batcher, Request
+from torchweft.rpc.batching import LAST, NOTHING, REFUSE, SOON, Batcher, Request
 
 _LATE_S = 1e-9
 

@@ -1,11 +1,13 @@
 """Batched calls: many callers' arguments are stacked, a function runs once, each gets its row.
 
 ``batched`` decorates a function. Each function, or each object whose method it is, has a queue,
-which gathers its calls, runs them in batches, and counts them. See ``docs/protocols/batching.md``.
+which gathers its calls, runs them in batches, and counts them. ``Batcher`` decides when waiting
+calls become a batch; it knows no thread and no clock. See ``docs/protocols/batching.md``.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import inspect
 import logging
@@ -14,8 +16,10 @@ import threading
 import time
 import weakref
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, Final, ParamSpec, TypeVar, overload
 
@@ -31,7 +35,6 @@ from torchweft.errors import (
     ConfigurationError,
     QueueFull,
 )
-from torchweft.protocol.batching import LAST, NOTHING, REFUSE, Batcher, Request
 from torchweft.protocol.served_calls import SLOW_S, AnsweredCall, ServedCall
 from torchweft.rpc.current_call import TAKEN, remaining_time
 from torchweft.rpc.handles import Handle
@@ -53,7 +56,6 @@ from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 from torchweft.threads.reactor import LAST as RUN_LAST
 from torchweft.threads.reactor import OWN
-from torchweft.threads.reports import log_exception
 from torchweft.threads.timers import Timer
 from torchweft.wire.messages import NO_GRAD
 from torchweft.worker import current as current_agent
@@ -426,7 +428,7 @@ def _by_value(function: Callable[..., Any], options: Options) -> _Batches:
 
 
 @rebuilds_plain
-@dataclass(frozen=True)
+@dataclass
 class BatchStatistics:
     """What a batched function, or one object's batched method, has done so far.
 
@@ -445,10 +447,10 @@ class BatchStatistics:
     """
 
     batches: int = 0
-    sizes: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=Counter)
     wait_s: float = 0.0
     longest_wait_s: float = 0.0
-    waits: dict[float, int] = field(default_factory=dict)
+    waits: dict[float, int] = field(default_factory=Counter)
     run_s: float = 0.0
     waiting: int = 0
     failed: int = 0
@@ -509,68 +511,167 @@ _SORTED_AT: Final = 4096
 """Waits that are kept until they are counted, many at once."""
 
 
-def _bound_s(key: int) -> float:
-    """Returns the time at which a wait is counted: its binary exponent, and eighths of it."""
-    return math.ldexp(key & 15, (key >> 4) - 3)
-
-
 class Counts:
     """The statistics of a queue, while they grow; the queue keeps its threads apart."""
 
     def __init__(self) -> None:
-        self.sizes: dict[int, int] = {}
+        self.found = BatchStatistics()
         self._new_waits_s = array("d")
-        self._waits: dict[int, int] = {}
-        self._wait_s = self._longest_wait_s = self.run_s = 0.0
-        self.failed = self.refused = self.left = 0
 
     def add_batch(self, waits_s: Sequence[float]) -> None:
         """Counts a batch by the times that its calls have waited. Hot path."""
-        size = len(waits_s)
-        self.sizes[size] = self.sizes.get(size, 0) + 1
+        self.found.batches += 1
+        self.found.sizes[len(waits_s)] += 1
         self._new_waits_s.extend(waits_s)
         if len(self._new_waits_s) > _SORTED_AT:
             self._sort()
 
     def _sort(self) -> None:
-        """Counts the waits since the last time by their bounds."""
+        """Counts the waits since the last time by their bounds: eighths of a power of two."""
         waits_s = np.frombuffer(self._new_waits_s)
         self._new_waits_s = array("d")
         mantissas, exponents = np.frexp(waits_s)
-        keys = (exponents.astype(np.int64) << 4) + np.ceil(8 * mantissas).astype(np.int64)
-        distinct, counts = np.unique(keys, return_counts=True)
-        for key, count in zip(distinct.tolist(), counts.tolist(), strict=True):
-            self._waits[key] = self._waits.get(key, 0) + count
-        self._wait_s += float(waits_s.sum())
-        self._longest_wait_s = max(self._longest_wait_s, float(waits_s.max(initial=0.0)))
-
-    def add_run(self, run_s: float, failed: int) -> None:
-        """Counts the run of a batch."""
-        self.run_s += run_s
-        self.failed += failed
+        bounds_s = np.ldexp(np.ceil(8 * mantissas), exponents - 3)
+        distinct_s, counts = np.unique(bounds_s, return_counts=True)
+        found = self.found
+        for bound_s, count in zip(distinct_s.tolist(), counts.tolist(), strict=True):
+            found.waits[bound_s] += count
+        found.wait_s += float(waits_s.sum())
+        found.longest_wait_s = max(found.longest_wait_s, float(waits_s.max(initial=0.0)))
 
     def snapshot(self, waiting: int) -> BatchStatistics:
         """Returns the statistics so far."""
         self._sort()
-        sizes = dict(self.sizes)
-        waits: dict[float, int] = {}
-        for key, count in self._waits.items():  # Of a bound there may be two keys.
-            waits[_bound_s(key)] = waits.get(_bound_s(key), 0) + count
-        return BatchStatistics(
-            batches=sum(sizes.values()),
-            sizes=sizes,
-            wait_s=self._wait_s,
-            longest_wait_s=self._longest_wait_s,
-            waits=waits,
-            run_s=self.run_s,
-            waiting=waiting,
-            failed=self.failed,
-            refused=self.refused,
-            left=self.left,
-        )
+        sizes, waits = dict(self.found.sizes), dict(self.found.waits)
+        return replace(self.found, sizes=sizes, waits=waits, waiting=waiting)
 
 
-_TRY_AGAIN_S = 1.0
+# When waiting calls become a batch. Calls and time go in, requests for a turn come out:
+#
+# - The shell gives a turn that was requested exactly once, sooner or later. It may give more turns:
+#   a turn closes a batch only if one is due. So a late or doubled turn does no harm.
+# - At most one turn of each kind is requested at a time, and none while a batch runs: the end of
+#   the batch requests the next.
+# - A call is in the queue from ``arrived`` until ``left``, or until ``turn`` returns it.
+# - After every event but ``left`` the shell reads ``wake_s``; at that time it calls ``woken``.
+
+
+class Request(enum.Enum):
+    """What the shell has to do after an event."""
+
+    NOTHING = enum.auto()
+    SOON = enum.auto()
+    """Give a turn soon: a batch is due."""
+    LAST = enum.auto()
+    """Give a turn when no message waits to be handled: more calls may be among them."""
+    REFUSE = enum.auto()
+    """Refuse the call: too many wait."""
+
+
+NOTHING, SOON, LAST, REFUSE = Request
+
+
+class Batcher:
+    """The queue of one batched function. Not thread-safe.
+
+    Args:
+        largest: How many calls a batch has at most.
+        smallest: How many calls must wait for a batch to be closed, before ``longest_wait_s``.
+        longest_wait_s: How long a call waits for others, in seconds.
+        limit: How many calls may wait.
+
+    Attributes:
+        wake_s: When to look at the clock; infinity for never. Never moves to an earlier time
+            except from infinity.
+        is_running: Whether a batch runs.
+    """
+
+    def __init__(self, largest: int, smallest: int, longest_wait_s: float, limit: int) -> None:
+        self._largest = largest
+        self._smallest = smallest
+        self._longest_wait_s = longest_wait_s
+        self._limit = limit
+        self._waiting: dict[Any, float] = {}
+        self._has_asked_soon = self._has_asked_last = False
+        self.is_running = False
+        self.wake_s = math.inf
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a further call would be refused."""
+        return len(self._waiting) >= self._limit
+
+    def arrived(self, call: object, now_s: float) -> Request:
+        """A call has come, which is not equal to any that waits. Hot path."""
+        if len(self._waiting) >= self._limit:
+            return REFUSE
+        self._waiting[call] = now_s
+        return NOTHING if self.is_running else self._next(now_s)
+
+    def expect(self, smallest: int, now_s: float) -> Request:
+        """From now on, this many calls must wait for a batch to be closed early."""
+        self._smallest = smallest
+        return self._next(now_s)
+
+    def left(self, call: object) -> bool:
+        """A call has been given up; returns whether it was waiting."""
+        return self._waiting.pop(call, None) is not None
+
+    def turn(self, now_s: float) -> list[Any]:
+        """A turn: returns the calls of a batch that runs from now on, or nothing."""
+        self._has_asked_soon = self._has_asked_last = False
+        waiting = self._waiting
+        if self.is_running or not waiting:
+            return []
+        due_s = self._due_s()
+        if len(waiting) < self._smallest and now_s < due_s:
+            self._wake_by(due_s)
+            return []
+        self.is_running = True
+        if len(waiting) <= self._largest:
+            self._waiting = {}
+            return list(waiting)
+        calls = list(islice(waiting, self._largest))
+        for call in calls:
+            del waiting[call]
+        return calls
+
+    def ended(self, now_s: float) -> Request:
+        """The batch has ended."""
+        self.is_running = False
+        return self._next(now_s)
+
+    def woken(self, now_s: float) -> Request:
+        """The shell has looked at the clock, at ``wake_s`` or later."""
+        self.wake_s = math.inf
+        return self._next(now_s)
+
+    def _next(self, now_s: float) -> Request:
+        """Returns the request for a turn that is missing, if any."""
+        count = len(self._waiting)
+        if self.is_running or self._has_asked_soon or not count:
+            return NOTHING  # The end of the batch, the turn, or the next call sees to it.
+        due_s = self._due_s()
+        if count >= self._largest or now_s >= due_s:
+            self._has_asked_soon = True
+            return SOON
+        self._wake_by(due_s)
+        if count >= self._smallest and not self._has_asked_last:
+            self._has_asked_last = True
+            return LAST
+        return NOTHING
+
+    def _due_s(self) -> float:
+        """Returns when the first call has waited long enough."""
+        return next(iter(self._waiting.values())) + self._longest_wait_s
+
+    def _wake_by(self, due_s: float) -> None:
+        # Calls come in the order of time: an earlier wake-up finds what is due then.
+        if self.wake_s == math.inf:
+            self.wake_s = due_s
 
 
 class BatchQueue:
@@ -597,9 +698,7 @@ class BatchQueue:
         self._batcher = Batcher(
             options.largest, options.smallest, options.longest_wait_s, options.limit
         )
-        self._clock = agent.slots[_CLOCKS].of(agent)
-        self._watched_s = math.inf
-        """The time that the clock was told last."""
+        self._timer = agent.slots[_CLOCKS].add(self, agent)
         self._is_slow = False
         self._runs_in = 0
         """The thread that runs a batch, or 0."""
@@ -617,7 +716,7 @@ class BatchQueue:
         """
         with self._lock:
             request = self._add(call, bound, parts)
-            self._counts.refused += request is REFUSE
+            self._counts.found.refused += request is REFUSE
         if request is REFUSE:
             call(None, self._full())
             return
@@ -672,7 +771,7 @@ class BatchQueue:
             if not self._batcher.left(call):
                 return
             entry = self._entries.pop(call)
-            self._counts.left += 1
+            self._counts.found.left += 1
             self._room.notify()
         self._agent.reactor.submit(_end_left, entry)
 
@@ -695,23 +794,15 @@ class BatchQueue:
         if request is not NOTHING:
             reactor = self._agent.reactor
             reactor.tasks.append((self._turn, None, None), RUN_LAST if request is LAST else OWN)
-        wake_s = self._batcher.wake_s
-        if wake_s != self._watched_s:
-            self._watched_s = wake_s
-            if wake_s != math.inf:
-                self._clock.watch(self)
-
-    @property
-    def wake_s(self) -> float:
-        """When to look at the clock; infinity for never."""
-        return self._batcher.wake_s
+        self._timer.wake_by(self._batcher.wake_s)
 
     def woken(self, now_s: float) -> float:
         """Looks at the clock; returns when to look again."""
+        wake_s = self._batcher.wake_s
+        if now_s < wake_s:
+            return wake_s
         with self._lock:
-            request = NOTHING
-            if now_s >= self._batcher.wake_s:
-                request = self._batcher.woken(now_s)
+            request = self._batcher.woken(now_s)
             wake_s = self._batcher.wake_s
         if request is not NOTHING:
             self._agent.reactor.submit_task(self._turn)
@@ -742,7 +833,7 @@ class BatchQueue:
             (left if entry.call.is_unwanted(now_s) else entries).append(entry)
         if left:
             with self._lock:
-                self._counts.left += len(left)
+                self._counts.found.left += len(left)
             for entry in left:
                 _end_left(entry, None)
         if not entries:
@@ -753,7 +844,8 @@ class BatchQueue:
         outcomes = self._runner.outcomes(entries)
         run_s = time.monotonic() - now_s
         self._is_slow = run_s > SLOW_S
-        self._counts.add_run(run_s, sum(error is not None for _, error in outcomes))
+        self._counts.found.run_s += run_s
+        self._counts.found.failed += sum(error is not None for _, error in outcomes)
         for entry, (result, error) in zip(entries, outcomes, strict=True):
             entry.call(result, error)
 
@@ -800,42 +892,21 @@ class _Clock:
     """Wakes the queues of one worker."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queues: dict[BatchQueue, float] = {}
+        self._lock = threading.RLock()  # A finalizer may make a queue at any point.
+        self._queues: weakref.WeakSet[BatchQueue] = weakref.WeakSet()
         self._timer: Timer | None = None
 
-    def of(self, agent: Agent) -> _Clock:
-        """Returns this clock, running by the timer thread of the agent."""
+    def add(self, queue: BatchQueue, agent: Agent) -> Timer:
+        """Returns the timer that wakes a queue from now on."""
         with self._lock:
-            if self._timer is None:
-                self._timer = agent.timers.add(self._tick)
-        return self
-
-    def watch(self, queue: BatchQueue) -> None:
-        """Has a queue woken when it is due."""
-        assert self._timer is not None
-        wake_s = queue.wake_s
-        if self._queues.get(queue, math.inf) > wake_s:
-            with self._lock:
-                self._queues[queue] = wake_s
-            self._timer.wake_by(wake_s)
+            self._queues.add(queue)
+            self._timer = self._timer or agent.timers.add(self._tick)
+            return self._timer
 
     def _tick(self, now_s: float) -> float:
         with self._lock:
-            due = [queue for queue, wake_s in self._queues.items() if wake_s <= now_s]
-            for queue in due:
-                del self._queues[queue]
-        for queue in due:
-            try:
-                wake_s = queue.woken(now_s)
-            except Exception:  # The other queues are woken nevertheless.
-                log_exception("a queue of batched calls could not be woken; it is tried again")
-                wake_s = now_s + _TRY_AGAIN_S
-            if wake_s != math.inf:
-                with self._lock:
-                    self._queues[queue] = min(wake_s, self._queues.get(queue, math.inf))
-        with self._lock:
-            return min(self._queues.values(), default=math.inf)
+            queues = list(self._queues)
+        return min([queue.woken(now_s) for queue in queues], default=math.inf)
 
 
 _CLOCKS: Slot[_Clock] = Slot(_Clock)

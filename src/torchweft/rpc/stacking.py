@@ -315,14 +315,11 @@ def _leaves_behind(function: str, ends: list[Tensor], starts: list[Tensor]) -> l
     return [leaf for key, leaf in leaves.items() if key not in own]
 
 
-def shared_outputs(graph: Joined) -> list[Tensor]:
-    """Returns the outputs for calls without gradients of their own; none leads to the inputs."""
-    apply: Any = _Shared.apply
-    return list(apply(graph, *graph.leaves))
-
-
 class _Shared(torch.autograd.Function):
-    """Stands between the outputs and the leaves; can be differentiated any number of times."""
+    """The outputs for calls without gradients of their own: none leads to the inputs.
+
+    Stands between the outputs and the leaves; can be differentiated any number of times.
+    """
 
     @staticmethod
     def forward(ctx: Any, graph: Joined, *leaves: Tensor) -> Any:
@@ -336,37 +333,20 @@ class _Shared(torch.autograd.Function):
         return None, *_pulled_back(graph, graph.leaves, gradients, torch.is_grad_enabled())
 
 
-class Own(NamedTuple):
-    """What belongs to one call: its row, and its arguments that require grad.
-
-    Attributes:
-        row: Its place in the batch.
-        tensors: These arguments.
-        columns: For each of them, the stacked argument that it is part of.
-    """
-
-    row: int
-    tensors: list[Tensor]
-    columns: list[Tensor]
-
-
-def own_outputs(function: str, graph: Joined, own: Own) -> list[Tensor]:
-    """Returns the rows of a call, which lead to its own arguments and to the leaves."""
-    apply: Any = _Own.apply
-    return list(apply(function, graph, own, *own.tensors, *graph.leaves))
-
-
 class _Own(torch.autograd.Function):
-    """Stands between the rows of a call and its arguments."""
+    """The row of one call, which leads to its own arguments and to the leaves."""
 
     @staticmethod
-    def forward(ctx: Any, function: str, graph: Joined, own: Own, *_: Tensor) -> Any:
+    def forward(
+        ctx: Any, function: str, graph: Joined, row: int, columns: list[Tensor], *inputs: Tensor
+    ) -> Any:
+        """Returns the row; ``columns`` are the stacked arguments that have the first inputs."""
         ctx.set_materialize_grads(False)
         ctx.function, ctx.graph = function, graph
         # The tensors themselves would keep their graphs, and so form a circle with this node.
-        ctx.row, ctx.columns = own.row, own.columns
-        ctx.shapes = [each.shape for each in own.tensors]
-        return tuple([each.detach()[own.row].clone() for each in graph.outputs])
+        ctx.row, ctx.columns = row, columns
+        ctx.shapes = [each.shape for each in inputs[: len(columns)]]
+        return tuple([each.detach()[row].clone() for each in graph.outputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -385,7 +365,7 @@ class _Own(torch.autograd.Function):
             None if each is None else each[row][region(shape)]
             for each, shape in zip(found[:own], ctx.shapes, strict=True)
         ]
-        return None, None, None, *rows, *found[own:]
+        return None, None, None, None, *rows, *found[own:]
 
 
 def _widened(
@@ -591,16 +571,23 @@ class Runner:
         graph: Joined,
     ) -> list[Any]:
         rows = []
+        apply_own: Any = _Own.apply
+        apply_shared: Any = _Shared.apply
         shared: Sequence[Tensor] = ()
         for place, entry in enumerate(entries):
-            own = _own(place, columns, stacked)
+            own = [
+                (each[place], joined)
+                for each, joined in zip(columns, stacked, strict=True)
+                if isinstance(each[place], Tensor) and each[place].requires_grad
+            ]
             outputs: Sequence[Tensor]
             if entry.call.context_id == NO_GRAD:
                 outputs = [each.detach()[place] for each in graph.outputs]
-            elif own.tensors:
-                outputs = own_outputs(self._name, graph, own)
+            elif own:
+                tensors, own_columns = map(list, zip(*own, strict=True))
+                outputs = apply_own(self._name, graph, place, own_columns, *tensors, *graph.leaves)
             else:
-                shared = shared or shared_outputs(graph)
+                shared = shared or apply_shared(graph, *graph.leaves)
                 outputs = [each[place] for each in shared]
             with_graph = dict(zip(map(id, graph.outputs), outputs, strict=True))
             leaves = [
@@ -613,16 +600,6 @@ class Runner:
 
 def _row(leaf: Any, place: int) -> Any:
     return leaf[place] if isinstance(leaf, Tensor) else leaf
-
-
-def _own(place: int, columns: Sequence[Sequence[Any]], stacked: Sequence[Any]) -> Own:
-    tensors, own_columns = [], []
-    for column, joined in zip(columns, stacked, strict=True):
-        tensor = column[place]
-        if isinstance(tensor, Tensor) and tensor.requires_grad:
-            tensors.append(tensor)
-            own_columns.append(joined)
-    return Own(place, tensors, own_columns)
 
 
 def _own_memory(value: Any) -> Any:
