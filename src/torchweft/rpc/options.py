@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import enum
 import math
-import operator
+import sys
 import threading
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -146,19 +146,10 @@ class RpcBackendOptions:
             raise ConfigurationError(
                 f"num_worker_threads is {self.num_worker_threads!r}; it must be at least 1"
             )
-        if not _number("rpc_timeout", self.rpc_timeout) >= 0:
-            raise ConfigurationError(
-                f"rpc_timeout is {self.rpc_timeout!r}; it must be a number of seconds, "
-                "or 0 for no limit"
-            )
-        if not 0 < _number("init_timeout", self.init_timeout) < math.inf:
-            raise ConfigurationError(
-                f"init_timeout is {self.init_timeout!r}; it must be a positive number of seconds"
-            )
+        self._check_seconds("rpc_timeout", 0.0, "a number of seconds, or 0 for no limit", math.inf)
+        self._check_seconds("init_timeout", math.ulp(0.0), "a positive number of seconds")
         for name in ("detection_time", "reconnect_time"):
-            value = _number(name, getattr(self, name))
-            if not 0.5 <= value < math.inf:
-                raise ConfigurationError(f"{name} is {value!r}; it must be 0.5 seconds at least")
+            self._check_seconds(name, 0.5, "0.5 seconds at least")
         for name in ("init_method", "listen"):
             text = getattr(self, name)
             if text is not None and not isinstance(text, str):
@@ -174,6 +165,15 @@ class RpcBackendOptions:
         self._check_callables()
         self._check_modules()
         self._named_devices()
+
+    def _check_seconds(
+        self, name: str, least_s: float, rule: str, most_s: float = sys.float_info.max
+    ) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)):
+            raise wrong_type(name, value, "pass a number of seconds")
+        if not least_s <= value <= most_s:
+            raise ConfigurationError(f"{name} is {value!r}; it must be {rule}")
 
     def device_settings(self) -> Devices:
         """Returns the device maps and devices as this worker registers them.
@@ -203,10 +203,8 @@ class RpcBackendOptions:
 
     def _check_callables(self) -> None:
         if isinstance(self.callables, str) or not isinstance(self.callables, Iterable):
-            raise ArgumentTypeError(
-                f"callables is a {type(self.callables).__name__}; pass a tuple of functions and "
-                "classes like (torch.nn.Linear, my_module.evaluate)"
-            )
+            fitting = "pass a tuple of functions and classes like (torch.nn.Linear, evaluate)"
+            raise wrong_type("callables", self.callables, fitting)
         if not self.strict:
             if self.callables:
                 raise ConfigurationError(
@@ -228,11 +226,8 @@ class RpcBackendOptions:
         if modules is None:
             return
         if isinstance(modules, str) or not isinstance(modules, Iterable):
-            raise wrong_type(
-                "allowed_modules",
-                modules,
-                "pass a tuple of names like ('my_package', 'torch'), or None for all",
-            )
+            fitting = "pass a tuple of names like ('my_package', 'torch'), or None for all"
+            raise wrong_type("allowed_modules", modules, fitting)
         for module in modules:
             if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
                 raise ConfigurationError(
@@ -270,12 +265,6 @@ class RpcBackendOptions:
             )
 
 
-def _number(name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)):
-        raise wrong_type(name, value, "pass a number of seconds")
-    return value
-
-
 # The options of ``torch.distributed.rpc``. Weft has no TensorPipe. Options for transports are kept,
 # and reported to have no effect.
 
@@ -302,9 +291,12 @@ class BackendOptions:
             ``file:///path``.
 
     Raises:
-        ArgumentTypeError: A value is of a wrong type.
-        ConfigurationError: A value is invalid.
+        ArgumentTypeError: A value is of a wrong type, also one that is set later.
+        ConfigurationError: A value is invalid, likewise.
     """
+
+    rpc_timeout: float
+    init_method: str
 
     def __init__(
         self,
@@ -314,7 +306,7 @@ class BackendOptions:
         self._set(rpc_timeout=rpc_timeout, init_method=init_method)
 
     def _set(self, **values: Any) -> None:
-        """Sets properties for the constructor, which errors then name."""
+        """Sets options for the constructor, which errors then name."""
         for name, value in values.items():
             try:
                 setattr(self, name, value)
@@ -323,31 +315,40 @@ class BackendOptions:
                     f"incompatible constructor arguments of {type(self).__name__}: {error}"
                 ) from None
 
-    @property
-    def rpc_timeout(self) -> float:
-        """Default timeout of calls, in seconds; 0 for no limit."""
-        return self._rpc_timeout
+    def __setattr__(self, name: str, value: Any) -> None:
+        check = _CHECKED.get(name)
+        super().__setattr__(name, value if check is None else check(value))
 
-    @rpc_timeout.setter
-    def rpc_timeout(self, seconds: float) -> None:
-        if not hasattr(type(seconds), "__float__") and not hasattr(type(seconds), "__index__"):
-            raise ArgumentTypeError(
-                f"rpc_timeout is {seconds!r}, a {type(seconds).__name__}; pass a number of seconds"
-            )
-        if not float(seconds) >= 0:
-            raise ConfigurationError(f"RPC Timeout must be non-negative, got {seconds!r}")
-        self._rpc_timeout = float(seconds)
 
-    @property
-    def init_method(self) -> str:
-        """How the workers find each other."""
-        return self._init_method
+def _checked_timeout(seconds: Any) -> float:
+    if not hasattr(type(seconds), "__float__") and not hasattr(type(seconds), "__index__"):
+        raise ArgumentTypeError(
+            f"rpc_timeout is {seconds!r}, a {type(seconds).__name__}; pass a number of seconds"
+        )
+    if not float(seconds) >= 0:
+        raise ConfigurationError(f"RPC Timeout must be non-negative, got {seconds!r}")
+    return float(seconds)
 
-    @init_method.setter
-    def init_method(self, method: str) -> None:
-        if not isinstance(method, str):
-            raise ArgumentTypeError(f"init_method is a {type(method).__name__}; pass a str")
-        self._init_method = method
+
+def _checked_method(method: Any) -> str:
+    if not isinstance(method, str):
+        raise wrong_type("init_method", method, "pass a str")
+    return method
+
+
+def _checked_threads(count: Any) -> int:
+    number = checked_int("num_worker_threads", count)
+    if number < 1:
+        raise ConfigurationError(f"num_worker_threads must be positive, got {number}")
+    return number
+
+
+_CHECKED: dict[str, Callable[[Any], Any]] = {
+    "rpc_timeout": _checked_timeout,
+    "init_method": _checked_method,
+    "num_worker_threads": _checked_threads,
+}
+"""Returns the value that an option gets, by its name."""
 
 
 class TensorPipeRpcBackendOptions(BackendOptions):
@@ -369,6 +370,8 @@ class TensorPipeRpcBackendOptions(BackendOptions):
         ConfigurationError: A value is invalid.
     """
 
+    num_worker_threads: int
+
     def __init__(
         self,
         *,
@@ -388,23 +391,6 @@ class TensorPipeRpcBackendOptions(BackendOptions):
         self.devices: list[torch.device] = _to_device_list(devices or [])
         self._transports = _transports
         self._channels = _channels
-
-    @property
-    def num_worker_threads(self) -> int:
-        """Number of user functions that run at a time."""
-        return self._num_worker_threads
-
-    @num_worker_threads.setter
-    def num_worker_threads(self, count: int) -> None:
-        try:
-            number = operator.index(count)
-        except TypeError:
-            raise ArgumentTypeError(
-                f"num_worker_threads is {count!r}, a {type(count).__name__}; pass an int"
-            ) from None
-        if number < 1:
-            raise ConfigurationError(f"num_worker_threads must be positive, got {number}")
-        self._num_worker_threads = number
 
     def set_device_map(self, to: str, device_map: dict[DeviceType, DeviceType]) -> None:
         """Adds to the device map for one worker; see ``device_maps``.
