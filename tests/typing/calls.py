@@ -166,6 +166,9 @@ class Sampler:
     def act(self, states: Tensor) -> Tensor:
         return states
 
+    async def score(self, split: str) -> float:
+        return float(len(split))
+
     def samples(self, count: int) -> Iterator[Tensor]:
         raise NotImplementedError(count)
 
@@ -179,7 +182,9 @@ def batched_calls_actors_and_streams(x: Tensor) -> None:
     assert_type(samplers[0], RRef[Sampler])
     assert_type(samplers.rpc_sync(Sampler.act, x), list[Tensor])
     assert_type(samplers.rpc_async(Sampler.act, x), list[Future[Tensor]])
-    samplers.rpc_sync(Sampler.act, 5)  # type: ignore[arg-type]
+    assert_type(samplers.rpc_sync(Sampler.score, "test"), list[float])
+    assert_type(samplers.rpc_async(Sampler.score, "test"), list[Future[float]])
+    samplers.rpc_sync(Sampler.act, 5)  # type: ignore
     for value in rpc.stream(samplers[0], Sampler.samples, (3,)):
         assert_type(value, Tensor)
     streams = [rpc.stream(each, Sampler.samples, (3,)) for each in samplers]

@@ -7,12 +7,12 @@ class exposes ``forward``.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
@@ -64,7 +64,7 @@ def create(
     if served is not None:
         served.function = module_cls
     module = make(module_cls, args, kwargs, device)
-    _made().add(module)
+    _made()[module] = None
     return RRef(module)
 
 
@@ -72,7 +72,7 @@ def create(
 def duplicate(module: RRef[nn.Module]) -> RRef[nn.Module]:
     """Makes a deep copy of a module on this worker and returns a reference to it."""
     made = copy.deepcopy(_module(module))
-    _made().add(made)
+    _made()[made] = None
     return RRef(made)
 
 
@@ -215,29 +215,11 @@ def _check_device(device: Any) -> None:
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 
 
-class _Made:
-    """The modules that ``create`` made on one worker; a part of its agent.
-
-    Compares by identity, since a user's module may define its own equality.
-    """
-
-    def __init__(self) -> None:
-        self._modules: dict[int, weakref.ref[nn.Module]] = {}
-
-    def add(self, module: nn.Module) -> None:
-        key = id(module)
-        modules = self._modules
-        modules[key] = weakref.ref(module, lambda _: modules.pop(key, None))
-
-    def __contains__(self, module: object) -> bool:
-        found = self._modules.get(id(module))
-        return found is not None and found() is module
+_MADE: Slot[WeakIdKeyDictionary] = Slot(WeakIdKeyDictionary)
+"""The modules that ``create`` made on one worker, as keys, by identity."""
 
 
-_MADE = Slot(_Made)
-
-
-def _made() -> _Made:
+def _made() -> WeakIdKeyDictionary:
     return current().slots[_MADE]
 
 

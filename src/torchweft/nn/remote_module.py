@@ -43,9 +43,7 @@ def read_placement(remote_device: object) -> Placement:
         ConfigurationError: It has none of the accepted forms.
     """
     if not isinstance(remote_device, str):
-        raise ArgumentTypeError(
-            f"remote_device is {kind_of(remote_device)}; pass a string like {FORMS}"
-        )
+        raise wrong_type("remote_device", remote_device, f"pass a string like {FORMS}")
     worker, slash, device = remote_device.rpartition("/")
     if not slash:
         worker, device = remote_device, "cpu"
@@ -327,9 +325,7 @@ class RemoteModule(nn.Module):
             ConfigurationError: ``module_rref`` is not a reference.
         """
         if not isinstance(module_rref, RRef):
-            raise ArgumentTypeError(
-                f"module_rref is {kind_of(module_rref)}; pass an RRef to a module"
-            )
+            raise wrong_type("module_rref", module_rref, "pass an RRef to a module")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._bind(module_rref, device)
@@ -589,10 +585,8 @@ def _check_module_class(module_cls: object, args: object, kwargs: object) -> Non
     if isinstance(module_cls, type) and not issubclass(module_cls, nn.Module):
         raise ArgumentTypeError(f"{owner.EXPECTED}, but {module_cls.__name__} is no subclass of it")
     if isinstance(module_cls, nn.Module) or not callable(module_cls):
-        raise ArgumentTypeError(
-            f"module_cls is {kind_of(module_cls)}; pass a class, and its arguments as "
-            "args=(...) and kwargs={...}"
-        )
+        fix = "pass a class, and its arguments as args=(...) and kwargs={...}"
+        raise wrong_type("module_cls", module_cls, fix)
 
 
 # Modules that contain remote modules: the part of them in this process

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchweft.arguments import kind_of
+from torchweft.arguments import kind_of, wrong_type
 from torchweft.autograd.refusals import add_check
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.rpc import RRef
@@ -97,10 +97,8 @@ def read_groups(given: Iterable[Any]) -> list[Group]:
         ConfigurationError: There is no parameter, or one is not a reference or occurs twice.
     """
     if isinstance(given, (Tensor, RRef, Mapping, str)) or not isinstance(given, Iterable):
-        raise ArgumentTypeError(
-            f"params_rref is {kind_of(given)}; pass a list of RRefs, or a list of dicts "
-            'like {"params": [rrefs], "lr": 0.1}'
-        )
+        fix = 'pass a list of RRefs, or a list of dicts like {"params": [rrefs], "lr": 0.1}'
+        raise wrong_type("params_rref", given, fix)
     items = list(given)
     if not items:
         raise ConfigurationError("params_rref is empty; pass at least one RRef to a parameter")

@@ -35,43 +35,37 @@ if TYPE_CHECKING:
     Ts = TypeVarTuple("Ts")
 
 T = TypeVar("T")
-Answer = Coroutine[Any, Any, T] | torch.futures.Future[T]
-Kwargs = dict[str, Any]
+Later = Coroutine[Any, Any, T] | torch.futures.Future[T]
+"""What a function returns whose result comes later."""
+Args = Sequence[Any] | None
+Kwargs = dict[str, Any] | None
 
 
 @overload
 def rpc_sync(
     to: Destination,
-    func: Callable[[Unpack[Ts]], Answer[T]],
+    func: Callable[[Unpack[Ts]], Later[T]],
     args: tuple[Unpack[Ts]],
-    kwargs: None = None,
+    *,
     timeout: float = ...,
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
-    to: Destination,
-    func: Callable[[], Answer[T]],
-    args: None = None,
-    kwargs: None = None,
-    timeout: float = ...,
+    to: Destination, func: Callable[[], Later[T]], args: None = None, *, timeout: float = ...
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
-    to: Destination,
-    func: Callable[..., Answer[T]],
-    args: Sequence[Any] | None,
-    kwargs: Kwargs,
-    timeout: float = ...,
+    to: Destination, func: Callable[..., Later[T]], args: Args, kwargs: Kwargs, timeout: float = ...
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
-    to: Destination, func: Callable[..., Answer[T]], *, kwargs: Kwargs, timeout: float = ...
+    to: Destination, func: Callable[..., Later[T]], *, kwargs: Kwargs, timeout: float = ...
 ) -> T: ...
 
 
@@ -80,28 +74,20 @@ def rpc_sync(
     to: Destination,
     func: Callable[[Unpack[Ts]], T],
     args: tuple[Unpack[Ts]],
-    kwargs: None = None,
+    *,
     timeout: float = ...,
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
-    to: Destination,
-    func: Callable[[], T],
-    args: None = None,
-    kwargs: None = None,
-    timeout: float = ...,
+    to: Destination, func: Callable[[], T], args: None = None, *, timeout: float = ...
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
-    to: Destination,
-    func: Callable[..., T],
-    args: Sequence[Any] | None,
-    kwargs: Kwargs,
-    timeout: float = ...,
+    to: Destination, func: Callable[..., T], args: Args, kwargs: Kwargs, timeout: float = ...
 ) -> T: ...
 
 
@@ -114,8 +100,8 @@ def rpc_sync(
 def rpc_sync(
     to: Destination,
     func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs ``func(*args, **kwargs)`` on another worker and returns its result. Blocks.
@@ -154,36 +140,28 @@ def rpc_sync(
 @overload
 def rpc_async(
     to: Destination,
-    func: Callable[[Unpack[Ts]], Answer[T]],
+    func: Callable[[Unpack[Ts]], Later[T]],
     args: tuple[Unpack[Ts]],
-    kwargs: None = None,
+    *,
     timeout: float = ...,
 ) -> Future[T]: ...
 
 
 @overload
 def rpc_async(
-    to: Destination,
-    func: Callable[[], Answer[T]],
-    args: None = None,
-    kwargs: None = None,
-    timeout: float = ...,
+    to: Destination, func: Callable[[], Later[T]], args: None = None, *, timeout: float = ...
 ) -> Future[T]: ...
 
 
 @overload
 def rpc_async(
-    to: Destination,
-    func: Callable[..., Answer[T]],
-    args: Sequence[Any] | None,
-    kwargs: Kwargs,
-    timeout: float = ...,
+    to: Destination, func: Callable[..., Later[T]], args: Args, kwargs: Kwargs, timeout: float = ...
 ) -> Future[T]: ...
 
 
 @overload
 def rpc_async(
-    to: Destination, func: Callable[..., Answer[T]], *, kwargs: Kwargs, timeout: float = ...
+    to: Destination, func: Callable[..., Later[T]], *, kwargs: Kwargs, timeout: float = ...
 ) -> Future[T]: ...
 
 
@@ -192,28 +170,20 @@ def rpc_async(
     to: Destination,
     func: Callable[[Unpack[Ts]], T],
     args: tuple[Unpack[Ts]],
-    kwargs: None = None,
+    *,
     timeout: float = ...,
 ) -> Future[T]: ...
 
 
 @overload
 def rpc_async(
-    to: Destination,
-    func: Callable[[], T],
-    args: None = None,
-    kwargs: None = None,
-    timeout: float = ...,
+    to: Destination, func: Callable[[], T], args: None = None, *, timeout: float = ...
 ) -> Future[T]: ...
 
 
 @overload
 def rpc_async(
-    to: Destination,
-    func: Callable[..., T],
-    args: Sequence[Any] | None,
-    kwargs: Kwargs,
-    timeout: float = ...,
+    to: Destination, func: Callable[..., T], args: Args, kwargs: Kwargs, timeout: float = ...
 ) -> Future[T]: ...
 
 
@@ -226,8 +196,8 @@ def rpc_async(
 def rpc_async(
     to: Destination,
     func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Starts ``func(*args, **kwargs)`` on another worker and returns a future of its result.
@@ -246,36 +216,28 @@ def rpc_async(
 @overload
 def remote(
     to: Destination,
-    func: Callable[[Unpack[Ts]], Answer[T]],
+    func: Callable[[Unpack[Ts]], Later[T]],
     args: tuple[Unpack[Ts]],
-    kwargs: None = None,
+    *,
     timeout: float = ...,
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
-    to: Destination,
-    func: Callable[[], Answer[T]],
-    args: None = None,
-    kwargs: None = None,
-    timeout: float = ...,
+    to: Destination, func: Callable[[], Later[T]], args: None = None, *, timeout: float = ...
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
-    to: Destination,
-    func: Callable[..., Answer[T]],
-    args: Sequence[Any] | None,
-    kwargs: Kwargs,
-    timeout: float = ...,
+    to: Destination, func: Callable[..., Later[T]], args: Args, kwargs: Kwargs, timeout: float = ...
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
-    to: Destination, func: Callable[..., Answer[T]], *, kwargs: Kwargs, timeout: float = ...
+    to: Destination, func: Callable[..., Later[T]], *, kwargs: Kwargs, timeout: float = ...
 ) -> RRef[T]: ...
 
 
@@ -284,28 +246,20 @@ def remote(
     to: Destination,
     func: Callable[[Unpack[Ts]], T],
     args: tuple[Unpack[Ts]],
-    kwargs: None = None,
+    *,
     timeout: float = ...,
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
-    to: Destination,
-    func: Callable[[], T],
-    args: None = None,
-    kwargs: None = None,
-    timeout: float = ...,
+    to: Destination, func: Callable[[], T], args: None = None, *, timeout: float = ...
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
-    to: Destination,
-    func: Callable[..., T],
-    args: Sequence[Any] | None,
-    kwargs: Kwargs,
-    timeout: float = ...,
+    to: Destination, func: Callable[..., T], args: Args, kwargs: Kwargs, timeout: float = ...
 ) -> RRef[T]: ...
 
 
@@ -318,8 +272,8 @@ def remote(
 def remote(
     to: Destination,
     func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: dict[str, Any] | None = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
     """Starts ``func(*args, **kwargs)`` on another worker, which keeps the result.
@@ -405,7 +359,7 @@ class OnWorker:
         self._timeout = timeout
 
     @overload
-    def rpc_sync(self, func: Callable[P, Answer[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def rpc_sync(self, func: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload
     def rpc_sync(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
     def rpc_sync(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -414,7 +368,7 @@ class OnWorker:
 
     @overload
     def rpc_async(
-        self, func: Callable[P, Answer[T]], /, *args: P.args, **kwargs: P.kwargs
+        self, func: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]: ...
     @overload
     def rpc_async(
@@ -426,7 +380,7 @@ class OnWorker:
 
     @overload
     def remote(
-        self, func: Callable[P, Answer[T]], /, *args: P.args, **kwargs: P.kwargs
+        self, func: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RRef[T]: ...
     @overload
     def remote(self, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> RRef[T]: ...
@@ -451,7 +405,7 @@ class OnValue(Generic[V]):
 
     @overload
     def rpc_sync(
-        self, method: Callable[Concatenate[V, P], Answer[T]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> T: ...
     @overload
     def rpc_sync(
@@ -468,7 +422,7 @@ class OnValue(Generic[V]):
 
     @overload
     def rpc_async(
-        self, method: Callable[Concatenate[V, P], Answer[T]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> Future[T]: ...
     @overload
     def rpc_async(
@@ -480,7 +434,7 @@ class OnValue(Generic[V]):
 
     @overload
     def remote(
-        self, method: Callable[Concatenate[V, P], Answer[T]], /, *args: P.args, **kwargs: P.kwargs
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
     ) -> RRef[T]: ...
     @overload
     def remote(

@@ -21,8 +21,8 @@ import torch
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
-from torchweft.arguments import kind_of, limit_of, wrong_type
-from torchweft.errors import ArgumentTypeError, CallCancelled, NotOwner, WorkerLost
+from torchweft.arguments import limit_of, wrong_type
+from torchweft.errors import CallCancelled, NotOwner, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -121,19 +121,16 @@ def checked_call(
 ) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
     """Returns the function and its normalized arguments, or raises ArgumentTypeError."""
     if not callable(function):
-        raise wrong_type(
-            "func", function, "pass the function itself, and its arguments as args=(...)"
-        )
+        fix = "pass the function itself, and its arguments as args=(...)"
+        raise wrong_type("func", function, fix)
     if args is None:
         args = ()
     elif not isinstance(args, (tuple, list)):
-        raise ArgumentTypeError(
-            f"args is {kind_of(args)}; pass a tuple, args=(value,) for a single argument"
-        )
+        raise wrong_type("args", args, "pass a tuple, args=(value,) for a single argument")
     if kwargs is None:
         kwargs = {}
     elif not isinstance(kwargs, dict):
-        raise ArgumentTypeError(f"kwargs is {kind_of(kwargs)}; pass a dict")
+        raise wrong_type("kwargs", kwargs, "pass a dict")
     return function, args, kwargs
 
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from torchweft import knobs
-from torchweft.autograd.contexts import Context, Contexts
-from torchweft.autograd.outside import Arrivals, OutsideRecords
+from torchweft.autograd.contexts import Context
+from torchweft.autograd.engine import Engine
+from torchweft.autograd.outside import Arrivals
 from torchweft.errors import AutogradError, ProtocolError, ReferenceGone
 from torchweft.ids import WORKER_SHIFT, ReferenceId
 from torchweft.native import native
@@ -69,8 +70,8 @@ class Decoder:
         tensor_messages: Fetches tensors that do not stand in their message.
         references: Counts references that arrive.
         reference_type: Class of the references that it makes.
-        contexts: Record the tensors that arrive in autograd contexts.
-        outside: Keeps the graphs of tensors that are sent outside of contexts.
+        engine: Records the tensors that arrive in autograd contexts, and keeps the graphs of those
+            that are sent outside of contexts.
         arrivals: Places tensors that arrive outside of contexts.
         copies_own: Whether tensors in calls of the worker to itself are copied.
     """
@@ -82,8 +83,7 @@ class Decoder:
         tensor_messages: TensorMessages,
         references: ReferenceKeeper,
         reference_type: type[Handle],
-        contexts: Contexts,
-        outside: OutsideRecords,
+        engine: Engine,
         arrivals: Arrivals,
         copies_own: bool,
     ) -> None:
@@ -93,8 +93,7 @@ class Decoder:
         """Returns the error to raise in the program in place of another worker's error."""
         self._references = references
         self.reference_type = reference_type
-        self._contexts = contexts
-        self._outside = outside
+        self._contexts, self._outside = engine.contexts, engine.outside
         self._arrivals = arrivals
         self._copies_own = copies_own
         self._tensor_limit = knobs.TENSOR_LIMIT.get()

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from torchweft import knobs
-from torchweft.autograd.contexts import Contexts, current_id
-from torchweft.autograd.outside import Arrivals, OutsideRecords
+from torchweft.autograd.contexts import current_id
+from torchweft.autograd.engine import Engine
+from torchweft.autograd.outside import Arrivals
 from torchweft.errors import AutogradError, SerializationError
 from torchweft.ids import ReferenceId
 from torchweft.native import native
@@ -58,11 +59,11 @@ TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""
 
 
-class Request:
+class Request(NamedTuple):
     """A call, or values for a port, before it is sent.
 
-    Args:
-        take_back: Called if the message cannot be sent.
+    Attributes:
+        undo: Called if the message cannot be sent.
         peer: The receiver.
         kind: ``CALL`` or ``POST``.
         flags: Flags of the frame.
@@ -72,43 +73,21 @@ class Request:
         apart: Makes the message where its tensors do not stand in the frame.
     """
 
-    __slots__ = (
-        "_apart",
-        "_flags",
-        "_frame",
-        "_handed",
-        "_kind",
-        "_message_id",
-        "_peer",
-        "_take_back",
-    )
-
-    def __init__(
-        self,
-        take_back: TakeBack,
-        peer: Peer,
-        kind: Kind,
-        flags: int,
-        frame: bytearray,
-        message_id: int,
-        handed: Sequence[HandedReference] = (),
-        apart: Apart | None = None,
-    ) -> None:
-        self._take_back = take_back
-        self._peer = peer
-        self._kind = kind
-        self._flags = flags
-        self._frame = frame
-        self._message_id = message_id
-        self._handed = handed
-        self._apart = apart
+    undo: TakeBack
+    peer: Peer
+    kind: Kind
+    flags: int
+    frame: bytearray
+    message_id: int
+    handed: Sequence[HandedReference] = ()
+    apart: Apart | None = None
 
     def message(self, number: int) -> Outgoing:
         """Returns the message to send, under the number of its call or port."""
-        if self._apart is not None:
-            return self._apart.message(self._peer, self._kind, self._flags, number, self._frame)
-        frame = self._frame
-        HEADER.pack_into(frame, 0, self._kind, self._flags, 0, len(frame) - HEADER_BYTES, number)
+        frame = self.frame
+        if self.apart is not None:
+            return self.apart.message(self.peer, self.kind, self.flags, number, frame)
+        HEADER.pack_into(frame, 0, self.kind, self.flags, 0, len(frame) - HEADER_BYTES, number)
         return [frame]
 
     def take_back(self, *, keeps_graph: bool = False) -> None:
@@ -117,7 +96,7 @@ class Request:
         Args:
             keeps_graph: Whether the graph is kept, as the receiver may have the message.
         """
-        self._take_back(self._peer, self._handed, 0 if keeps_graph else self._message_id)
+        self.undo(self.peer, self.handed, 0 if keeps_graph else self.message_id)
 
 
 def plain_frame(
@@ -186,8 +165,7 @@ class Encoder:
         agent: The worker's agent.
         tensor_messages: Encodes tensors that do not stand in their message.
         references: Counts references that are handed on.
-        contexts: Record the tensors that are sent in autograd contexts.
-        outside: Records those that are sent outside of contexts.
+        engine: Records the tensors that are sent, in autograd contexts and outside of them.
         arrivals: Says whether graphs outside of contexts are kept.
     """
 
@@ -196,15 +174,13 @@ class Encoder:
         agent: Agent,
         tensor_messages: TensorMessages,
         references: ReferenceKeeper,
-        contexts: Contexts,
-        outside: OutsideRecords,
+        engine: Engine,
         arrivals: Arrivals,
     ) -> None:
         self._agent = agent
         self._tensor_messages = tensor_messages
         self._references = references
-        self._contexts = contexts
-        self._outside = outside
+        self._contexts, self._outside = engine.contexts, engine.outside
         self._arrivals = arrivals
         self._tensor_limit = knobs.TENSOR_LIMIT.get()
         agent.members.on_joined(self._learn_to_encode)

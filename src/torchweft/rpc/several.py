@@ -14,7 +14,7 @@ import torch
 from torchweft.arguments import wrong_type
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
 from torchweft.ids import WorkerInfo
-from torchweft.rpc.api import Answer, Kwargs, on, remote
+from torchweft.rpc.api import Args, Kwargs, Later, on, remote
 from torchweft.rpc.calls import Destination, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
@@ -68,15 +68,11 @@ def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator
 
 def _checked_futures(futures: Iterable[AnyFuture]) -> list[AnyFuture]:
     if isinstance(futures, torch.futures.Future) or not isinstance(futures, Iterable):
-        raise ArgumentTypeError(
-            f"futures is a {type(futures).__name__}; pass several futures, as a list"
-        )
+        raise wrong_type("futures", futures, "pass several futures, as a list")
     found = list(futures)
     for future in found:
         if not isinstance(future, torch.futures.Future):
-            raise ArgumentTypeError(
-                f"futures has a {type(future).__name__}; pass what rpc_async returns"
-            )
+            raise wrong_type("an element of futures", future, "pass what rpc_async returns")
     return found
 
 
@@ -129,9 +125,9 @@ def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> 
 @overload
 def rpc_all(
     workers: Iterable[Destination],
-    func: Callable[..., Answer[T]],
-    args: Sequence[Any] | None = None,
-    kwargs: Kwargs | None = None,
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
     *,
     return_exceptions: Literal[False] = False,
@@ -141,9 +137,9 @@ def rpc_all(
 @overload
 def rpc_all(
     workers: Iterable[Destination],
-    func: Callable[..., Answer[T]],
-    args: Sequence[Any] | None = None,
-    kwargs: Kwargs | None = None,
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
     *,
     return_exceptions: bool,
@@ -154,8 +150,8 @@ def rpc_all(
 def rpc_all(
     workers: Iterable[Destination],
     func: Callable[..., T],
-    args: Sequence[Any] | None = None,
-    kwargs: Kwargs | None = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
     *,
     return_exceptions: Literal[False] = False,
@@ -166,8 +162,8 @@ def rpc_all(
 def rpc_all(
     workers: Iterable[Destination],
     func: Callable[..., T],
-    args: Sequence[Any] | None = None,
-    kwargs: Kwargs | None = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = ...,
     *,
     return_exceptions: bool,
@@ -178,8 +174,8 @@ def rpc_all(
 def rpc_all(
     workers: Iterable[Destination],
     func: Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Kwargs | None = None,
+    args: Args = None,
+    kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     return_exceptions: bool = False,
@@ -334,13 +330,17 @@ class Actors(Generic[V]):
         """Returns the references by their places, as text: a state for a snapshot."""
         return {str(place): reference for place, reference in enumerate(self)}
 
+    @overload
     def rpc_async(
-        self,
-        method: Callable[Concatenate[V, P], Answer[T]] | Callable[Concatenate[V, P], T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[Future[T]]:
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future[T]]: ...
+    @overload
+    def rpc_async(
+        self, method: Callable[Concatenate[V, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future[T]]: ...
+    def rpc_async(
+        self, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Future[Any]]:
         """Starts a method on all actors; returns the futures in the order of their places.
 
         ``torchweft.rpc.as_completed`` yields them as they end. For other time limits, make the
@@ -350,7 +350,7 @@ class Actors(Generic[V]):
             ArgumentTypeError: ``method`` is not a method of a class.
             WorkerLost: A worker is known to be lost. The calls to the others have been cancelled.
         """
-        futures: list[Future[T]] = []
+        futures: list[Future[Any]] = []
         try:
             for reference in self:
                 futures.append(on(reference).rpc_async(method, *args, **kwargs))
@@ -359,13 +359,15 @@ class Actors(Generic[V]):
             raise
         return futures
 
+    @overload
     def rpc_sync(
-        self,
-        method: Callable[Concatenate[V, P], Answer[T]] | Callable[Concatenate[V, P], T],
-        /,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> list[T]:
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    @overload
+    def rpc_sync(
+        self, method: Callable[Concatenate[V, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    def rpc_sync(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Calls a method on all actors at once; returns the results in the order of places. Blocks.
 
         Raises:

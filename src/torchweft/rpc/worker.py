@@ -272,8 +272,8 @@ class Worker:
         """The call whose function each thread runs, by thread; for reports."""
         self.unfinished: set[AnsweredCall] = set()
         """Served calls that make values; a coroutine's call holds no thread while it runs."""
-        tensors, references, outside = self.tensor_messages, self.references, self.engine.outside
-        graphs = (self.contexts, outside, self.arrivals)
+        tensors, references = self.tensor_messages, self.references
+        graphs = (self.engine, self.arrivals)
         self.encoder = Encoder(agent, tensors, references, *graphs)
         self.decoder = Decoder(
             agent, reader, tensors, references, reference_type, *graphs, copies_own
