@@ -259,7 +259,7 @@ def send_nest(to: str, path: str) -> str:
     module = RemoteModule(to, attacks.Model).get_module_rref()
     return _all_raise(
         lambda: rpc.rpc_sync(to, functions.identity, args=(nest,)),
-        lambda: rpc.rpc_sync(to, owner.run, args=(module, "cuda", None, nest)),
+        lambda: rpc.rpc_sync(to, owner.run, args=(*module.id, None, "cuda", None, nest)),
     )
 
 
@@ -303,8 +303,8 @@ def use_foreign_module(to: str, path: str) -> str:
     handle = rpc.rpc_sync(to, make_handle)
     return _all_raise(
         lambda: rpc.rpc_sync(to, owner.set_training, (module, True)),
-        lambda: rpc.rpc_sync(to, owner.run, (module, "cpu", (), torch.tensor([1]))),
-        lambda: rpc.rpc_sync(to, owner.run, (handle, "cpu", (), 1)),
+        lambda: rpc.rpc_sync(to, owner.run, (*module.id, None, "cpu", (), torch.tensor([1]))),
+        lambda: rpc.rpc_sync(to, owner.run, (*handle.id, None, "cpu", (), 1)),
         lambda: handle.rpc_sync().train(True),
         lambda: handle.rpc_sync()(1),
     )

@@ -19,12 +19,10 @@ from torchweft.rpc import RRef
 from torchweft.rpc.current_call import (
     check_called,
     check_types,
-    reference_in,
     refuse,
     serves_another_strictly,
 )
-from torchweft.rpc.serving import WhenReady, method_of
-from torchweft.rpc.worker import current_worker
+from torchweft.rpc.serving import WhenReady, method_of, owned
 from torchweft.serialize.registry import is_exposed, rebuilds_plain, remotely_callable
 from torchweft.worker.agent import Slot
 from torchweft.worker.calls import current_call
@@ -116,31 +114,22 @@ def device_is_there(device: str) -> bool:
 
 @remotely_callable
 def run(
-    module: RRef[nn.Module], device: str, steps: Sequence[Step] | None, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Calls a module of this worker, and passes the result through the steps of a chain."""
-    check_types(module=(module, RRef))
-    return _run(module.local_value(), device, steps, args, kwargs)
-
-
-@remotely_callable
-def run_at(
     creator: int,
     owner: int,
     number: int,
+    kept: object,
     device: str,
     steps: Sequence[Step] | None,
     /,
     *args: Any,
     **kwargs: Any,
 ) -> WhenReady:
-    """Does the same as ``run``, for a caller that holds a reference to the module meanwhile.
+    """Calls a module of this worker, and passes the result through the steps of a chain.
 
-    That saves counting one more reference in every call.
+    Takes the parts of the reference to the module, as the functions of ``torchweft.rpc.serving``.
     """
-    keeper = current_worker().references
-    owned = keeper.value_of(reference_in((creator, owner, number)))
-    return WhenReady(owned, lambda module: (run_at, _run(module, device, steps, args, kwargs)))
+    module = owned((creator, owner, number))
+    return WhenReady(module, lambda value: (run, _run(value, device, steps, args, kwargs)), kept)
 
 
 def _run(

@@ -14,7 +14,7 @@ from torchweft.errors import ArgumentTypeError, ConfigurationError, Serializatio
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
 from torchweft.rpc import Future, RRef, get_worker_info, rpc_sync
-from torchweft.rpc.calls import call_and_wait, create, start
+from torchweft.rpc.calls import call_and_wait, use
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.health import info_of
 from torchweft.rpc.worker import WORKER
@@ -47,29 +47,20 @@ def read_placement(remote_device: object) -> Placement:
     worker, slash, device = remote_device.rpartition("/")
     if not slash:
         worker, device = remote_device, "cpu"
+    rank = worker.removeprefix(_RANK) if worker.startswith(_RANK) else None
+    problem = ""
     if not worker:
-        raise ConfigurationError(f"remote_device {remote_device!r} names no worker; pass {FORMS}")
-    return Placement(_read_worker(worker, remote_device), _read_device(device, remote_device))
-
-
-def _read_worker(worker: str, remote_device: str) -> str | int:
-    if not worker.startswith(_RANK):
-        return worker
-    rank = worker.removeprefix(_RANK)
-    if not rank.isdecimal():
-        raise ConfigurationError(
-            f"{rank!r} in remote_device {remote_device!r} is no rank; pass {FORMS}"
-        )
-    return int(rank)
-
-
-def _read_device(device: str, remote_device: str) -> str:
-    try:
-        return str(torch.device(device))
-    except RuntimeError:
-        raise ConfigurationError(
-            f"{device!r} in remote_device {remote_device!r} is no device; pass {FORMS}"
-        ) from None
+        problem = f"remote_device {remote_device!r} names no worker"
+    elif rank is not None and not rank.isdecimal():
+        problem = f"{rank!r} in remote_device {remote_device!r} is no rank"
+    else:
+        try:
+            device = str(torch.device(device))
+        except RuntimeError:
+            problem = f"{device!r} in remote_device {remote_device!r} is no device"
+    if problem:
+        raise ConfigurationError(f"{problem}; pass {FORMS}")
+    return Placement(worker if rank is None else int(rank), device)
 
 
 # The methods of ``torch.nn.Module`` that a remote module does not support
@@ -199,35 +190,26 @@ class Chain:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module with these arguments, then the steps; returns the result. Blocks."""
-        call = (*self._module.id, self._device, self._steps or None, *args)
-        return self._named(owner.run_at, call, kwargs, way=call_and_wait)
+        return self._use("sync", args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Starts the chain and returns a future of its last result."""
-        future: Future[Any] = self._named(owner.run, self._call(args), kwargs, way=start)
+        future: Future[Any] = self._use("async", args, kwargs)
         return future
 
     def forward_remote(self, *args: Any, **kwargs: Any) -> RRef[Any]:
         """Starts the chain; returns a reference to its last result, which stays on the owner."""
-        reference: RRef[Any] = self._named(owner.run, self._call(args), kwargs, way=create)
+        reference: RRef[Any] = self._use("remote", args, kwargs)
         return reference
 
-    def _named(
-        self, function: Callable[..., Any], args: Any, kwargs: Any, *, way: Callable[..., Any]
-    ) -> Any:
-        """Calls the owner in one of the three ways; reports and errors name ``forward``."""
+    def _use(self, way: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the owner; reports and errors name ``forward``."""
+        args = (self._device, self._steps or None, *args)
         try:
-            agent = current()
-            worker = agent.slots[WORKER]
-            peer = agent.find(info_of(self._module.id.owner))
-            subject = (worker.references.describe_use, self._module.id, "forward")
-            return way(worker, peer, function, args, kwargs, UNSET_RPC_TIMEOUT, subject)
+            return use(self._module, way, owner.run, args, kwargs, UNSET_RPC_TIMEOUT, "forward")
         except Exception as error:
             shorten(error)
             raise
-
-    def _call(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return self._module, self._device, self._steps or None, *args
 
     def __repr__(self) -> str:
         names = "".join(

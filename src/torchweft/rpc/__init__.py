@@ -8,7 +8,18 @@ from typing import Any
 from torchweft.arguments import did_you_mean
 from torchweft.ids import WorkerInfo
 from torchweft.rpc import constants, functions
-from torchweft.rpc.api import OnValue, OnWorker, on, remote, rpc_async, rpc_sync
+from torchweft.rpc.api import (
+    Actors,
+    OnValue,
+    OnWorker,
+    actors,
+    as_completed,
+    on,
+    remote,
+    rpc_all,
+    rpc_async,
+    rpc_sync,
+)
 from torchweft.rpc.collective import all_gather, barrier
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import detached, is_cancelled, remaining_time
@@ -27,7 +38,6 @@ from torchweft.rpc.joining import (
 from torchweft.rpc.observed import CallStatus, ThreadStack, WorkerStacks, stacks
 from torchweft.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from torchweft.rpc.rref import RRef
-from torchweft.rpc.several import Actors, actors, as_completed, rpc_all
 from torchweft.rpc.streams import Merged, Stream, merged, stream
 from torchweft.serialize.registry import expose, register
 

@@ -1,4 +1,4 @@
-"""The typed calls that programs make: ``rpc_sync``, ``rpc_async`` and ``remote``.
+"""The typed calls that programs make, to one worker, and to several workers at once.
 
 A type checker compares ``args`` with the parameters of ``func``, and knows the result: the
 coroutine's for an ``async def``, the future's for ``async_execution``. It does not check keyword
@@ -7,27 +7,39 @@ arguments in ``kwargs``; ``torchweft.rpc.on`` takes them in Python's call syntax
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+import contextlib
+import math
+import queue
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from types import FunctionType, MethodDescriptorType, WrapperDescriptorType
-from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
 
 import torch
 
 from torchweft.arguments import wrong_type
+from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
+from torchweft.ids import WorkerInfo
 from torchweft.rpc.calls import (
+    CALL_METHOD,
     Destination,
     call_and_wait,
-    call_method,
     checked_call,
     create,
     reach,
     start,
+    use,
 )
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
-from torchweft.rpc.futures import Future
+from torchweft.rpc.current_call import remaining_time
+from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten, without_own_frames
+from torchweft.worker import current as of_process
+from torchweft.worker.agent import Agent
+from torchweft.worker.calls import PendingCall
+from torchweft.worker.peers import Peer
 
 if TYPE_CHECKING:
     from typing_extensions import TypeVarTuple, Unpack
@@ -448,7 +460,8 @@ class OnValue(Generic[V]):
         try:
             name = method_name(method)
             check_method(self._reference, name)
-            return call_method(self._reference, way, name, args, kwargs, self._timeout)
+            args = (name, *args)
+            return use(self._reference, way, CALL_METHOD, args, kwargs, self._timeout, name)
         except Exception as error:
             shorten(error)
             raise
@@ -468,3 +481,392 @@ def method_name(method: object) -> str:
         if home and not home.endswith("<locals>"):
             return name
     raise wrong_type("method", method, "pass a method as its class has it, like Model.loss")
+
+
+# Calls to several workers at once
+
+AnyFuture = TypeVar("AnyFuture", bound=torch.futures.Future[Any])
+
+_NAMED_LIMIT = 8
+
+
+def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator[AnyFuture]:
+    """Returns an iterator that yields each future as soon as it is done, failed or not.
+
+    The iterator blocks while none is done. ``wait`` of a future that it yields returns at once,
+    and raises the error of a call that failed. Each future is yielded once. Thread-safe; several
+    iterators may go over the same futures.
+
+    Args:
+        futures: Futures of calls, or any ``torch.futures.Future``.
+        timeout: Seconds from now until all are done; 0 for no limit. Calls end by themselves
+            after their own timeout. In a function that another worker has called, at most as long
+            as its caller waits.
+
+    Raises:
+        CallTimeout: The time is up; names the workers whose calls have not ended. Raised by the
+            iterator, which has yielded all futures done by then. The calls go on.
+        ArgumentTypeError: An element of ``futures`` is not a future.
+
+    Example::
+
+        futures = [rpc.rpc_async(worker, score, args=(batch,)) for worker in workers]
+        for future in rpc.as_completed(futures):
+            scores.append(future.wait())
+    """
+    pending = {id(future): future for future in _checked_futures(futures)}
+    limit_s = min(timeout if timeout > 0 else math.inf, remaining_time())
+    done: queue.SimpleQueue[AnyFuture] = queue.SimpleQueue()
+    for future in pending.values():
+        # Bypasses Weft's class: being told of the end does not count as looking at the error.
+        torch._C.Future.add_done_callback(future, done.put)
+    return _yielded(pending, done, time.monotonic(), limit_s)
+
+
+def _checked_futures(futures: Iterable[AnyFuture]) -> list[AnyFuture]:
+    if isinstance(futures, torch.futures.Future) or not isinstance(futures, Iterable):
+        raise wrong_type("futures", futures, "pass several futures, as a list")
+    found = list(futures)
+    for future in found:
+        if not isinstance(future, torch.futures.Future):
+            raise wrong_type("an element of futures", future, "pass what rpc_async returns")
+    return found
+
+
+def _yielded(
+    pending: dict[int, AnyFuture],
+    done: queue.SimpleQueue[AnyFuture],
+    began_s: float,
+    limit_s: float,
+) -> Iterator[AnyFuture]:
+    while pending:
+        future = next_done(done, began_s + limit_s, lambda: open_calls(pending.copy().values()))
+        if future is None:
+            raise _timed_out(list(pending.values()), limit_s)
+        yield pending.pop(id(future))
+
+
+def next_done(
+    done: queue.SimpleQueue[T], deadline_s: float, calls: Callable[[], Sequence[PendingCall]]
+) -> T | None:
+    """Returns the next of what is done, or None at the deadline. Blocks, and is counted as such.
+
+    Args:
+        done: Gets what is done.
+        deadline_s: By the clock of ``time.monotonic``.
+        calls: Returns the open calls of which any lets this thread go on; for reports.
+    """
+    with contextlib.suppress(queue.Empty):
+        return done.get_nowait()
+    waiting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if of_process.is_set():
+        waiting = of_process.current().reactor.waiting(calls, needs_any=True)
+    left_s = deadline_s - time.monotonic()
+    with waiting, contextlib.suppress(queue.Empty):
+        return done.get(timeout=None if math.isinf(left_s) else max(left_s, 0.0))
+    return None
+
+
+def named(workers: Iterable[str]) -> str:
+    """Returns the distinct names of workers for a message, the first few of them."""
+    distinct = list(dict.fromkeys(workers))
+    more = len(distinct) - _NAMED_LIMIT
+    text = ", ".join(map(repr, distinct[:_NAMED_LIMIT]))
+    return f"{text} and {more} more" if more > 0 else text
+
+
+def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> CallTimeout:
+    workers = [future.worker_name for future in pending if isinstance(future, Future)]
+    on = f": on {named(workers)}" if workers else ""
+    calls = "1 call has" if len(pending) == 1 else f"{len(pending)} calls have"
+    return CallTimeout(
+        f"{calls} not ended within {limit_s:.1f} s{on}",
+        worker=workers[0] if workers else "",
+        elapsed_s=limit_s,
+    )
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., Later[T]],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: bool,
+) -> list[T | Exception]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: Literal[False] = False,
+) -> list[T]: ...
+
+
+@overload
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., T],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = ...,
+    *,
+    return_exceptions: bool,
+) -> list[T | Exception]: ...
+
+
+@without_own_frames
+def rpc_all(
+    workers: Iterable[Destination],
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    return_exceptions: bool = False,
+) -> list[Any]:
+    """Runs ``func(*args, **kwargs)`` on several workers at the same time. Blocks.
+
+    Sends the arguments to every worker. For large tensors that many workers need see
+    ``torchweft.mapreduce.broadcast``, where workers forward them. Thread-safe.
+
+    Args:
+        workers: The workers: names, ranks or ``WorkerInfo``; a worker that is named twice is
+            called twice.
+        func: As for ``rpc_sync``.
+        args: As for ``rpc_sync``.
+        kwargs: As for ``rpc_sync``.
+        timeout: Seconds that each call may take; as for ``rpc_sync``.
+        return_exceptions: Whether to wait for all workers, and to return the errors of failed
+            calls in place of their results.
+
+    Returns:
+        The results, in the order of ``workers``.
+
+    Raises:
+        UnknownWorker: There is no such worker; no call is made.
+        Exception: The first failure of a call, as ``rpc_sync`` raises it. The other calls are
+            cancelled; their failures are dropped.
+
+    Example::
+
+        names = ["trainer0", "trainer1"]
+        losses = rpc.rpc_all(names, train, args=(epoch,))
+    """
+    agent = of_process.current()
+    peers = _peers_of(agent, workers)
+    call = checked_call(func, args, kwargs)
+    futures: list[torch.futures.Future[Any]] = []
+    try:
+        for peer in peers:
+            futures.append(_started(agent, peer, call, timeout))
+        if return_exceptions:
+            return [_outcome(future) for future in futures]
+        return _results(futures)
+    finally:
+        _cancel(futures)
+
+
+def _peers_of(agent: Agent, workers: Iterable[Destination]) -> list[Peer]:
+    if isinstance(workers, (str, int, WorkerInfo)) or not isinstance(workers, Iterable):
+        raise ArgumentTypeError(f"workers is {workers!r}; pass several workers, as a list")
+    return [agent.find(to) for to in workers]
+
+
+def _results(futures: Sequence[torch.futures.Future[T]]) -> list[T]:
+    """Returns the results of all calls, or raises the first failure, as soon as it is known."""
+    for future in as_completed(futures):
+        future.wait()
+    return [future.wait() for future in futures]
+
+
+def _cancel(futures: Iterable[torch.futures.Future[Any]]) -> None:
+    """Cancels the calls that have not ended."""
+    for future in futures:
+        if isinstance(future, Future):
+            future.cancel()
+
+
+def _started(
+    agent: Agent, peer: Peer, call: tuple[Any, Any, Any], timeout: float
+) -> torch.futures.Future[Any]:
+    try:
+        return start(agent.slots[WORKER], peer, *call, timeout)
+    except WorkerLost as error:  # One of several: the others may answer.
+        lost: torch.futures.Future[Any] = torch.futures.Future()
+        fail(lost, error)
+        return lost
+
+
+def _outcome(future: torch.futures.Future[Any]) -> Any:
+    try:
+        return future.wait()
+    except Exception as error:
+        return error
+
+
+class Actors(Generic[V]):
+    """References to objects of one class, one for each place; made by ``actors``.
+
+    Methods are passed as the class has them, ``Sampler.sample``, so a type checker knows arguments
+    and results, also if ``async_execution`` or ``batched`` decorates them.
+    """
+
+    def __init__(
+        self, kind: Callable[..., V], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._kind = kind
+        self._args = args
+        self._kwargs = kwargs
+        self._references: list[RRef[V]] = []
+
+    def __len__(self) -> int:
+        return len(self._references)
+
+    def __getitem__(self, place: int) -> RRef[V]:
+        return self._references[place]
+
+    def __iter__(self) -> Iterator[RRef[V]]:
+        return iter(tuple(self._references))
+
+    def __repr__(self) -> str:
+        owners = ", ".join(each.owner_name() for each in self)
+        return f"{len(self)} {getattr(self._kind, '__qualname__', self._kind)} on {owners}"
+
+    def add(self, to: Destination) -> RRef[V]:
+        """Makes one more object, with the same arguments; its place is the last."""
+        self._references.append(self._made(to))
+        return self._references[-1]
+
+    def replace(self, place: int, to: Destination | None = None) -> RRef[V]:
+        """Makes the object of one place anew, with the same arguments, and drops the former.
+
+        For an actor whose worker is lost. Its state is that of a new object;
+        ``torchweft.checkpoint.restore`` brings the state of a snapshot back::
+
+            samplers.replace(2)
+            state = {"samplers": {"2": samplers[2]}}
+            checkpoint.restore(directory, state, strict=False, random_states=False)
+
+        Args:
+            place: The place.
+            to: The new worker; by default the worker that has the name of the former owner now.
+
+        Raises:
+            ConfigurationError: There is no such place.
+            UnknownWorker: There is no worker ``to``.
+            WorkerLost: The worker is lost, and no other has its name.
+        """
+        if not 0 <= place < len(self):
+            raise ConfigurationError(f"place {place} of {len(self)} actors does not exist")
+        if to is None:
+            to = self._references[place].owner_name()
+        self._references[place] = made = self._made(to)
+        return made
+
+    def _made(self, to: Destination) -> RRef[V]:
+        return remote(to, self._kind, self._args, self._kwargs)
+
+    def named(self) -> dict[str, RRef[V]]:
+        """Returns the references by their places, as text: a state for a snapshot."""
+        return {str(place): reference for place, reference in enumerate(self)}
+
+    @overload
+    def rpc_async(
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future[T]]: ...
+    @overload
+    def rpc_async(
+        self, method: Callable[Concatenate[V, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[Future[T]]: ...
+    def rpc_async(
+        self, method: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Future[Any]]:
+        """Starts a method on all actors; returns the futures in the order of their places.
+
+        ``torchweft.rpc.as_completed`` yields them as they end. For other time limits, make the
+        calls one by one: ``rpc.on(actors[0], timeout=60).rpc_async(...)``.
+
+        Raises:
+            ArgumentTypeError: ``method`` is not a method of a class.
+            WorkerLost: A worker is known to be lost. The calls to the others have been cancelled.
+        """
+        futures: list[Future[Any]] = []
+        try:
+            for reference in self:
+                futures.append(on(reference).rpc_async(method, *args, **kwargs))
+        except BaseException:
+            _cancel(futures)
+            raise
+        return futures
+
+    @overload
+    def rpc_sync(
+        self, method: Callable[Concatenate[V, P], Later[T]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    @overload
+    def rpc_sync(
+        self, method: Callable[Concatenate[V, P], T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[T]: ...
+    def rpc_sync(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls a method on all actors at once; returns the results in the order of places. Blocks.
+
+        Raises:
+            Exception: The first failure of a call; the other calls are cancelled.
+        """
+        futures = self.rpc_async(method, *args, **kwargs)
+        try:
+            return _results(futures)
+        finally:
+            _cancel(futures)
+
+
+def actors(
+    workers: Iterable[Destination], kind: Callable[P, V], /, *args: P.args, **kwargs: P.kwargs
+) -> Actors[V]:
+    """Makes an object on each of several workers, and returns references to all of them.
+
+    Does not wait for the objects; uses of them do. A worker that is named twice gets two objects.
+
+    Args:
+        workers: The workers: names, ranks or ``WorkerInfo``.
+        kind: The class.
+        args: Arguments of its constructor.
+        kwargs: Keyword arguments of its constructor.
+
+    Raises:
+        ArgumentTypeError: ``workers`` are not several workers, or ``kind`` cannot be called.
+        UnknownWorker: There is no such worker; no object is made.
+
+    Example::
+
+        samplers = rpc.actors(["worker1", "worker2"], Sampler, seed=7)
+        for future in rpc.as_completed(samplers.rpc_async(Sampler.sample, 128)):
+            learn(future.wait())
+    """
+    peers = _peers_of(of_process.current(), workers)
+    if not callable(kind):
+        raise wrong_type("kind", kind, "pass the class, and the arguments of its constructor")
+    made: Actors[V] = Actors(kind, args, kwargs)
+    for peer in peers:
+        made.add(peer.info)
+    return made

@@ -22,7 +22,7 @@ from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
 from torchweft.arguments import limit_of, wrong_type
-from torchweft.errors import CallCancelled, NotOwner, WorkerLost
+from torchweft.errors import CallCancelled, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -44,58 +44,39 @@ BACKWARD_FROM = b"torchweft.rpc.serving:backward_from"
 HAS_JOINED = b"torchweft.rpc.serving:has_joined"
 
 
-def fetch(reference: Handle, timeout: float) -> Any:
-    """Returns a copy of the value behind a reference of another worker. Blocks."""
-    agent = reference.agent()
-    worker = agent.slots[WORKER]
-    peer = agent.peers[reference.id.owner]
-    subject = (worker.references.describe_use, reference.id, "to_here")
-    try:
-        return call_and_wait(worker, peer, FETCH, reference.id, {}, timeout, subject)
-    except WorkerLost as error:
-        raise _as_owner_lost(worker, reference, peer, error) from None
-
-
-def call_method(
-    reference: Handle, way: str, name: str, args: Any, kwargs: Any, timeout: float
+def use(
+    reference: Handle, way: str, entry: Any, args: Any, kwargs: Any, timeout: float, name: str
 ) -> Any:
-    """Calls a method of the value behind a reference, on its owner, in one of the three ways."""
+    """Calls the owner of the value behind a reference, in one of the three ways.
+
+    Args:
+        reference: The reference.
+        way: ``sync``, ``async`` or ``remote``.
+        entry: A function that takes the parts of the reference, what keeps it, and ``args``.
+        args: Further arguments.
+        kwargs: Keyword arguments.
+        timeout: As for ``rpc_sync``.
+        name: The name of the use, for messages and profilers.
+
+    Raises:
+        OwnerLost: The owner is lost.
+    """
     agent = reference.agent()
     worker = agent.slots[WORKER]
     peer = agent.peers[reference.id.owner]
     # No caller waits for a ``remote`` call, so the reference itself goes along to keep the value.
     kept = reference if way == "remote" else None
-    call_args = (*reference.id, name, kept, *args)
+    call_args = (*reference.id, kept, *args)
     subject = (worker.references.describe_use, reference.id, name)
     try:
-        result = _WAYS[way](worker, peer, CALL_METHOD, call_args, kwargs, timeout, subject)
+        result = _WAYS[way](worker, peer, entry, call_args, kwargs, timeout, subject)
     except WorkerLost as error:
-        raise _as_owner_lost(worker, reference, peer, error) from None
+        if peer.lost is None or error.worker != peer.name:
+            raise  # By the function that was to make the value, or by the method.
+        raise worker.references.owner_lost(reference.id) from None
     if way == "async":
         result.kept = reference  # until it is answered
     return result
-
-
-def _as_owner_lost(worker: Worker, reference: Handle, peer: Peer, error: WorkerLost) -> WorkerLost:
-    """Returns the error to raise when a use of a reference ended with a lost worker."""
-    if peer.lost is None or error.worker != peer.name:
-        return error  # Raised by the function that was to make the value, or by the method.
-    return worker.references.owner_lost(reference.id)
-
-
-def backward_from(reference: Handle, context_id: int, retain_graph: bool) -> None:
-    """Runs a backward pass from the value behind a reference of another worker. Blocks."""
-    if context_id < 0:
-        raise NotOwner(
-            "User RRefs require 'dist_autograd_ctx_id' to be specified: the value is on worker "
-            f"{reference.owner_name()!r}; pass the number of an autograd context, from "
-            "'with torchweft.autograd.context() as context_id'"
-        )
-    agent = reference.agent()
-    worker = agent.slots[WORKER]
-    peer = agent.peers[reference.id.owner]
-    args = (tuple(reference.id), context_id, retain_graph)
-    call_and_wait(worker, peer, BACKWARD_FROM, args, {}, 0.0)
 
 
 def has_joined(worker: Worker, peer: Peer, timeout: float) -> bool:

@@ -6,10 +6,11 @@ import asyncio
 import contextlib
 import logging
 import threading
+import types
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 from torchweft.autograd.contexts import set_current_id
 from torchweft.errors import CallRefused
@@ -17,6 +18,8 @@ from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Attached, Mark, ServedStreams, arguments_of
 from torchweft.threads.reports import log_exception
 from torchweft.threads.thread_modes import THREADS, Modes, take_away, tidy
+
+T = TypeVar("T")
 
 _log = logging.getLogger("torchweft")
 
@@ -161,44 +164,40 @@ def _frames_of(awaiting: Any) -> list[FrameType]:
 _driven: weakref.WeakKeyDictionary[asyncio.Task[None], Coroutine[Any, Any, Any]] = (
     weakref.WeakKeyDictionary()
 )
-"""The coroutine of each task of ``_Running``, which ``_InContext`` drives step by step."""
+"""The coroutine of each task of ``_Running``, which ``_in_context`` drives step by step."""
 
 
-class _InContext:
+@types.coroutine
+def _in_context(coroutine: Coroutine[Any, Any, T], context_id: int) -> Generator[Any, Any, T]:
     """Awaits a coroutine in an autograd context, which its task keeps from then on.
 
     PyTorch's modes belong to the thread, on which other coroutines run in between. So this
     coroutine's modes are taken off the thread while it is suspended.
     """
-
-    def __init__(self, coroutine: Coroutine[Any, Any, Any], context_id: int) -> None:
-        self._coroutine = coroutine
-        self._context_id = context_id
-
-    def __await__(self) -> Generator[Any, Any, Any]:
-        set_current_id(self._context_id)
-        step: Callable[[Any], Any] = self._coroutine.send
-        argument: Any = None
-        modes: Modes | None = None
-        while True:
-            others = take_away()  # Modes left by tasks that coroutines have started.
-            if modes is not None:
-                modes.put_back()
-            try:
-                awaited = step(argument)
-                modes = take_away()
-            except BaseException as error:
-                tidy()
-                if isinstance(error, StopIteration):
-                    return error.value
-                raise
-            finally:
-                if others is not None:
-                    others.put_back()
-            try:
-                argument, step = (yield awaited), self._coroutine.send
-            except BaseException as error:
-                argument, step = error, self._coroutine.throw
+    set_current_id(context_id)
+    step: Callable[[Any], Any] = coroutine.send
+    argument: Any = None
+    modes: Modes | None = None
+    while True:
+        others = take_away()  # Modes left by tasks that coroutines have started.
+        if modes is not None:
+            modes.put_back()
+        try:
+            awaited = step(argument)
+            modes = take_away()
+        except BaseException as error:
+            tidy()
+            if isinstance(error, StopIteration):
+                result: T = error.value
+                return result
+            raise
+        finally:
+            if others is not None:
+                others.put_back()
+        try:
+            argument, step = (yield awaited), coroutine.send
+        except BaseException as error:
+            argument, step = error, coroutine.throw
 
 
 class _Running:
@@ -244,7 +243,7 @@ class _Running:
 
     async def _run(self) -> None:
         try:
-            result = await _InContext(self._coroutine, self._context_id)
+            result = await _in_context(self._coroutine, self._context_id)
         except BaseException as error:
             self._report(None, error)
             if isinstance(error, asyncio.CancelledError):

@@ -161,7 +161,7 @@ def as_here(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 
 
 class _OnLoop:
-    """A callback of asyncio. It runs on the event loop on whose thread it was added."""
+    """A callback that runs on the event loop on whose thread it was added."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, callback: Callable[[Any], None] | None
@@ -440,27 +440,21 @@ class Future(OrderedFuture[T]):
         loop = asyncio.get_running_loop()
         waiter: asyncio.Future[T] = loop.create_future()
 
-        def pass_on(done: torch.futures.Future[T]) -> None:
+        def pass_on(done: Any) -> None:
+            if waiter.done():
+                return
             try:
-                result = torch.futures.Future.wait(done)
+                waiter.set_result(torch._C.Future.wait(done))
             except StopIteration as error:
                 # asyncio futures refuse StopIteration; the caller would wait for ever.
                 stopped = RuntimeError(f"the remote function raised {error!r}")
                 stopped.__cause__ = error
-                tell(waiter.set_exception, stopped)
+                waiter.set_exception(stopped)
             except BaseException as error:
-                tell(waiter.set_exception, error)
-            else:
-                tell(waiter.set_result, result)
+                waiter.set_exception(error)
 
-        def tell(setter: Callable[[Any], None], outcome: Any) -> None:
-            try:
-                loop.call_soon_threadsafe(_set, waiter, setter, outcome)
-            except RuntimeError:  # The loop has been closed: nobody awaits the call any more.
-                if not loop.is_closed():
-                    raise
-
-        self.add_done_callback(pass_on)
+        self._watch()
+        torch._C.Future.add_done_callback(self, _OnLoop(loop, pass_on))
         waiter.add_done_callback(lambda ended: ended.cancelled() and self.cancel())
         return _in_order(self, waiter) if device_streams.HAS_CUDA else waiter.__await__()
 
@@ -480,8 +474,3 @@ def open_calls(futures: Iterable[object]) -> list[PendingCall]:
 def ignore_errors(future: Future[Any]) -> None:
     """Suppresses the error report of a best-effort call."""
     future._watch()
-
-
-def _set(waiter: asyncio.Future[Any], setter: Callable[[Any], None], outcome: Any) -> None:
-    if not waiter.done():
-        setter(outcome)

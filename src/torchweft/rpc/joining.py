@@ -413,13 +413,10 @@ def enter_closed(
         RendezvousError: The group could not be formed; gives the reason.
         ConfigurationError: The device maps, or versions, of the workers do not fit together.
     """
-    with _listening(options, store) as (listeners, addresses):
-        registration = _registration(name, rank, addresses, options)
-        signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
-        directory = join(signed, registration, world_size, options.init_timeout)
+    with _listening(name, rank, store, options) as (listeners, me, signed):
+        directory = join(signed, me, world_size, options.init_timeout)
         others = [each for each in directory.workers if each.id != rank]
-        members = _members(registration, others, options, is_open=False)
-        agent = _make_agent(directory.token, members, listeners, options)
+        agent = _make_agent(directory.token, me, others, listeners, options, is_open=False)
         node = Node(agent, options, store, group=group_of(directory.token))
     node.start()
     if not deaths.are_told_by_launcher():
@@ -452,18 +449,15 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
             cannot be reached, as it is on another host.
     """
     start_s = time.monotonic()
-    with _listening(options, store) as (listeners, addresses):
-        registration = _registration(name, rank, addresses, options)
-        signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
-        admission = enter(signed, registration, options.init_timeout)
-        members = _members(admission.me, (), options, is_open=True)
-        agent = _make_agent(admission.token, members, listeners, options)
+    with _listening(name, rank, store, options) as (listeners, me, signed):
+        admission = enter(signed, me, options.init_timeout)
+        agent = _make_agent(admission.token, admission.me, (), listeners, options, is_open=True)
         left = partial(note_left, worker=admission.me.id, token=admission.token)
         node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:
         _introduce(node, signed, admission, start_s + options.init_timeout)
-        present = [each.registration for each in members.present()]
+        present = [each.registration for each in agent.members.present()]
         check_devices({each.name: each.devices for each in present}, is_open=True)
         check_versions(present)
     except BaseException:
@@ -472,31 +466,18 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         raise
 
 
-def _members(
-    me: Registration, others: Iterable[Registration], options: RpcBackendOptions, *, is_open: bool
-) -> Members:
-    refuses = options.unmapped_devices == "refuse"
-    return Members(me, others, is_open=is_open, refuses_unmapped=refuses)
-
-
-class _Versions:
-    """Warns of workers that run other versions than this worker, once per difference."""
-
-    def __init__(self, me: Registration) -> None:
-        self._me = me
-        self._told: set[str] = set()
-
-    def compare(self, peer: Peer) -> None:
-        found = differences(self._me, peer.registration)
-        if found and found not in self._told:
-            self._told.add(found)
-            _log.warning(
-                "worker %r has other versions than worker %r, this one: %s; install the same "
-                "everywhere if something does not work between them",
-                peer.name,
-                self._me.name,
-                found,
-            )
+def _compare_versions(me: Registration, told: set[str], peer: Peer) -> None:
+    """Warns of a worker that runs other versions than this worker, once per difference."""
+    found = differences(me, peer.registration)
+    if found and found not in told:
+        told.add(found)
+        _log.warning(
+            "worker %r has other versions than worker %r, this one: %s; install the same "
+            "everywhere if something does not work between them",
+            peer.name,
+            me.name,
+            found,
+        )
 
 
 def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> None:
@@ -564,8 +545,11 @@ def _meet(agent: Agent, end_s: float, peer: Peer) -> Exception | None:
 
 
 @contextlib.contextmanager
-def _listening(options: RpcBackendOptions, store: Any) -> Any:
-    """Opens the listening sockets; closes them if the block raises."""
+def _listening(name: str, rank: int, store: Any, options: RpcBackendOptions) -> Any:
+    """Opens the listening sockets; closes them if the block raises.
+
+    Yields them, the registration of this worker, and the store through which it joins.
+    """
     listeners: list[socket.socket] = []
     host, told = _where_to_listen(options, store)
     try:
@@ -573,7 +557,9 @@ def _listening(options: RpcBackendOptions, store: Any) -> Any:
         listeners.append(unix_listener)
         tcp_listener, tcp_address = listen_tcp(host, is_secure=options.tls is not None)
         listeners.append(tcp_listener)
-        yield listeners, (str(unix_address), str(tcp_address._replace(host=told)))
+        addresses = str(unix_address), str(tcp_address._replace(host=told))
+        signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
+        yield listeners, _registration(name, rank, addresses, options), signed
     except BaseException:
         for listener in listeners:
             listener.close()
@@ -604,11 +590,19 @@ def _where_to_listen(options: RpcBackendOptions, store: Any) -> tuple[str, str]:
 
 
 def _make_agent(
-    token: str, members: Members, listeners: list[socket.socket], options: RpcBackendOptions
+    token: str,
+    me: Registration,
+    others: Iterable[Registration],
+    listeners: list[socket.socket],
+    options: RpcBackendOptions,
+    *,
+    is_open: bool,
 ) -> Agent:
     _renew_thread_pool()
     _tell_of_loss()
-    members.on_joined(_Versions(members.me.registration).compare)
+    refuses = options.unmapped_devices == "refuse"
+    members = Members(me, others, is_open=is_open, refuses_unmapped=refuses)
+    members.on_joined(partial(_compare_versions, me, set()))
     return Agent(
         Protection.of_run(token, options.secret, options.tls),
         members,

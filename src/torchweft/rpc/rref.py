@@ -16,7 +16,7 @@ from torch import nn
 from torchweft.arguments import limit_of
 from torchweft.errors import CallTimeout, MethodNotFound, NotOwner, SerializationError
 from torchweft.protocol.observing import VALUE, Wait, reference_key
-from torchweft.rpc.calls import backward_from, call_method, fetch
+from torchweft.rpc.calls import BACKWARD_FROM, CALL_METHOD, FETCH, use
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import remaining_time
 from torchweft.rpc.futures import Future
@@ -114,7 +114,7 @@ class RRef(Handle, Generic[T]):
                 agent = self.agent()
                 return self._wait_for_value(limit_of(timeout, agent.default_timeout_s))
             self._keeper.check_alive(self.id)
-            value: T = fetch(self, timeout)
+            value: T = use(self, "sync", FETCH, (), {}, timeout, "to_here")
             return value
         except Exception as error:
             shorten(error)
@@ -176,8 +176,15 @@ class RRef(Handle, Generic[T]):
         if self.is_owner():
             worker = self.agent().slots[WORKER]
             run_backward(worker, self.local_value(), dist_autograd_ctx_id, retain_graph)
+        elif dist_autograd_ctx_id < 0:
+            raise NotOwner(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: the value is on worker "
+                f"{self.owner_name()!r}; pass the number of an autograd context, from "
+                "'with torchweft.autograd.context() as context_id'"
+            )
         else:
-            backward_from(self, dist_autograd_ctx_id, retain_graph)
+            args = (dist_autograd_ctx_id, retain_graph)
+            use(self, "sync", BACKWARD_FROM, args, {}, 0.0, "backward")
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         if sys._getframe(1).f_code is _FINDS_TENSORS:
@@ -247,7 +254,8 @@ class Proxy:
 
     def _call(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            return call_method(self._reference, self._way, name, args, kwargs, self._timeout)
+            args = (name, *args)
+            return use(self._reference, self._way, CALL_METHOD, args, kwargs, self._timeout, name)
         except Exception as error:
             shorten(error)
             raise

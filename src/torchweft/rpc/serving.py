@@ -209,27 +209,26 @@ _log = logging.getLogger("torchweft")
 
 def install(worker: Worker) -> None:
     """Makes ``worker`` serve calls."""
+    serve, refuse = partial(_handle, worker, _serve), partial(_handle, worker, _refuse)
+    worker.agent.receiver.on_calls(serve, refuse, Call)
 
-    def handled_by(
-        handle: Callable[[Worker, Peer, Call], None],
-    ) -> Callable[[Peer, Call], None]:
-        def handler(peer: Peer, call: Call) -> None:
-            call.worker, call.owned = worker, None
-            try:
-                if worker.watchers:
-                    worker.note_serving(call)
-                if worker.carrier is None:
-                    handle(worker, peer, call)
-                else:
-                    worker.carrier.around(call, partial(handle, worker, peer, call))
-            except ProtocolError as error:  # Errors of the function are its answer.
-                worker.agent.receiver.turn_away(peer, error)
-            except BaseException as error:  # Before the function ran, or after it answered.
-                call.fail(error)
 
-        return handler
-
-    worker.agent.receiver.on_calls(handled_by(_serve), handled_by(_refuse), Call)
+def _handle(
+    worker: Worker, handle: Callable[[Worker, Peer, Call], None], peer: Peer, call: Call
+) -> None:
+    """Serves or refuses a call, and tells the watchers of it."""
+    call.worker, call.owned = worker, None
+    try:
+        if worker.watchers:
+            worker.note_serving(call)
+        if worker.carrier is None:
+            handle(worker, peer, call)
+        else:
+            worker.carrier.around(call, partial(handle, worker, peer, call))
+    except ProtocolError as error:  # Errors of the function are its answer.
+        worker.agent.receiver.turn_away(peer, error)
+    except BaseException as error:  # Before the function ran, or after it answered.
+        call.fail(error)
 
 
 def _serve(worker: Worker, peer: Peer, call: Call) -> None:
@@ -344,7 +343,9 @@ def _refuse(worker: Worker, peer: Peer, call: Call) -> None:
     call.refuse(creation, remaining_s, time.monotonic(), error)
 
 
-# Functions that other workers call by name: see torchweft.rpc.calls.
+# Functions that other workers call by name: see torchweft.rpc.calls. The parts of a reference of
+# this worker come first. ``kept`` is the reference itself, for calls whose caller may not keep it
+# meanwhile.
 
 
 @remotely_callable
@@ -357,20 +358,16 @@ def has_joined() -> bool:
 
 
 @remotely_callable
-def fetch(creator: int, owner: int, number: int) -> WhenReady:
-    """Returns the value behind a reference of this worker, whose parts are given."""
-    return WhenReady(owned((creator, owner, number)), lambda value: (fetch, value))
+def fetch(creator: int, owner: int, number: int, kept: object) -> WhenReady:
+    """Returns the value behind a reference."""
+    return WhenReady(owned((creator, owner, number)), lambda value: (fetch, value), kept)
 
 
 @remotely_callable
 def call_method(
-    creator: int, owner: int, number: int, name: str, kept: object, /, *args: Any, **kwargs: Any
+    creator: int, owner: int, number: int, kept: object, name: str, /, *args: Any, **kwargs: Any
 ) -> WhenReady:
-    """Calls a method of the value behind a reference of this worker, whose parts are given.
-
-    ``kept`` is the reference itself, for calls whose caller may not keep it meanwhile.
-    """
-    reference = creator, owner, number
+    """Calls a method of the value behind a reference."""
 
     def call(value: Any) -> tuple[Callable[..., Any], Any]:
         method = method_of(value, name)
@@ -379,7 +376,7 @@ def call_method(
             served.function = method
         return method, method(*args, **kwargs)
 
-    return WhenReady(owned(reference), call, kept, (args, kwargs))
+    return WhenReady(owned((creator, owner, number)), call, kept, (args, kwargs))
 
 
 def method_of(value: Any, name: str) -> Any:
@@ -404,15 +401,15 @@ def method_of(value: Any, name: str) -> Any:
 
 @remotely_callable
 def backward_from(
-    reference: tuple[int, int, int], context_id: int, retain_graph: bool
+    creator: int, owner: int, number: int, kept: object, context_id: int, retain_graph: bool
 ) -> WhenReady:
-    """Runs a backward pass from the value behind a reference of this worker."""
+    """Runs a backward pass from the value behind a reference."""
 
     def run(value: Any) -> tuple[Callable[..., Any], None]:
         run_backward(current_worker(), value, context_id, retain_graph)
         return backward_from, None
 
-    return WhenReady(owned(reference), run)
+    return WhenReady(owned((creator, owner, number)), run, kept)
 
 
 def run_backward(worker: Worker, value: Any, context_id: int, retain_graph: bool) -> None:

@@ -23,6 +23,7 @@ from torch.autograd.graph import Node
 
 from torchweft.autograd.contexts import PLACEHOLDER, current_id, set_current_id
 from torchweft.errors import AutogradError, BatchError
+from torchweft.rpc.api import named
 from torchweft.rpc.worker import Worker
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
@@ -241,17 +242,6 @@ def differs(function: str, caller: str, own: Parts, others: Parts) -> BatchError
         callers=(caller,),
         shapes=(own_shapes,),
     )
-
-
-_NAMED_LIMIT = 8
-
-
-def named(callers: Sequence[str]) -> str:
-    """Returns the distinct callers of a batch, for messages."""
-    distinct = list(dict.fromkeys(callers))
-    more = len(distinct) - _NAMED_LIMIT
-    text = ", ".join(map(repr, distinct[:_NAMED_LIMIT]))
-    return f"{text} and {more} more" if more > 0 else text
 
 
 class Joined(NamedTuple):

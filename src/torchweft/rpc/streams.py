@@ -37,7 +37,7 @@ from torchweft.errors import (
     WorkerLost,
 )
 from torchweft.free_threading import shared_count
-from torchweft.rpc.api import method_name
+from torchweft.rpc.api import as_completed, method_name, next_done
 from torchweft.rpc.calls import Destination, call_and_wait, checked_call, start
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
 from torchweft.rpc.current_call import TAKEN, check_called, check_types, detached, remaining_time
@@ -45,7 +45,6 @@ from torchweft.rpc.futures import Future, ignore_errors, open_calls
 from torchweft.rpc.handles import Handle
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.serving import method_of
-from torchweft.rpc.several import as_completed, next_done
 from torchweft.rpc.worker import WORKER, Worker
 from torchweft.serialize.functions import describe
 from torchweft.serialize.registry import remotely_callable

@@ -309,8 +309,7 @@ class Grammar:
             "owner:duplicate": lambda: (module,),
             "owner:load_state": lambda: (module, self._state()),
             "owner:parameters": lambda: (module, True),
-            "owner:run": lambda: (module, device, steps, rows),
-            "owner:run_at": lambda: (*address, device, steps, rows),
+            "owner:run": lambda: (*address, chance.choice((None, module)), device, steps, rows),
             "owner:set_requires_grad": lambda: (module, chance.random() < 0.5),
             "owner:set_training": lambda: (module, chance.random() < 0.5),
             "owner:state": lambda: (module, ""),
@@ -332,17 +331,18 @@ class Grammar:
             "collective:failed": lambda: (key, self._weft_error()),
             "collective:withdrawn": lambda: (key, who, self._weft_error()),
             "serving:backward_from": lambda: (
-                address,
+                *address,
+                None,
                 chance.choice((-1, self._context_id())),
                 True,
             ),
             "serving:call_method": lambda: (
                 *self._address(chance.randrange(_VALUES)),
-                chance.choice(_METHODS),
                 None,
+                chance.choice(_METHODS),
                 *chance.choice(((), (1,), (self.value(1),))),
             ),
-            "serving:fetch": lambda: self._address(chance.randrange(_VALUES)),
+            "serving:fetch": lambda: (*self._address(chance.randrange(_VALUES)), None),
             "serving:has_joined": lambda: (),
             "streams:begin": lambda: chance.choice(
                 (

@@ -143,7 +143,7 @@ class World:
         torch.manual_seed(1)
         made = owner.create(program.Net, (), {}, "cpu")
         module = made.local_value()
-        owner._made().add(module)
+        owner._made()[module] = None
         parameters = [RRef(each) for each in module.parameters()]
         parts = [GroupPart(0, {"lr": 0.1}, [0, 1], parameters)]
         placed = local.place(None, torch.optim.Adam, (), {}, parts)

@@ -40,5 +40,5 @@ def test_others_are_refused_with_the_forms(text: str, message: str) -> None:
 
 
 def test_what_is_no_text_is_refused() -> None:
-    with pytest.raises(ArgumentTypeError, match="is an int; pass a string"):
+    with pytest.raises(ArgumentTypeError, match="is 3, an int; pass a string"):
         read_placement(3)

@@ -51,10 +51,10 @@ class Pair:
         return calls.create(self.caller, self.peer, function, args, {}, LIMIT_S)
 
     def fetch(self, reference: Handle) -> Any:
-        return self.sync(serving.fetch, *reference.id)
+        return self.sync(serving.fetch, *reference.id, None)
 
     def call_method(self, reference: Handle, name: str, *args: Any) -> Any:
-        return self.sync(serving.call_method, *reference.id, name, None, *args)
+        return self.sync(serving.call_method, *reference.id, None, name, *args)
 
     def check_serves(self, threads: int) -> None:
         """Checks that no thread is lost: all threads must run a call at the same time."""

@@ -407,7 +407,9 @@ def test_cuda_devices_are_counted_only_if_one_is_named(monkeypatch: pytest.Monke
 
 def result_of_module(device: str) -> Any:
     """Runs a module as ``RemoteModule`` does; ``cpu:0`` is not the name of the CPU there."""
-    return owner.run(rpc.RRef(nn.Linear(2, 3)), device, (), torch.ones(2))
+    module = rpc.RRef(nn.Linear(2, 3))
+    waiting = owner.run(*module.id, None, device, (), torch.ones(2))
+    return waiting.then(waiting.owned.value)[1]
 
 
 @pytest.mark.parametrize(

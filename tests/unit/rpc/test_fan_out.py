@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchweft.errors import ArgumentTypeError, CallTimeout
-from torchweft.rpc.several import as_completed
+from torchweft.rpc.api import as_completed
 
 LIMIT_S = 20.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.distributed import HashStore
 from torchweft.errors import ConfigurationError
 from torchweft.protocol.registration import Registration
 from torchweft.rpc import joining
-from torchweft.rpc.joining import _Versions, _where_to_listen
+from torchweft.rpc.joining import _compare_versions, _where_to_listen
 from torchweft.rpc.options import RpcBackendOptions
 from torchweft.secret import Secret
 from torchweft.worker.peers import Members
@@ -64,7 +65,7 @@ def test_other_versions_are_warned_of_once_for_each_difference(
     others.append(registration(3, {**other, "Python": "3.12"}))
     others.append(registration(4, {**other, "torch": "2.13.0"}))
     members = Members(me, others, is_open=False)
-    members.on_joined(_Versions(me).compare)
+    members.on_joined(partial(_compare_versions, me, set()))
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
         "worker 'worker1' has other versions than worker 'worker0', this one: "
         "torch 2.12.0 (here 2.13.0)",

@@ -62,6 +62,13 @@ def served(world: World) -> Iterator[World]:
     current_call.reset(token)
 
 
+def run(module: Any, steps: tuple[Step, ...], *args: Any) -> Any:
+    """Calls a module of this worker, as a call of another worker does."""
+    address = module.id if isinstance(module, RRef) else (module, 0, 0)
+    waiting = owner.run(*address, None, "cpu", steps, *args)
+    return waiting.then(waiting.owned.value)[1]
+
+
 def refusals(calls: dict[str, Callable[[], object]]) -> dict[str, type]:
     raised = {}
     for name, call in calls.items():
@@ -73,7 +80,7 @@ def refusals(calls: dict[str, Callable[[], object]]) -> dict[str, type]:
 
 def test_modules_are_made_of_what_is_registered(served: World) -> None:
     made = owner.create(program.Net, (), {}, "cpu")
-    assert owner.run(made, "cpu", (Step(torch.mul, (2,), {}),), ROWS).shape == (1, 2)
+    assert run(made, (Step(torch.mul, (2,), {}),), ROWS).shape == (1, 2)
     assert len(owner.parameters(made, True)) == 2
     assert set(owner.state(made, "a.")) == {"a.layer.weight", "a.layer.bias"}
     assert owner.load_state(made, {"layer.bias": torch.ones(2)})[0] == ["layer.weight"]
@@ -82,7 +89,7 @@ def test_modules_are_made_of_what_is_registered(served: World) -> None:
             "class": lambda: owner.create(nn.Linear, (1, 1), {}, "cpu"),
             "hidden class": lambda: owner.create(program.Hidden, (), {}, "cpu"),
             "device": lambda: owner.create(program.Net, (), {}, "meta"),
-            "step": lambda: owner.run(made, "cpu", (Step(torch.add, (1,), {}),), ROWS),
+            "step": lambda: run(made, (Step(torch.add, (1,), {}),), ROWS),
             "function": lambda: owner.apply(made, program.unregistered),  # type: ignore[arg-type]
         }
     )
@@ -92,10 +99,8 @@ def test_modules_are_made_of_what_is_registered(served: World) -> None:
 def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
     hidden = RRef(program.Hidden())
     calls: dict[str, Callable[[Any], object]] = {
-        "run": lambda it: owner.run(it, "cpu", (), ROWS),
-        "step": lambda it: owner.run(
-            owner.create(program.Net, (), {}, "cpu"), "cpu", (Step(it, (), {}),), ROWS
-        ),
+        "run": lambda it: run(it, (), ROWS),
+        "step": lambda it: run(owner.create(program.Net, (), {}, "cpu"), (Step(it, (), {}),), ROWS),
         "parameters": lambda it: owner.parameters(it, True),
         "duplicate": owner.duplicate,
         "training": lambda it: owner.set_training(it, True),
@@ -117,7 +122,7 @@ def test_other_modules_and_other_objects_are_left_alone(served: World) -> None:
 
 def test_the_worker_itself_may_do_all_of_it(world: World) -> None:
     linear = owner.create(nn.Linear, (2, 2), {}, "cpu")
-    assert owner.run(linear, "cpu", (Step(torch.add, (1,), {}),), ROWS).shape == (1, 2)
+    assert run(linear, (Step(torch.add, (1,), {}),), ROWS).shape == (1, 2)
     assert len(owner.parameters(RRef(nn.Linear(1, 1)), True)) == 2
 
 
@@ -265,7 +270,7 @@ def test_a_tensor_is_not_taken_apart_into_arguments(world: World, by_tables: boo
         (Attributed(many, {"note": 1}), identity, 0),
         ([many, {}], identity, 0),
         (many, b"", 0),
-        ((many, 0, 5), fetch, 0),
+        ((many, 0, 5, None), fetch, 0),
         (many, method, 0),
     ):
         error = answer(world, content, name, flags, by_tables=by_tables)
@@ -313,14 +318,19 @@ def test_an_argument_that_cannot_be_sent_is_named_by_its_place(world: World, loc
 
 def test_arguments_of_methods_and_modules_are_counted_from_the_programs_first(world: World) -> None:
     lock = threading.Lock()
-    method = (1, 0, 7, "name", None)
+    method = (1, 0, 7, None, "name")
     for function, args, kwargs, place in (
         (CALL_METHOD, (*method, 1, [lock]), {}, "args[1][0]"),
         (CALL_METHOD, (*method, lock), {"key": 1}, "args[0]"),
         (CALL_METHOD, method, {"name": lock}, "kwargs['name']"),
-        (owner.run_at, (1, 0, 7, "cpu", None, lock), {}, "args[0]"),
-        (owner.run, (None, "cpu", None, 1, 2, lock), {}, "args[2]"),
-        (owner.run, (None, "cpu", (Step(len, (lock,), {}),)), {}, "kwargs['steps'][0].args[0]"),
+        (owner.run, (1, 0, 7, None, "cpu", None, lock), {}, "args[0]"),
+        (owner.run, (1, 0, 7, None, "cpu", None, 1, 2, lock), {}, "args[2]"),
+        (
+            owner.run,
+            (1, 0, 7, None, "cpu", (Step(len, (lock,), {}),)),
+            {},
+            "kwargs['steps'][0].args[0]",
+        ),
     ):
         for peer in (world.sender, world.agent.me):
             with pytest.raises(SerializationError) as caught:
