@@ -34,22 +34,9 @@ from torchweft.errors import (
 )
 from torchweft.ids import WorkerInfo
 from torchweft.probe import network_id
+from torchweft.protocol import registration
 from torchweft.protocol.connecting import Patience
 from torchweft.protocol.joining import Admission, Forget, Introduce, NoteLeft, Request, introduce
-from torchweft.protocol.registration import (
-    HAS_SECRET,
-    HOST,
-    IS_FAR,
-    NETWORK,
-    PYTHON,
-    REFUSES_VERSIONS,
-    STRICT,
-    VERSIONS,
-    Registration,
-    check_devices,
-    check_versions,
-    differences,
-)
 from torchweft.rpc.node import Node, current_node
 from torchweft.rpc.notice import heed
 from torchweft.rpc.observed import group_of
@@ -77,19 +64,6 @@ from torchweft.worker import deaths, rendezvous
 from torchweft.worker.agent import Agent, Protection
 from torchweft.worker.connections import Traffic
 from torchweft.worker.peers import Members, Peer
-from torchweft.worker.rendezvous import (
-    BoundedStore,
-    SignedStore,
-    carry_out,
-    enter,
-    has_verdict,
-    host_of,
-    is_incomplete,
-    join,
-    note_left,
-    open_store,
-    perform,
-)
 
 _log = logging.getLogger("torchweft")
 
@@ -190,13 +164,13 @@ def join_group(
         store = options.store
         if store is None:
             method = _given_method(options) or _found_method(place)
-            opened = open_store(method, rank, world_size, options.init_timeout)
+            opened = rendezvous.open_store(method, rank, world_size, options.init_timeout)
             # A worker that comes back to an open group must find the same keys.
             store = PrefixStore("weft/0", opened)
             if world_size is not None:
                 store = numbered = _numbered(opened, options)
                 if method == _ENVIRONMENT_METHOD and rendezvous.is_needed():
-                    bounded = BoundedStore(store, options.init_timeout)
+                    bounded = rendezvous.BoundedStore(store, options.init_timeout)
                     name_of_round = rendezvous.agree(
                         bounded, rank, world_size, options.init_timeout
                     )
@@ -225,8 +199,8 @@ def _numbered(opened: Any, options: RpcBackendOptions) -> Any:
     global _groups_before
     while True:
         store = PrefixStore(f"weft/{_groups_before}", opened)
-        bounded = BoundedStore(store, options.init_timeout)
-        if not is_incomplete(SignedStore(bounded, options.secret)):
+        bounded = rendezvous.BoundedStore(store, options.init_timeout)
+        if not rendezvous.is_incomplete(rendezvous.SignedStore(bounded, options.secret)):
             return store
         _groups_before += 1
 
@@ -240,7 +214,7 @@ def _joined() -> None:
 def _failed(store: Any) -> None:
     global _groups_before, _store_of_failure
     _store_of_failure = store
-    if has_verdict(BoundedStore(store, _LOOK_S)):
+    if rendezvous.has_verdict(rendezvous.BoundedStore(store, _LOOK_S)):
         _groups_before += 1
 
 
@@ -414,7 +388,7 @@ def enter_closed(
         ConfigurationError: The device maps, or versions, of the workers do not fit together.
     """
     with _listening(name, rank, store, options) as (listeners, me, signed):
-        directory = join(signed, me, world_size, options.init_timeout)
+        directory = rendezvous.join(signed, me, world_size, options.init_timeout)
         others = [each for each in directory.workers if each.id != rank]
         agent = _make_agent(directory.token, me, others, listeners, options, is_open=False)
         node = Node(agent, options, store, group=group_of(directory.token))
@@ -450,25 +424,25 @@ def enter_open(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
     """
     start_s = time.monotonic()
     with _listening(name, rank, store, options) as (listeners, me, signed):
-        admission = enter(signed, me, options.init_timeout)
+        admission = rendezvous.enter(signed, me, options.init_timeout)
         agent = _make_agent(admission.token, admission.me, (), listeners, options, is_open=True)
-        left = partial(note_left, worker=admission.me.id, token=admission.token)
+        left = partial(rendezvous.note_left, worker=admission.me.id, token=admission.token)
         node = Node(agent, options, store, left, group_of(admission.token))
     node.start()
     try:
         _introduce(node, signed, admission, start_s + options.init_timeout)
         present = [each.registration for each in agent.members.present()]
-        check_devices({each.name: each.devices for each in present}, is_open=True)
-        check_versions(present)
+        registration.check_devices({each.name: each.devices for each in present}, is_open=True)
+        registration.check_versions(present)
     except BaseException:
-        note_left(store, admission.me.id, admission.token)
+        rendezvous.note_left(store, admission.me.id, admission.token)
         node.end()
         raise
 
 
-def _compare_versions(me: Registration, told: set[str], peer: Peer) -> None:
+def _compare_versions(me: registration.Registration, told: set[str], peer: Peer) -> None:
     """Warns of a worker that runs other versions than this worker, once per difference."""
-    found = differences(me, peer.registration)
+    found = registration.differences(me, peer.registration)
     if found and found not in told:
         told.add(found)
         _log.warning(
@@ -490,12 +464,14 @@ def _introduce(node: Node, store: Any, admission: Admission, end_s: float) -> No
         if isinstance(request, Introduce):
             return _meet_all(node, end_s, request)
         if isinstance(request, NoteLeft):
-            return note_left(node.store, request.worker, admission.token, is_over=request.is_over)
+            return rendezvous.note_left(
+                node.store, request.worker, admission.token, is_over=request.is_over
+            )
         if isinstance(request, Forget):
             return _forget(node.agent, request)
-        return perform(store, request)
+        return rendezvous.perform(store, request)
 
-    carry_out(introduce(admission), perform_one)
+    rendezvous.carry_out(introduce(admission), perform_one)
 
 
 def _forget(agent: Agent, request: Forget) -> None:
@@ -511,7 +487,7 @@ def _meet_all(node: Node, end_s: float, request: Introduce) -> list[Exception | 
     agent = node.agent
     unmet = {other.id: other.name for other in request.others}
 
-    def meet(other: Registration) -> Exception | None:
+    def meet(other: registration.Registration) -> Exception | None:
         try:
             if request.is_namesake:
                 return _meet(agent, end_s, Peer(other, main_by_name=False, is_self=False))
@@ -558,7 +534,9 @@ def _listening(name: str, rank: int, store: Any, options: RpcBackendOptions) -> 
         tcp_listener, tcp_address = listen_tcp(host, is_secure=options.tls is not None)
         listeners.append(tcp_listener)
         addresses = str(unix_address), str(tcp_address._replace(host=told))
-        signed = SignedStore(BoundedStore(store, options.init_timeout), options.secret)
+        signed = rendezvous.SignedStore(
+            rendezvous.BoundedStore(store, options.init_timeout), options.secret
+        )
         yield listeners, _registration(name, rank, addresses, options), signed
     except BaseException:
         for listener in listeners:
@@ -573,7 +551,7 @@ def _where_to_listen(options: RpcBackendOptions, store: Any) -> tuple[str, str]:
         ConfigurationError: This worker is to listen on all addresses, and the address at which
             other workers reach it is unknown.
     """
-    store_host = host_of(store)
+    store_host = rendezvous.host_of(store)
     towards = own_address_towards(store_host) if store_host else ""
     if not options.listen:
         # Diallers that cannot prove that they have the secret are turned away.
@@ -591,8 +569,8 @@ def _where_to_listen(options: RpcBackendOptions, store: Any) -> tuple[str, str]:
 
 def _make_agent(
     token: str,
-    me: Registration,
-    others: Iterable[Registration],
+    me: registration.Registration,
+    others: Iterable[registration.Registration],
     listeners: list[socket.socket],
     options: RpcBackendOptions,
     *,
@@ -663,23 +641,23 @@ def _loss_in(error: BaseException | None) -> WorkerLost | ShutdownError | None:
 
 def _registration(
     name: str, rank: int, addresses: tuple[str, ...], options: RpcBackendOptions
-) -> Registration:
+) -> registration.Registration:
     facts = {
-        HOST: socket.gethostname(),
-        STRICT: options.strict,
-        NETWORK: network_id(),
-        IS_FAR: any(is_far(parse(address)) for address in addresses),
-        HAS_SECRET: options.secret is not None,
-        VERSIONS: {
-            PYTHON: ".".join(platform.python_version_tuple()[:2]),
+        registration.HOST: socket.gethostname(),
+        registration.STRICT: options.strict,
+        registration.NETWORK: network_id(),
+        registration.IS_FAR: any(is_far(parse(address)) for address in addresses),
+        registration.HAS_SECRET: options.secret is not None,
+        registration.VERSIONS: {
+            registration.PYTHON: ".".join(platform.python_version_tuple()[:2]),
             "torch": str(torch.__version__),
             "Weft": VERSION,
         },
-        REFUSES_VERSIONS: options.other_versions == "refuse",
+        registration.REFUSES_VERSIONS: options.other_versions == "refuse",
         **options.device_settings().as_facts(),
         **deaths.own_facts(),
     }
-    return Registration(name, rank, addresses, _main_program(), facts)
+    return registration.Registration(name, rank, addresses, _main_program(), facts)
 
 
 def _main_program() -> str:

@@ -20,22 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from torchweft.autograd.engine import ENGINE
 from torchweft.errors import ShutdownError
 from torchweft.probe import clock_id
-from torchweft.protocol.leaving import (
-    Action,
-    BeginSettling,
-    ClosedLeaving,
-    ExpectEnds,
-    Left,
-    Look,
-    Lose,
-    OpenLeaving,
-    ProbeLater,
-    Report,
-    Retire,
-    Send,
-    Step,
-    Watch,
-)
+from torchweft.protocol import leaving
 from torchweft.protocol.observing import SHUTDOWN, Wait
 from torchweft.protocol.registration import LEADER
 from torchweft.protocol.served_calls import has_awaited
@@ -93,14 +78,16 @@ class Leaving:
         self._on_left = on_left
         self._lock = threading.Lock()
         self._machine = (
-            OpenLeaving() if agent.members.is_open else ClosedLeaving(agent.me.id, set(agent.peers))
+            leaving.OpenLeaving()
+            if agent.members.is_open
+            else leaving.ClosedLeaving(agent.me.id, set(agent.peers))
         )
         self._changed = threading.Event()
         self._probe_at_s = math.inf
         self._timer = worker.agent.timers.add(self.tick)
         self._is_settling_due = self._is_settling = False
         self._notes_held = False
-        self._left: Left | None = None
+        self._left: leaving.Left | None = None
         self._causes: dict[int, str] = {}  # Of the workers that rank 0 knows to be lost.
         self.held: list[str] = []
         """Lines that name the references which the program still held when they were dropped."""
@@ -183,7 +170,7 @@ class Leaving:
 
     # Events
 
-    def _feed(self, event: Callable[[], list[Action]]) -> bool:
+    def _feed(self, event: Callable[[], list[leaving.Action]]) -> bool:
         """Feeds an event to the machine and runs its actions; returns whether there were any."""
         with self._lock:
             actions = event()
@@ -202,7 +189,7 @@ class Leaving:
 
     def _on_message(self, peer: Peer, frame: Frame) -> None:
         step, arguments, causes = decode_step(frame.control)
-        if step == Step.CLOSE and peer.id == LEADER:
+        if step == leaving.Step.CLOSE and peer.id == LEADER:
             self._causes = dict(zip(arguments, causes, strict=False))
         self._feed(lambda: self._machine.received(peer.id, step, arguments))
 
@@ -212,7 +199,7 @@ class Leaving:
         with self._lock:
             actions = self._machine.member_present(peer.id)
         for action in actions:
-            assert isinstance(action, Send)
+            assert isinstance(action, leaving.Send)
             self._tell(peer, action)  # Not ``_act``: the agent may not have the peer yet.
         if peer.lost is not None:  # Race: the machine may have heard of the loss too early.
             self.peer_lost(peer)
@@ -226,42 +213,42 @@ class Leaving:
 
     # Actions
 
-    def _act(self, action: Action) -> None:
+    def _act(self, action: leaving.Action) -> None:
         agent = self._agent
-        if isinstance(action, Send):
+        if isinstance(action, leaving.Send):
             self._tell(agent.peers[action.to], action)
-        elif isinstance(action, Look):
+        elif isinstance(action, leaving.Look):
             self._look()
-        elif isinstance(action, ProbeLater):
+        elif isinstance(action, leaving.ProbeLater):
             self._probe_at_s = time.monotonic() + _PROBE_PAUSE_S
             self._timer.wake_by(self._probe_at_s)
-        elif isinstance(action, Retire):
+        elif isinstance(action, leaving.Retire):
             peer = agent.peers[action.worker]
             peer.depart()
             agent.members.retire(peer)
-        elif isinstance(action, Watch):
+        elif isinstance(action, leaving.Watch):
             agent.reactor.submit(self._watch)
-        elif isinstance(action, ExpectEnds):
+        elif isinstance(action, leaving.ExpectEnds):
             agent.lifetime.is_leaving = True
-        elif isinstance(action, BeginSettling):
+        elif isinstance(action, leaving.BeginSettling):
             self._is_settling_due = True  # The waiting thread does it, as it may take a while.
-        elif isinstance(action, Lose):
+        elif isinstance(action, leaving.Lose):
             peer = agent.peers[action.worker]
             agent.leave_behind(peer, "end of file during shutdown")
             self._worker.references.peer_lost(peer)
-        elif isinstance(action, Left):
+        elif isinstance(action, leaving.Left):
             known = tuple(worker for worker in action.lost if worker in agent.peers)
             for worker in known:
                 # Its session may be broken and not yet given up: it cannot read the farewell.
                 cause = self._causes.get(worker)
                 says = f"rank 0 says: {cause}" if cause else "rank 0 says so"
                 agent.leave_behind(agent.peers[worker], says)
-            self._left = Left(known)
+            self._left = leaving.Left(known)
 
-    def _tell(self, peer: Peer, action: Send) -> None:
+    def _tell(self, peer: Peer, action: leaving.Send) -> None:
         step, arguments = action.step, action.arguments
         tail = b""
-        if step is Step.CLOSE:
+        if step is leaving.Step.CLOSE:
             tail = encode_texts([self._cause(worker) for worker in arguments])
         values = (step, len(arguments), *arguments)
         self._agent.sender.post_ints(peer, Kind.SHUTDOWN, *values, tail=tail)
@@ -287,7 +274,7 @@ class Leaving:
             or self._worker.unfinished
             or has_awaited(list(agent.peers.values()))
         )
-        report = Report(is_idle, agent.reactor.activity + agent.calls.total)
+        report = leaving.Report(is_idle, agent.reactor.activity + agent.calls.total)
         is_settled = self._is_settling and references.is_settled()
         return self._feed(lambda: self._machine.observed(report, is_settled=is_settled))
 
