@@ -46,7 +46,7 @@ from torchweft.rpc.options import (
     from_tensorpipe,
     warn_of_ignored,
 )
-from torchweft.rpc.placement import Placement, find
+from torchweft.rpc.placement import Meeting, Placement, find
 from torchweft.serialize.tracebacks import without_own_frames
 from torchweft.threads.reports import Following, names_of
 from torchweft.transport.addresses import (
@@ -338,11 +338,11 @@ def _found_rank(place: Placement, options: RpcBackendOptions) -> int:
     if place.rank is None:
         raise ConfigurationError(
             "rank is not given and environment variable RANK is not set; pass rank=..., or "
-            f"{place.missing}"
+            f"{place.meeting.missing}"
         )
     found = place.rank
     if options.store is not None or _given_method(options):
-        place = dataclasses.replace(place, init_method="", meeting="")
+        place = dataclasses.replace(place, meeting=Meeting())
     _log.info("%s", place.sentence)
     return found
 
@@ -356,9 +356,9 @@ def _given_method(options: RpcBackendOptions) -> str:
 def _found_method(place: Placement | None) -> str:
     if place is None:
         return _ENVIRONMENT_METHOD
-    if place.rank is not None and place.missing:
-        raise ConfigurationError(place.missing)
-    return place.init_method or _ENVIRONMENT_METHOD
+    if place.rank is not None and place.meeting.missing:
+        raise ConfigurationError(place.meeting.missing)
+    return place.meeting.init_method or _ENVIRONMENT_METHOD
 
 
 def _checked_name(name: str | None, rank: int) -> str:

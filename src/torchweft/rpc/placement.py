@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torchweft.errors import ConfigurationError
@@ -267,9 +267,7 @@ class Placement:
         world_size: Number of workers; None if unknown, or if the group is open.
         local_rank: Number among the workers of this host; None if unknown.
         local_world_size: Number of workers on this host; None if unknown.
-        init_method: How the workers meet; empty if unknown.
-        meeting: Host and port where they meet; empty if unknown.
-        missing: Why a value is unknown, and how to give it; for errors.
+        meeting: Where the workers meet, or why that, or the rank, is unknown.
         sources: The variables that were read.
     """
 
@@ -278,9 +276,7 @@ class Placement:
     world_size: int | None = None
     local_rank: int | None = None
     local_world_size: int | None = None
-    init_method: str = ""
-    meeting: str = ""
-    missing: str = ""
+    meeting: Meeting = Meeting()
     sources: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -289,7 +285,7 @@ class Placement:
         if not self.launcher or self.rank is None:
             return ""
         size = "an open group" if self.world_size is None else str(self.world_size)
-        where = f", meeting at {self.meeting}" if self.meeting else ""
+        where = f", meeting at {self.meeting.place}" if self.meeting.host else ""
         return f"{self.launcher}: rank {self.rank} of {size}{where} ({', '.join(self.sources)})"
 
     @property
@@ -326,7 +322,7 @@ def find(variables: Variables) -> Placement:
     if "PET_NODE_RANK" in variables:
         return _of_container(variables)
     size = number(variables, "WORLD_SIZE") if "WORLD_SIZE" in variables else None
-    return Placement(world_size=size, missing=_hint(variables))
+    return Placement(world_size=size, meeting=Meeting(missing=_hint(variables)))
 
 
 def _place(launcher: Launcher, variables: Variables) -> Placement:
@@ -350,18 +346,9 @@ def _place(launcher: Launcher, variables: Variables) -> Placement:
         number(variables, name) if name in variables else None
         for name in (launcher.local_rank, launcher.local_size)
     )
-    numbers = rank, size, local_rank, local_size
-    return _placement(name_of(launcher, variables), numbers, sources, meeting)
-
-
-def _placement(
-    launcher: str,
-    numbers: tuple[int, int | None, int | None, int | None],
-    sources: Sequence[str],
-    meeting: Meeting,
-) -> Placement:
-    read = *sources, *meeting.sources
-    return Placement(launcher, *numbers, meeting.init_method, meeting.place, meeting.missing, read)
+    read = (*sources, *meeting.sources)
+    name = name_of(launcher, variables)
+    return Placement(name, rank, size, local_rank, local_size, meeting, read)
 
 
 def _are_equal(one: Launcher, other: Launcher, variables: Variables) -> bool:
@@ -370,6 +357,12 @@ def _are_equal(one: Launcher, other: Launcher, variables: Variables) -> bool:
 
 
 # Contradictions
+
+
+def _differ(name: str, value: object, other: str, theirs: object, fix: str) -> ConfigurationError:
+    """Returns the error for two variables that contradict each other."""
+    text = f"environment variable {name} is {value}, but {other} is {theirs}; {fix}"
+    return ConfigurationError(text)
 
 
 def _agrees(launcher: Launcher, variables: Variables) -> bool:
@@ -387,11 +380,12 @@ def _agrees(launcher: Launcher, variables: Variables) -> bool:
     if is_nested or tasks == 1:
         return False
     if rank != number(variables, launcher.rank):
-        raise ConfigurationError(
-            f"environment variable RANK is {rank}, but {launcher.rank} of {launcher.name} is "
-            f"{variables[launcher.rank]}; unset RANK and WORLD_SIZE (a batch script may export "
-            f"them), or set RANK=${launcher.rank} in each task"
+        fix = (
+            "unset RANK and WORLD_SIZE (a batch script may export them), or set "
+            f"RANK=${launcher.rank} in each task"
         )
+        other = f"{launcher.rank} of {launcher.name}"
+        raise _differ("RANK", rank, other, variables[launcher.rank], fix)
     if size:
         _check_size(launcher, tasks, variables)
     return True
@@ -408,10 +402,8 @@ def _check_range(rank_name: str, rank: int, size_name: str, size: int | None) ->
 def _check_size(launcher: Launcher, tasks: int | None, variables: Variables) -> None:
     size = number(variables, "WORLD_SIZE")
     if size != tasks:
-        raise ConfigurationError(
-            f"environment variable WORLD_SIZE is {size}, but {launcher.size} of {launcher.name} is "
-            f"{tasks}; unset WORLD_SIZE, or start {size} tasks"
-        )
+        fix = f"unset WORLD_SIZE, or start {size} tasks"
+        raise _differ("WORLD_SIZE", size, f"{launcher.size} of {launcher.name}", tasks, fix)
 
 
 def _check_addresses(launcher: Launcher, size: int | None, variables: Variables) -> None:
@@ -439,10 +431,8 @@ def _check_container(variables: Variables) -> None:
     for name in MASTER:
         theirs = f"PET_{name}"
         if name in variables and variables.get(theirs, variables[name]) != variables[name]:
-            raise ConfigurationError(
-                f"environment variable {name} is {variables[name]!r}, but {theirs} is "
-                f"{variables[theirs]!r}; unset one of them"
-            )
+            here, there = repr(variables[name]), repr(variables[theirs])
+            raise _differ(name, here, theirs, there, "unset one of them")
     if "LOCAL_RANK" not in variables:
         _check_pair("RANK", "PET_NODE_RANK", variables)
         _check_pair("WORLD_SIZE", "PET_NNODES", variables)
@@ -453,10 +443,8 @@ def _check_pair(ours: str, theirs: str, variables: Variables) -> None:
     if ours not in variables or not variables.get(theirs, "").isdigit():  # PET_NNODES may be 1:4
         return
     if number(variables, ours) != number(variables, theirs):
-        raise ConfigurationError(
-            f"environment variable {ours} is {variables[ours]}, but {theirs} is "
-            f"{variables[theirs]}; unset {ours}, which this system sets for each container"
-        )
+        fix = f"unset {ours}, which this system sets for each container"
+        raise _differ(ours, variables[ours], theirs, variables[theirs], fix)
 
 
 def _of_container(variables: Variables) -> Placement:
@@ -478,7 +466,7 @@ def _of_container(variables: Variables) -> Placement:
     meeting = Meeting(host, port, tuple(read))
     if not (host and port):
         meeting = Meeting(missing=f"set {' and '.join(read)}, where rank 0 is reached")
-    return _placement("Kubeflow", (rank, size, 0, 1), sources, meeting)
+    return Placement("Kubeflow", rank, size, 0, 1, meeting, (*sources, *meeting.sources))
 
 
 def _hint(variables: Variables) -> str:

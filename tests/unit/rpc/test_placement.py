@@ -208,7 +208,7 @@ def test_places(
 ) -> None:
     found = find(variables)
     assert (found.launcher, found.rank, found.world_size) == (launcher, rank, size)
-    assert found.init_method == method
+    assert found.meeting.init_method == method
 
 
 @pytest.mark.parametrize(
@@ -294,13 +294,13 @@ def test_contradictions_name_the_variables(variables: Variables, message: str) -
 )
 def test_what_is_missing_is_told(variables: Variables, message: str) -> None:
     found = find(variables)
-    assert found.init_method == ""
-    assert re.search(message, found.missing)
+    assert found.meeting.init_method == ""
+    assert re.search(message, found.meeting.missing)
 
 
 def test_ports_of_neighbours_differ() -> None:
     steps = {
-        find(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).init_method
+        find(STEP | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).meeting.init_method
         for job in range(100, 110)
         for step in range(10)
     }
