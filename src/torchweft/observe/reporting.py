@@ -48,12 +48,21 @@ from torchweft.observe.report import (
     Traffic,
     encode,
 )
-from torchweft.protocol.observing import CALL, SHUTDOWN, Wait, call_key, reference_key
+from torchweft.protocol.observing import (
+    CALL,
+    SHUTDOWN,
+    NumberRow,
+    NumberTable,
+    Wait,
+    call_key,
+    reference_key,
+)
 from torchweft.protocol.registration import HOST
 from torchweft.protocol.served_calls import ServedCall as Served
 from torchweft.rpc.health import health_of
 from torchweft.rpc.observed import (
     TELLERS,
+    Teller,
     function_of,
     inwards,
     is_own,
@@ -261,7 +270,7 @@ class Reporter:
             contexts=len(worker.contexts.ids()),
             passes=worker.engine.count_passes(),
             events=tuple(self._events()) if in_detail else (),
-            numbers=tuple(self._agent.slots[TELLERS].told()),
+            numbers=_numbers_of(list(self._agent.slots[TELLERS].values())),
             in_flight=len(self._agent.calls),
             serving=len(served_by(worker)),
         )
@@ -511,3 +520,16 @@ def reporting_of(worker: Worker, group: str) -> tuple[Reporter, Dumps]:
     """
     reporter = Reporter(worker, Counting(worker), group)
     return reporter, Dumps(worker, reporter, group)
+
+
+def _numbers_of(tellers: Sequence[Teller]) -> tuple[NumberTable, ...]:
+    """Returns what components of a worker tell, tables of one title joined."""
+    tables: dict[tuple[str, tuple[str, ...]], list[NumberRow]] = {}
+    for teller in tellers:
+        try:
+            table = teller()
+        except Exception as error:  # A report must not fail because of a part of it.
+            row = NumberRow((f"{type(error).__name__}: {error}",), {}, {})
+            table = NumberTable("numbers that could not be told", ("error",), (row,))
+        tables.setdefault((table.title, table.labels), []).extend(table.rows)
+    return tuple([NumberTable(*key, tuple(rows)) for key, rows in tables.items()])

@@ -21,7 +21,7 @@ import asyncio
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextvars import Context, copy_context
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,9 @@ from torchweft.serialize.tracebacks import drop_frames, shorten
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
 from torchweft.worker.calls import PendingCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -72,7 +75,7 @@ class OrderedFuture(torch.futures.Future[T]):
         self._mark = device_streams.mark()
         return Hidden(result) if self._devices else result
 
-    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
+    def set_exception(self, error: BaseException) -> None:
         """Completes the future with an error; each waiter raises a copy of the error."""
         fail(self, error)
 
@@ -93,17 +96,24 @@ class OrderedFuture(torch.futures.Future[T]):
         device_streams.use(self._mark, value)
         return value
 
-    def then(self, callback: Callable[[Any], S]) -> torch.futures.Future[S]:
-        """Calls ``callback`` with this future when it is done; returns a future of its result."""
+    def then(self, callback: Callable[[Self], S]) -> torch.futures.Future[S]:
+        """Calls ``callback`` with this future when it is done; returns a future of its result.
+
+        The callback has the context variables and the grad mode of the code that adds it. So its
+        calls belong to the autograd context that is open there.
+        """
+        self._watch()
         return chained(self, as_here(callback))
 
     # For ``asyncio.wait``, which asks these of the futures that it is given
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Calls ``callback`` with this future when it is done, on a thread of the worker.
+    def add_done_callback(self, callback: Callable[[Self], None]) -> None:
+        """Calls ``callback`` with this future when it is done, as ``then`` does.
 
-        A callback of asyncio itself is called on its event loop, as only that thread may use it.
+        It runs on a thread of the worker. A callback of asyncio itself runs on its event loop, as
+        only that thread may use it.
         """
+        self._watch()
         loop = asyncio._get_running_loop()
         if loop is not None and str(getattr(callback, "__module__", "")).startswith("asyncio."):
             of_asyncio = _OnLoop(loop, callback)
@@ -111,6 +121,9 @@ class OrderedFuture(torch.futures.Future[T]):
             torch._C.Future.add_done_callback(self, of_asyncio)
         else:
             torch._C.Future.add_done_callback(self, as_here(callback))
+
+    def _watch(self) -> None:
+        """Notes that an error needs no report, as it will be looked at."""
 
     def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
         """Takes back a callback of asyncio; returns how many there were. Others remain."""
@@ -368,7 +381,6 @@ class Future(OrderedFuture[T]):
         fail(self, error, guard)
 
     def _watch(self) -> None:
-        """Notes that an error of the call needs no report."""
         self.is_watched = True
         guard = self._guard
         if guard is not None:
@@ -406,20 +418,6 @@ class Future(OrderedFuture[T]):
         except Exception as error:
             shorten(error)
             raise
-
-    def then(self, callback: Callable[[Future[T]], S]) -> torch.futures.Future[S]:
-        """Calls ``callback`` with this future when it is done; returns a future of its result.
-
-        The callback has the context variables and the grad mode of the code that adds it. So its
-        calls belong to the autograd context that is open there.
-        """
-        self._watch()
-        return OrderedFuture.then(self, callback)
-
-    def add_done_callback(self, callback: Callable[[Future[T]], None]) -> None:
-        """Calls ``callback`` with this future when it is done; it runs as that of ``then``."""
-        self._watch()
-        OrderedFuture.add_done_callback(self, callback)
 
     def cancel(self) -> bool:
         """Cancels the call: the future fails with ``CallCancelled``, and the callee is told.

@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from torchweft.errors import (
 from torchweft.free_threading import shared_count
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import SimpleRequest, function_name
-from torchweft.protocol.observing import NumberRow, NumberTable
+from torchweft.protocol.observing import NumberTable
 from torchweft.protocol.served_calls import ServedCall
 from torchweft.rpc.decoding import decode_call
 from torchweft.rpc.worker import WORKER, Worker
@@ -388,41 +388,12 @@ class Observed:
 OBSERVED: Slot[Observed] = Slot()
 
 
-Teller = Callable[[], "NumberTable"]
+Teller = Callable[[], NumberTable]
 
+_numbers = shared_count()
 
-class Tellers:
-    """The components of one worker that tell numbers; they compute nothing before. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._tellers: dict[int, Teller] = {}
-        self._numbers = shared_count()
-
-    def add(self, teller: Teller) -> Callable[[], None]:
-        """Adds a component; returns a function that removes it."""
-        number = next(self._numbers)
-        self._tellers[number] = teller
-
-        def remove() -> None:
-            self._tellers.pop(number, None)
-
-        return remove
-
-    def told(self) -> Iterator[NumberTable]:
-        """Yields what all tell, tables of one title joined."""
-        tables: dict[tuple[str, tuple[str, ...]], list[NumberRow]] = {}
-        for teller in list(self._tellers.values()):
-            try:
-                table = teller()
-            except Exception as error:  # A report must not fail because of a part of it.
-                row = NumberRow((f"{type(error).__name__}: {error}",), {}, {})
-                table = NumberTable("numbers that could not be told", ("error",), (row,))
-            tables.setdefault((table.title, table.labels), []).extend(table.rows)
-        for (title, labels), rows in tables.items():
-            yield NumberTable(title, labels, tuple(rows))
-
-
-TELLERS: Slot[Tellers] = Slot(Tellers)
+TELLERS: Slot[dict[int, Teller]] = Slot(dict)
+"""The components of one worker that tell numbers, by any number."""
 
 
 def tell(teller: Teller) -> Callable[[], None]:
@@ -435,7 +406,13 @@ def tell(teller: Teller) -> Callable[[], None]:
     Returns:
         A function that ends it.
     """
-    return current().slots[TELLERS].add(teller)
+    number, tellers = next(_numbers), current().slots[TELLERS]
+    tellers[number] = teller
+
+    def end() -> None:
+        tellers.pop(number, None)
+
+    return end
 
 
 # The signals
