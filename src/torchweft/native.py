@@ -118,7 +118,7 @@ class Native(Protocol):
         home_of: Callable[[Any], ReferenceId | None],
         /,
     ) -> bytes | None:
-        """Returns the ``REPLY`` of ``Replies.reply`` in ``rpc.worker``; None for what it leaves."""
+        """Returns the ``REPLY`` of ``Worker.reply`` in ``rpc.worker``; None for what it leaves."""
 
 
 def _find() -> tuple[Native | None, str]:

@@ -39,7 +39,7 @@ _noted: list[tuple[str, str]] = []
 def note_failures(on: bool) -> list[tuple[str, str]]:
     """Starts or stops noting the errors of served calls; returns the notes."""
     worker = current_worker()
-    worker.replies.on_failure = (
+    worker.on_failure = (
         (lambda peer, error: _noted.append((peer.name, repr(error)))) if on else None
     )
     noted = list(_noted)

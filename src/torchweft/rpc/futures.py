@@ -75,7 +75,7 @@ class OrderedFuture(torch.futures.Future[T]):
         self._mark = device_streams.mark()
         return Hidden(result) if self._devices else result
 
-    def set_exception(self, error: BaseException) -> None:
+    def set_exception(self, error: BaseException) -> None:  # type: ignore[override]
         """Completes the future with an error; each waiter raises a copy of the error."""
         fail(self, error)
 

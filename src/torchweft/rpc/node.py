@@ -454,7 +454,7 @@ class Node:
         if finalize is not None:
             finalize.cancel()
         self.agent.links.leave_reason = farewell
-        self.worker.replies.has_left = True
+        self.worker.has_left = True
         self.agent.answer_observers(None)
         current_agent.install(None)
         self._interrupts.end()

@@ -82,7 +82,7 @@ class Call(AnsweredCall):
         owned = self.owned
         assert owned is not None
         if error is not None:
-            self.worker.replies.note_failure(self.peer, error)
+            self.worker.note_failure(self.peer, error)
             # As its users will get it: the original's traceback would keep its frames' objects.
             is_plain = self.worker.reader.is_strict
             packed = pack_error(error, self.worker.agent.info.name, is_plain=is_plain)

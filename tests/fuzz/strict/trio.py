@@ -163,7 +163,7 @@ class Member:
     def close(self) -> None:
         """Ends the worker."""
         current_agent.install(self.agent)
-        self.worker.replies.has_left = True
+        self.worker.has_left = True
         with contextlib.suppress(Exception):
             self.gatherings.close()
         self.worker.references.close()

@@ -213,7 +213,7 @@ class World:
         """Ends the worker."""
         current_agent.install(None)
         self.handles.clear()
-        self.worker.replies.has_left = True
+        self.worker.has_left = True
         with contextlib.suppress(Exception):
             self.gatherings.close()
         self.worker.references.close()

@@ -82,6 +82,6 @@ def use(
     monkeypatch: pytest.MonkeyPatch, listen: str, secret: Secret | None, store_host: str
 ) -> Any:
     ways = {"10.0.0.1": "10.0.0.2", "127.0.0.1": "127.0.0.1"}
-    monkeypatch.setattr(joining, "host_of", lambda store: store_host)
+    monkeypatch.setattr(joining.rendezvous, "host_of", lambda store: store_host)
     monkeypatch.setattr(joining, "own_address_towards", lambda host: ways.get(host, ""))
     return RpcBackendOptions(listen=listen, secret=secret)

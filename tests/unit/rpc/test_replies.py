@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from tests.thorough import examples
 from tests.unit.rpc.results import VALUES
-from torchweft import knobs
 from torchweft.native import native, reason
 from torchweft.rpc import worker
 from torchweft.rpc.encoding import ENCODED_RESULTS, Encoder
-from torchweft.rpc.worker import Replies
+from torchweft.rpc.worker import Worker
 from torchweft.serialize.objects import pack
 from torchweft.serialize.tensors import shared_ranges
 from torchweft.serialize.values import no_home
@@ -55,8 +54,10 @@ def answer_by(twin: Any, result: object, context_id: int = 0) -> tuple[bytes, in
     peer.device_maps.moves_host_of_answers = False
     peer.registration.is_strict = False
     counted = None if twin is None else mock.Mock(wraps=twin)
-    with mock.patch.object(worker, "native", counted), knobs.TENSOR_LIMIT.override(LIMIT):
-        Replies(sent, encoder, mock.Mock()).reply(peer, 1 << 40, result, context_id)  # type: ignore[arg-type]
+    answering: Any = Worker.__new__(Worker)
+    answering.agent, answering.encoder, answering._tensor_limit = sent, encoder, LIMIT
+    with mock.patch.object(worker, "native", counted):
+        answering.reply(peer, 1 << 40, result, context_id)
     (answer,) = sent.answers
     return answer, 0 if counted is None else counted.encode_result.call_count
 

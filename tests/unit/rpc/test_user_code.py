@@ -341,7 +341,7 @@ def test_what_shows_failures_may_raise(pair: Pair) -> None:
         shown.append(error)
         raise SystemExit("in a log")
 
-    pair.callee.replies.on_failure = show
+    pair.callee.on_failure = show
     for _ in range(TIMES):
         with pytest.raises(ValueError, match="the function's own"):
             pair.sync(raises_text, ValueError, "the function's own")

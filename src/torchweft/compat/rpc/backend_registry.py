@@ -160,7 +160,7 @@ def _tensorpipe_init_backend_handler(
     # Whatever size the environment names.
     join_group(name, rank, world_size or None, options)
     worker = current_worker()
-    worker.replies.on_failure = log_failure
+    worker.on_failure = log_failure
     worker.decoder.as_raised_here = as_runtime_error
     return TensorPipeAgent(rpc_backend_options)
 
