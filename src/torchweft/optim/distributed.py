@@ -12,6 +12,7 @@ every step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -120,15 +121,10 @@ def raise_failures(what: str, failures: list[Failure]) -> None:
     message = f"{what} failed {described([first, *others])}"
     error = first.error
     if isinstance(error, (WorkerLost, CallTimeout)):
-        raise type(error)(message, **_fields_of(error)) from error
-    names = tuple(name_of(failure.owner) for failure in others)
-    raise OptimizerError(message, worker=name_of(first.owner), others=names) from error
-
-
-def _fields_of(error: WorkerLost | CallTimeout) -> dict[str, Any]:
-    is_lost = isinstance(error, WorkerLost)
-    names = ("worker", "since", "cause") if is_lost else ("worker", "call", "elapsed_s")
-    return {name: getattr(error, name) for name in names}
+        names = [each.name for each in dataclasses.fields(error)]
+        raise type(error)(message, **{name: getattr(error, name) for name in names}) from error
+    also = tuple(name_of(failure.owner) for failure in others)
+    raise OptimizerError(message, worker=name_of(first.owner), others=also) from error
 
 
 def described(failures: Iterable[Failure]) -> str:

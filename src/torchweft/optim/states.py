@@ -130,12 +130,9 @@ def read_group(given: Any, number: int) -> Group:
             f'parameter group {number} has no "params"; add "params": [rrefs] to it'
         )
     options = {key: value for key, value in given.items() if key != "params"}
-    parameters = given["params"]
-    references = [parameters] if isinstance(parameters, RRef) else list(parameters)
+    references = _listed_references(given["params"], f" of group {number}")
     if not references:
         raise ConfigurationError(f"parameter group {number} is empty; leave it out")
-    for position, reference in enumerate(references):
-        _check_reference(reference, f"parameter {position} of group {number}")
     return Group(options, references)
 
 
@@ -145,9 +142,7 @@ def read_references(given: Iterable[Any]) -> list[Reference]:
     Raises:
         ConfigurationError: A parameter is not a reference, or occurs twice.
     """
-    references = [given] if isinstance(given, RRef) else list(given)
-    for position, reference in enumerate(references):
-        _check_reference(reference, f"parameter {position}")
+    references = _listed_references(given)
     check_distinct(references)
     return references
 
@@ -163,15 +158,16 @@ def check_distinct(references: Sequence[Reference]) -> None:
             )
 
 
-def _check_reference(reference: object, what: str) -> None:
-    if isinstance(reference, RRef):
-        return
-    fix = (
-        "pass torchweft.RRef(parameter)"
-        if isinstance(reference, Tensor)
-        else "pass RRefs, for instance those of RemoteModule.remote_parameters()"
-    )
-    raise ArgumentTypeError(f"{what} is {kind_of(reference)}, not an RRef; {fix}")
+def _listed_references(given: Iterable[Any] | RRef[Any], of: str = "") -> list[Reference]:
+    references = [given] if isinstance(given, RRef) else list(given)
+    for position, reference in enumerate(references):
+        if not isinstance(reference, RRef):
+            fix = "pass RRefs, for instance those of RemoteModule.remote_parameters()"
+            if isinstance(reference, Tensor):
+                fix = "pass torchweft.RRef(parameter)"
+            text = f"parameter {position}{of} is {kind_of(reference)}, not an RRef; {fix}"
+            raise ArgumentTypeError(text)
+    return references
 
 
 def by_owner(references: Iterable[Reference]) -> dict[int, list[tuple[int, Reference]]]:

@@ -56,6 +56,7 @@ def answer_by(twin: Any, result: object, context_id: int = 0) -> tuple[bytes, in
     counted = None if twin is None else mock.Mock(wraps=twin)
     answering: Any = Worker.__new__(Worker)
     answering.agent, answering.encoder, answering._tensor_limit = sent, encoder, LIMIT
+    answering.has_left, answering.on_failure = False, None
     with mock.patch.object(worker, "native", counted):
         answering.reply(peer, 1 << 40, result, context_id)
     (answer,) = sent.answers
