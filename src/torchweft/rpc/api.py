@@ -36,6 +36,7 @@ from torchweft.rpc.futures import Future, fail, open_calls
 from torchweft.rpc.rref import RRef, check_method
 from torchweft.rpc.worker import WORKER
 from torchweft.serialize.tracebacks import shorten, without_own_frames
+from torchweft.threads.reports import first_names
 from torchweft.worker import current as of_process
 from torchweft.worker.agent import Agent
 from torchweft.worker.calls import PendingCall
@@ -487,8 +488,6 @@ def method_name(method: object) -> str:
 
 AnyFuture = TypeVar("AnyFuture", bound=torch.futures.Future[Any])
 
-_NAMED_LIMIT = 8
-
 
 def as_completed(futures: Iterable[AnyFuture], timeout: float = 0.0) -> Iterator[AnyFuture]:
     """Returns an iterator that yields each future as soon as it is done, failed or not.
@@ -567,17 +566,9 @@ def next_done(
     return None
 
 
-def named(workers: Iterable[str]) -> str:
-    """Returns the distinct names of workers for a message, the first few of them."""
-    distinct = list(dict.fromkeys(workers))
-    more = len(distinct) - _NAMED_LIMIT
-    text = ", ".join(map(repr, distinct[:_NAMED_LIMIT]))
-    return f"{text} and {more} more" if more > 0 else text
-
-
 def _timed_out(pending: Sequence[torch.futures.Future[Any]], limit_s: float) -> CallTimeout:
     workers = [future.worker_name for future in pending if isinstance(future, Future)]
-    on = f": on {named(workers)}" if workers else ""
+    on = f": on {first_names(workers)}" if workers else ""
     calls = "1 call has" if len(pending) == 1 else f"{len(pending)} calls have"
     return CallTimeout(
         f"{calls} not ended within {limit_s:.1f} s{on}",

@@ -23,10 +23,10 @@ from torch.autograd.graph import Node
 
 from torchweft.autograd.contexts import PLACEHOLDER, current_id, set_current_id
 from torchweft.errors import AutogradError, BatchError
-from torchweft.rpc.api import named
 from torchweft.rpc.worker import Worker
 from torchweft.threads import device_streams
 from torchweft.threads.device_streams import Mark
+from torchweft.threads.reports import first_names
 from torchweft.wire.messages import NO_GRAD
 from torchweft.worker.calls import current_call
 
@@ -205,7 +205,7 @@ def check_rows(
             raise BatchError(
                 f"{function} was given a batch of {count} calls and returned a tensor of shape "
                 f"{list(leaf.shape)}; the first dimension of each tensor that it returns must be "
-                f"{count}, a row for each call. The calls are those of {named(callers)}",
+                f"{count}, a row for each call. The calls are those of {first_names(callers)}",
                 call=function,
                 callers=tuple(callers),
                 shapes=tuple([shapes_of(result)] * len(callers)),
@@ -514,7 +514,7 @@ class Runner:
 
     def _failed(self, entries: list[Entry], error: BaseException) -> list[Outcome]:
         if len(entries) > 1 and hasattr(error, "add_note"):  # Python 3.10 has no notes.
-            callers = named([entry.caller for entry in entries])
+            callers = first_names([entry.caller for entry in entries])
             error.add_note(f"in a batch of {len(entries)} calls of {self._name}, by {callers}")
         return [(None, error)] * len(entries)
 

@@ -28,6 +28,7 @@ from torchweft.free_threading import copy_of, shared_count
 from torchweft.threads.interrupts import is_of_handler
 
 _log = logging.getLogger("torchweft")
+_NAMED_LIMIT = 8
 
 
 def _escape(record: logging.LogRecord) -> bool:
@@ -200,6 +201,14 @@ def names_of(workers: Iterable[str]) -> str:
     """Returns the names of workers for a message."""
     names = [repr(name) for name in workers]
     return f"worker{'s' if len(names) > 1 else ''} {', '.join(names)}"
+
+
+def first_names(workers: Iterable[str]) -> str:
+    """Returns the distinct names of workers for a message, the first few of them."""
+    distinct = list(dict.fromkeys(workers))
+    more = len(distinct) - _NAMED_LIMIT
+    text = ", ".join(map(repr, distinct[:_NAMED_LIMIT]))
+    return f"{text} and {more} more" if more > 0 else text
 
 
 def _tell(subject: str, since_s: float, describe: Callable[[], str]) -> str:
