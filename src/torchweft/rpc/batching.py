@@ -447,10 +447,10 @@ class BatchStatistics:
     """
 
     batches: int = 0
-    sizes: dict[int, int] = field(default_factory=Counter)
+    sizes: dict[int, int] = field(default_factory=dict)
     wait_s: float = 0.0
     longest_wait_s: float = 0.0
-    waits: dict[float, int] = field(default_factory=Counter)
+    waits: dict[float, int] = field(default_factory=dict)
     run_s: float = 0.0
     waiting: int = 0
     failed: int = 0
@@ -515,7 +515,7 @@ class Counts:
     """The statistics of a queue, while they grow; the queue keeps its threads apart."""
 
     def __init__(self) -> None:
-        self.found = BatchStatistics()
+        self.found = BatchStatistics(sizes=Counter(), waits=Counter())
         self._new_waits_s = array("d")
 
     def add_batch(self, waits_s: Sequence[float]) -> None:
