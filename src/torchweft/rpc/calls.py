@@ -21,8 +21,8 @@ import torch
 from torch.autograd import profiler
 from torch.autograd.profiler import record_function
 
-from torchweft.arguments import limit_of, wrong_type
-from torchweft.errors import CallCancelled, WorkerLost
+from torchweft.arguments import kind_of, limit_of, wrong_type
+from torchweft.errors import ArgumentTypeError, CallCancelled, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.protocol.calls import Subject, nest
 from torchweft.rpc.constants import UNSET_RPC_TIMEOUT
@@ -107,7 +107,8 @@ def checked_call(
     if args is None:
         args = ()
     elif not isinstance(args, (tuple, list)):
-        raise wrong_type("args", args, "pass a tuple, args=(value,) for a single argument")
+        fix = "pass a tuple, args=(value,) for a single argument"
+        raise ArgumentTypeError(f"args is {kind_of(args)}; {fix}")
     if kwargs is None:
         kwargs = {}
     elif not isinstance(kwargs, dict):
