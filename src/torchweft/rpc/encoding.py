@@ -6,9 +6,10 @@ import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, FunctionType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ TakeBack = Callable[[Peer, Sequence[HandedReference], int], None]
 """Takes back the references and the graph of a message to a worker that could not be sent."""
 
 
-class Request(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Request:
     """A call, or values for a port, before it is sent.
 
     Attributes:
