@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._guards import TracingContext
 
-from torchweft.arguments import kind_of, wrong_type
+from torchweft.arguments import check_type, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError, SerializationError
 from torchweft.nn import owner
 from torchweft.nn.owner import Step
@@ -306,8 +306,7 @@ class RemoteModule(nn.Module):
         Raises:
             ConfigurationError: ``module_rref`` is not a reference.
         """
-        if not isinstance(module_rref, RRef):
-            raise wrong_type("module_rref", module_rref, "pass an RRef to a module")
+        check_type(module_rref, RRef, "module_rref", "an RRef to a module")
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._bind(module_rref, device)

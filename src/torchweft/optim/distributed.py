@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch.optim import Optimizer
 
-from torchweft.arguments import kind_of
+from torchweft.arguments import check_type, kind_of
 from torchweft.autograd.contexts import enter
 from torchweft.autograd.engine import current_engine
 from torchweft.errors import (
@@ -508,8 +508,5 @@ def check_context_id(context_id: object) -> None:
             "step() takes no closure; compute the loss and its gradients in an autograd context, "
             "then call step(context_id)"
         )
-    if not isinstance(context_id, int):
-        raise ArgumentTypeError(
-            f"context_id is {kind_of(context_id)}; pass the number that "
-            "'with torchweft.autograd.context() as context_id' gives"
-        )
+    example = "the number that 'with torchweft.autograd.context() as context_id' gives"
+    check_type(context_id, int, "context_id", example)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 
 import torch
 
-from torchweft.arguments import wrong_type
+from torchweft.arguments import check_type, wrong_type
 from torchweft.errors import ArgumentTypeError, CallTimeout, ConfigurationError, WorkerLost
 from torchweft.ids import WorkerInfo
 from torchweft.rpc.calls import (
@@ -527,8 +527,7 @@ def _checked_futures(futures: Iterable[AnyFuture]) -> list[AnyFuture]:
         raise wrong_type("futures", futures, "pass several futures, as a list")
     found = list(futures)
     for future in found:
-        if not isinstance(future, torch.futures.Future):
-            raise wrong_type("an element of futures", future, "pass what rpc_async returns")
+        check_type(future, torch.futures.Future, "an element of futures", "what rpc_async returns")
     return found
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from torchweft import knobs
-from torchweft.arguments import checked_int, kind_of, wrong_type
+from torchweft.arguments import check_choice, check_type, checked_int, kind_of, wrong_type
 from torchweft.errors import ArgumentTypeError, ConfigurationError
 from torchweft.protocol.registration import Devices
 from torchweft.rpc.constants import (
@@ -152,13 +152,9 @@ class RpcBackendOptions:
             self._check_seconds(name, 0.5, "0.5 seconds at least")
         for name in ("init_method", "listen"):
             text = getattr(self, name)
-            if text is not None and not isinstance(text, str):
-                raise wrong_type(name, text, "pass a str")
-        for name, (one, other) in _CHOICES.items():
-            if getattr(self, name) not in (one, other):
-                raise ConfigurationError(
-                    f"{name} is {getattr(self, name)!r}; it must be {one!r} or {other!r}"
-                )
+            check_type("" if text is None else text, str, name, "a str")
+        for name, choices in _CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         self._check_protection()
         if self.store is not None and self.init_method is not None:
             raise ConfigurationError("give init_method or store, not both")
@@ -186,18 +182,15 @@ class RpcBackendOptions:
         return Devices(named.maps, named.listed, torch.cuda.device_count())
 
     def _named_devices(self) -> Devices:
-        if not isinstance(self.device_maps, Mapping):
-            fitting = "pass a dict of dicts like {'server': {'cuda:0': 'cuda:1'}}"
-            raise wrong_type("device_maps", self.device_maps, fitting)
+        example = "a dict of dicts like {'server': {'cuda:0': 'cuda:1'}}"
+        check_type(self.device_maps, Mapping, "device_maps", example)
         if isinstance(self.devices, str) or not isinstance(self.devices, Iterable):
             raise wrong_type("devices", self.devices, "pass a list like ['cuda:0', 'cuda:1']")
         maps = {}
         for worker, device_map in self.device_maps.items():
-            if not isinstance(worker, str):
-                raise wrong_type("a key of device_maps", worker, "pass the name of a worker")
-            if not isinstance(device_map, Mapping):
-                fitting = "pass a dict like {'cuda:0': 'cuda:1'}"
-                raise wrong_type(f"the device map for {worker!r}", device_map, fitting)
+            check_type(worker, str, "a key of device_maps", "the name of a worker")
+            example = "a dict like {'cuda:0': 'cuda:1'}"
+            check_type(device_map, Mapping, f"the device map for {worker!r}", example)
             maps[worker] = {_named(here): _named(there) for here, there in device_map.items()}
         return Devices(maps, tuple(map(_named, _to_device_list(self.devices))))
 
@@ -330,9 +323,8 @@ def _checked_timeout(seconds: Any) -> float:
     return float(seconds)
 
 
-def _checked_method(method: Any) -> str:
-    if not isinstance(method, str):
-        raise wrong_type("init_method", method, "pass a str")
+def _checked_method(method: str) -> str:
+    check_type(method, str, "init_method", "a str")
     return method
 
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from torchweft.arguments import kind_of, limit_of, wrong_type
+from torchweft.arguments import check_type, kind_of, limit_of, wrong_type
 from torchweft.autograd.contexts import current_id, enter, set_current_id
 from torchweft.closing import Closing
 from torchweft.errors import (
@@ -301,8 +301,7 @@ class Merged(Closing, Generic[T]):
             ArgumentTypeError: It is no stream.
             ConfigurationError: It is merged already.
         """
-        if not isinstance(stream, Stream):
-            raise wrong_type("stream", stream, "pass what rpc.stream returns")
+        check_type(stream, Stream, "stream", "what rpc.stream returns")
         if any(stream is each for each in self._open.values()):
             raise ConfigurationError(f"{stream!r} is merged already")
         number = next(self._numbers)

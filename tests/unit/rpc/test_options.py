@@ -266,7 +266,7 @@ def test_device_settings_are_texts_and_a_count(monkeypatch: pytest.MonkeyPatch) 
         ({"devices": 3}, "devices is 3"),
         ({"devices": ["cpu"]}, "expect a list of CUDA devices, but got cpu"),
         ({"devices": ["cuda"]}, "without an index"),
-        ({"unmapped_devices": "cpu"}, "unmapped_devices is 'cpu'; it must be 'same' or 'refuse'"),
+        ({"unmapped_devices": "cpu"}, "unmapped_devices is 'cpu'; pass one of 'same', 'refuse'"),
         ({"other_versions": "no"}, "other_versions is 'no'; it must be 'refuse' or 'warn'"),
     ],
 )
