@@ -267,7 +267,7 @@ def test_device_settings_are_texts_and_a_count(monkeypatch: pytest.MonkeyPatch) 
         ({"devices": ["cpu"]}, "expect a list of CUDA devices, but got cpu"),
         ({"devices": ["cuda"]}, "without an index"),
         ({"unmapped_devices": "cpu"}, "unmapped_devices is 'cpu'; pass one of 'same', 'refuse'"),
-        ({"other_versions": "no"}, "other_versions is 'no'; it must be 'refuse' or 'warn'"),
+        ({"other_versions": "no"}, "other_versions is 'no'; pass one of 'refuse', 'warn'"),
     ],
 )
 def test_devices_that_cannot_be_meant(fields: dict[str, Any], message: str) -> None:
