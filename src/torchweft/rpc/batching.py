@@ -798,6 +798,7 @@ class BatchQueue:
 
     def woken(self, now_s: float) -> float:
         """Looks at the clock; returns when to look again."""
+        # Race: a thread that sets an earlier time now asks the timer for it by itself.
         wake_s = self._batcher.wake_s
         if now_s < wake_s:
             return wake_s
